@@ -1,4 +1,4 @@
-"""Save checkpoints under one layout and load them under any other."""
+"""Save a checkpoint under one parallel layout, and load it under any other."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Describe which rectangular chunks of each tensor a rank stores, and assign every element to one writing rank.
+"""Decide which rank writes which chunks of each tensor into a checkpoint.
 
-If several ranks store the same elements, only one of them writes each element: the rank with the least to write.
+Each rank stores rectangular chunks of a full tensor. If several ranks store the same elements, only one of them writes
+each element: the rank with the fewest bytes to write.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ ChunkBounds = tuple[Offsets, Offsets]
 NamedChunk = tuple[str, Offsets, Offsets]
 """A chunk of a named tensor: name, start and size."""
 LocalChunks = tuple[list[NamedChunk], dict[str, tuple[Offsets, int]]]
-"""The chunks of one rank, and the shape and element size in bytes of each tensor."""
+"""The chunks that one rank stores, and the full shape and element size in bytes of each tensor."""
 
 
 def intersect_chunks(one: ChunkBounds, other: ChunkBounds) -> ChunkBounds | None:
-    """Return the intersection of two chunks, or None if they do not overlap."""
+    """Return the overlap of two chunks of a tensor, or None if they have no elements in common."""
     low = tuple(max(a, b) for a, b in zip(one[0], other[0], strict=True))
     high = [min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True)]
     if all(a < b for a, b in zip(low, high, strict=True)):
@@ -36,7 +37,12 @@ def intersect_chunks(one: ChunkBounds, other: ChunkBounds) -> ChunkBounds | None
 
 @dataclass(frozen=True, eq=False)
 class LocalChunk:
-    """Rectangular chunk of a full tensor that this rank stores: its start indices and a view of its values."""
+    """A rectangular chunk of a full tensor that this rank stores.
+
+    Args:
+        start: index of its first element in the full tensor.
+        values: a view of its elements.
+    """
 
     start: Offsets
     values: Tensor
@@ -46,20 +52,20 @@ class LocalChunk:
         return self.start, tuple(self.values.shape)
 
     def view(self, start: Offsets, size: Offsets) -> Tensor:
-        """Return a view of a box inside this chunk, located by its start and size in the full tensor."""
+        """Return a view of a rectangular part of this chunk. ``start`` is an index of the full tensor."""
         return self.values[tuple(slice(a - o, a - o + n) for a, o, n in zip(start, self.start, size, strict=True))]
 
 
 @dataclass(frozen=True, eq=False)
 class TensorItem:
-    """Tensor of a checkpoint, with the chunks that this rank writes or reads.
+    """A tensor in a checkpoint, with the chunks that this rank saves or loads.
 
     Args:
-        name: name in the checkpoint, identical on all ranks and under all layouts.
+        name: name in the checkpoint, which is the same on all ranks and under all layouts.
         shape: shape of the full tensor.
         dtype: dtype of the chunks in memory.
         chunks: this rank's chunks, which do not overlap.
-        is_checked: whether the chunks count toward the checksum. False for the second copy that a rank reads.
+        is_checked: whether the chunks count toward the checksum; False for a second copy that a rank reads.
     """
 
     name: str
@@ -71,13 +77,13 @@ class TensorItem:
 
 @dataclass(frozen=True)
 class FlatRegion:
-    """Region of a full tensor whose elements this rank stores in one buffer.
+    """The elements of a full tensor that this rank stores in one buffer.
 
     Args:
         shape: shape of the full tensor.
-        spec: how the full tensor is sharded; None: it is not sharded.
+        spec: how the full tensor is sharded, or None if it is replicated.
         coords: this rank's mesh coordinates.
-        flat_range: range of elements in this rank's flattened shard; None: the shard in its own shape.
+        flat_range: range of elements of this rank's flattened shard, or None if the region is the whole shard.
     """
 
     shape: Offsets
@@ -87,7 +93,7 @@ class FlatRegion:
 
     @property
     def local_shape(self) -> Offsets:
-        """Shape of this rank's shard, which contains ``flat_range``."""
+        """Shape of this rank's shard of the full tensor, before ``flat_range`` is applied."""
         return self.shape if self.spec is None else self.spec.local_shape(self.coords)
 
     @property
@@ -99,15 +105,15 @@ class FlatRegion:
         return self.numel == prod(self.shape)
 
     def allocate(self, dtype: torch.dtype) -> Tensor:
-        """Allocate an uninitialized CPU buffer with the size of this region."""
+        """Allocate an uninitialized CPU tensor that can hold this region."""
         return torch.empty(self.local_shape if self.flat_range is None else self.numel, dtype=dtype)
 
     def item(self, name: str, x: Tensor) -> TensorItem:
-        """Return a ``TensorItem`` with this name, whose chunks are views of the region's buffer ``x``."""
+        """Return a ``TensorItem`` whose chunks are views of ``x``, the buffer that holds this region."""
         return TensorItem(name, self.shape, x.dtype, self.views(x))
 
     def views(self, x: Tensor) -> list[LocalChunk]:
-        """Return a view of the buffer ``x`` for each rectangular chunk of the full tensor in this region."""
+        """Split the buffer ``x``, which holds this region, into rectangular chunks of the full tensor."""
         origin = (0,) * len(self.shape)
         boxes = (Box(origin, origin, self.shape),) if self.spec is None else self.spec.boxes(self.coords)
         if self.flat_range is None:
@@ -124,7 +130,9 @@ class FlatRegion:
 
 
 def flat_range_to_chunks(shape: Offsets, begin: int, end: int) -> Iterator[ChunkBounds]:
-    """Yield the (start, size) of boxes that cover the elements ``begin`` to ``end`` of a flattened tensor.
+    """Convert a range of a flattened tensor into rectangular chunks of the original tensor.
+
+    Yields the (start, size) of each chunk.
 
     >>> list(flat_range_to_chunks((3, 4), 2, 9))
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
@@ -153,19 +161,19 @@ def _chunks_in_row(shape: Offsets, row: int, begin: int, end: int) -> Iterator[C
 
 
 def list_local_chunks(items: Sequence[TensorItem]) -> LocalChunks:
-    """Return the names, bounds, shapes and element sizes of this rank's chunks, to be sent to other ranks."""
+    """List the tensor chunks that this rank stores, without their values. The list is sent to other ranks."""
     chunks = [(item.name, *chunk.bounds) for item in items for chunk in item.chunks]
     return chunks, {item.name: (item.shape, item.dtype.itemsize) for item in items}
 
 
 def drop_tensors(local: LocalChunks, names: Container[str]) -> LocalChunks:
-    """Return the chunks of a rank, except the chunks of the named tensors."""
+    """Remove the tensors in ``names`` from the list of chunks that a rank stores."""
     chunks, tensors = local
     return [chunk for chunk in chunks if chunk[0] not in names], {n: x for n, x in tensors.items() if n not in names}
 
 
 def assign_writes(items: Sequence[TensorItem], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
-    """Assign each tensor element to one rank that writes it, and return the boxes that this rank writes.
+    """Choose one rank to write each tensor element, and return the chunks that this rank must write.
 
     Communicates one gather of all ranks' chunk bounds.
     """
@@ -173,7 +181,7 @@ def assign_writes(items: Sequence[TensorItem], world: Axis) -> dict[NamedChunk, 
 
 
 def assign_local_writes(chunks_by_rank: Sequence[LocalChunks], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
-    """Return the boxes that this rank writes, computed from the chunks that all ranks store.
+    """Compute which chunks this rank must write, based on the lists of chunks that all ranks store.
 
     Chunks of different ranks may be identical, disjoint, or overlap partially.
     """
@@ -208,7 +216,7 @@ def _find_overlapping_tensors(chunks: Iterable[NamedChunk], tensors: dict[str, t
 
 
 def subtract_chunks(chunk: ChunkBounds, others: Sequence[ChunkBounds]) -> Iterator[ChunkBounds]:
-    """Yield boxes that cover all elements of ``chunk`` outside the chunks in ``others``.
+    """Remove the overlap with ``others`` from ``chunk``, and yield the remaining elements as smaller chunks.
 
     >>> list(subtract_chunks(((0, 0), (2, 4)), [((1, 1), (5, 2))]))
     [((0, 0), (1, 4)), ((1, 0), (1, 1)), ((1, 3), (1, 1))]

@@ -1,4 +1,4 @@
-"""Directory of checkpoints with one folder per saved step: lock it, publish a checkpoint, and find checkpoints.
+"""Manage a checkpoint directory: lock it, add new checkpoints, and find existing ones.
 
     checkpoints/
       step-00000100/          checkpoint.json, rank-00000.safetensors, ...
@@ -6,8 +6,8 @@
       latest                  one line: step-00000200
       .shardformer.lock       the process that saves into the directory
 
-A checkpoint is written into a hidden folder and renamed once it is complete. Checkpoints are numbered in the order of
-the saves: the newest has the highest number, independent of the clocks of the hosts.
+A checkpoint is written into a hidden folder, which is renamed once the checkpoint is complete. Checkpoints are numbered
+in the order of the saves. The newest has the highest number, even if the clocks of the hosts differ.
 """
 
 from __future__ import annotations
@@ -57,41 +57,44 @@ _RESUMED_FROM = "_shardformer_goes_on"
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of a step."""
+    """Return the path of the checkpoint of a training step, such as ``root/step-00000100``."""
     return root / f"step-{step:08d}"
 
 
 def hidden_folder(root: Path, step: int) -> Path:
-    """Return a new hidden path into which a checkpoint is written before it is renamed."""
+    """Return a new hidden path at which a checkpoint is stored until it is complete."""
     return temporary_path(step_folder(root, step))
 
 
 def lock_directory(root: Path, step: int, owner: nn.Module) -> bool:
-    """Lock a checkpoint directory while the model ``owner`` exists, and delete unfinished saves of killed processes.
+    """Lock a checkpoint directory for the model ``owner``, and delete unfinished checkpoints of killed processes.
 
-    Called on the first rank before a save.
+    Called on the first rank before a save. The lock is released when ``owner`` is deleted.
 
     Returns:
-        Whether ``owner`` did not have the lock before.
+        True if the lock is new, False if ``owner`` already had it.
 
     Raises:
-        OSError: the directory cannot be written.
+        OSError: the process cannot write to the directory.
         ConfigError: another process has the lock, another model of this process saved the step, or a file or symbolic
             link has the name of the checkpoint.
     """
     if root.exists() and not root.is_dir():
-        raise ConfigError(f"The checkpoint directory {root} is a file.", remedy="Pass the path of a directory.")
+        raise ConfigError(
+            f"Cannot save a checkpoint into {root}, because it is a file.", remedy="Pass the path of a directory."
+        )
     named = step_folder(root, step)
     if os.path.lexists(named) and (named.is_symlink() or not named.is_dir()):
         raise ConfigError(
-            f"The checkpoint {named} is a {'symbolic link' if named.is_symlink() else 'file'}.",
+            f"Cannot save the checkpoint {named}, because this path is a "
+            f"{'symbolic link' if named.is_symlink() else 'file'}.",
             rule="A save replaces only an older checkpoint of the same step.",
-            remedy="Move this path away, or save into another directory.",
+            remedy="Rename or delete it, or save into another directory.",
         )
     if _is_saved_by_another_model(named, owner):
         raise ConfigError(
-            f"The checkpoint {named} belongs to another model of this process.",
-            remedy="Save each model into a directory of its own.",
+            f"Cannot replace the checkpoint {named}, because another model of this process saved it.",
+            remedy="Save each model into its own directory.",
         )
     is_new = hold(root, owner)
     for path in root.glob(".*"):
@@ -109,7 +112,7 @@ def lock_directory(root: Path, step: int, owner: nn.Module) -> bool:
 
 
 def _is_saved_by_another_model(named: Path, model: nn.Module) -> bool:
-    """Return whether another model in this process saved the checkpoint ``named``."""
+    """Return whether a different model of this process saved the checkpoint at ``named``."""
     saved = _SAVED.get(os.path.realpath(named), lambda: None)
     goes_on = os.path.realpath(named.parent) in model.__dict__.get(_RESUMED_FROM, ())
     other = saved()
@@ -123,23 +126,23 @@ def _is_saved_by_another_model(named: Path, model: nn.Module) -> bool:
 
 
 def directories_of_model(model: nn.Module) -> set[str]:
-    """Return the directories into which the model was saved, or from which it was resumed."""
+    """Return the checkpoint directories that the model was saved to or resumed from."""
     own = {os.path.dirname(path) for path, saved in [*_SAVED.items()] if saved() is model}
     return own | set(model.__dict__.get(_RESUMED_FROM, ()))
 
 
 def mark_resumed_from(model: nn.Module, roots: Iterable[str]) -> None:
-    """Record that the model was resumed from checkpoints in ``roots``, so that its saves may replace them."""
+    """Allow the model to replace checkpoints in the directories ``roots``, from which it was resumed."""
     model.__dict__[_RESUMED_FROM] = {*model.__dict__.get(_RESUMED_FROM, ()), *map(os.path.realpath, roots)}
 
 
 def check_folder_is_visible(hidden: Path) -> None:
-    """Raise ConfigError if this process does not see the hidden folder that the first rank created."""
+    """Wait until this host sees the hidden folder that rank 0 created, and raise ConfigError if it never appears."""
     end, wait_s = time.monotonic() + SEEN_WITHIN_S, 0.002
     while not hidden.is_dir():
         if time.monotonic() > end:
             raise ConfigError(
-                f"Host {platform.node()} does not see the directory {hidden.parent} that rank 0 writes to.",
+                f"Host {platform.node()} cannot see the checkpoint directory {hidden.parent}, into which rank 0 saves.",
                 remedy="Save into a directory on a file system that all hosts share.",
             )
         time.sleep(wait_s)
@@ -147,9 +150,10 @@ def check_folder_is_visible(hidden: Path) -> None:
 
 
 def publish_checkpoint(folder: Path, root: Path, index: CheckpointIndex, *, to_disk: bool) -> Path:
-    """Assign a complete checkpoint its number, rename it to its final name, and update the file ``latest``.
+    """Rename a complete checkpoint to its final name, and write this name to the file ``latest``.
 
-    It replaces an older checkpoint of the same step. Raises OSError, and InputError if another process took the lock.
+    The checkpoint gets the next save number and replaces an older checkpoint of the same step. Raises OSError, and
+    InputError if another process took the lock.
     """
     named = step_folder(root, index.step)
     with _RENAME_LOCK:
@@ -162,7 +166,7 @@ def publish_checkpoint(folder: Path, root: Path, index: CheckpointIndex, *, to_d
 
 
 def find_checkpoints(path: Path) -> Iterator[Path]:
-    """Yield the checkpoint at ``path``, or all checkpoints in the directory ``path``, newest first.
+    """Yield ``path`` if it is a checkpoint, and otherwise all checkpoints in this directory, newest first.
 
     Raises ConfigError if there is none.
     """
@@ -173,8 +177,8 @@ def find_checkpoints(path: Path) -> Iterator[Path]:
     if not pairs:
         what = "does not exist" if not path.exists() else "is a file" if not path.is_dir() else "contains no checkpoint"
         raise ConfigError(
-            f"No checkpoint can be loaded, because {path} {what}.",
-            rule="Pass the directory that save_checkpoint wrote to, or one of its step-... folders with a "
+            f"Cannot load a checkpoint, because {path} {what}.",
+            rule="Pass the directory that you passed to save_checkpoint, or one of its step-... folders that contain "
             f"{INDEX_FILE}.",
             remedy=_suggest_path(path),
         )

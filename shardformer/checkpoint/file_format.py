@@ -39,7 +39,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def weighted_sum(values: Tensor, start: Offsets) -> int:
-    """Compute the summand that one chunk adds to the checksum of its tensor, as an integer from 0 to 2^64 - 1."""
+    """Compute the contribution of one chunk to the checksum of its tensor, an integer from 0 to 2^64 - 1."""
     if values.numel() == 0:
         return 0
     numbers: Any = values.detach().cpu().contiguous()
@@ -63,7 +63,7 @@ def _weighted_sum_of_dims(numbers: Any, factors: Sequence[Any]) -> Any:
 
 
 def _index_factors(dim: int, first: int, count: int) -> Any:
-    """Return an odd checksum factor for each of ``count`` indices of dimension ``dim``, starting at ``first``."""
+    """Return the checksum factors, which are all odd, of ``count`` consecutive indices of a tensor dimension."""
     x = numpy.arange(first + 1, first + count + 1, dtype=numpy.uint64) * numpy.uint64(SPLITMIX64[0])
     x += numpy.uint64(_checksum_seed(dim))
     for shift, factor in ((30, SPLITMIX64[1]), (27, SPLITMIX64[2])):
@@ -89,20 +89,20 @@ DTYPE_NAMES = {
 
 
 class CorruptCheckpointError(InputError):
-    """A file of a checkpoint is missing, or its contents differ from what was saved."""
+    """Raised if a checkpoint file is missing, or if its contents have changed since it was saved."""
 
 
 def corrupt_checkpoint_error(what: str) -> CorruptCheckpointError:
-    """Build the error for a damaged checkpoint, with the standard rule and remedy."""
+    """Create the error for a damaged checkpoint, which recommends loading an older checkpoint."""
     return CorruptCheckpointError(
         what,
         rule="A checkpoint is loaded only if all files are present and all checksums match.",
-        remedy="Load an older checkpoint of the directory, and check the disk.",
+        remedy="Load an older checkpoint from the same directory, and check the disk.",
     )
 
 
 class SavedChunk(NamedTuple):
-    """Chunk of a tensor in a checkpoint file: its start, size and checksum, and the number of the file."""
+    """A chunk of a tensor in a checkpoint: its position, its checksum, and the number of the file that contains it."""
 
     start: Offsets
     size: Offsets
@@ -112,7 +112,7 @@ class SavedChunk(NamedTuple):
 
 @dataclass
 class IndexEntry:
-    """Entry of a checkpoint index for one tensor: its dtype, full shape and saved chunks."""
+    """The entry of one tensor in the index of a checkpoint: its dtype, its full shape and its saved chunks."""
 
     dtype: str
     shape: Offsets
@@ -121,15 +121,15 @@ class IndexEntry:
 
 @dataclass
 class CheckpointIndex:
-    """Index of a checkpoint: its step, mesh sizes, tensors and plain values.
+    """The index of a checkpoint, which lists its training step, mesh sizes, tensors and Python values.
 
     Args:
         step: number of training steps that were completed.
         saved_at: time of the save, in seconds since 1970 by the clock of the host.
-        sizes: axis sizes of the mesh that saved it.
-        tensors: entries by name.
-        values: everything except tensors, as JSON, by kind.
-        number: position in the order of saves into the directory; 0 if saved by an older version.
+        sizes: sizes of the mesh axes in the run that saved it.
+        tensors: one entry for each tensor, by name.
+        values: everything except tensors, encoded as JSON.
+        number: position in the order of saves into the directory; 0 if an older version saved it.
     """
 
     step: int
@@ -140,7 +140,7 @@ class CheckpointIndex:
     number: int = 0
 
     def write(self, folder: Path, *, to_disk: bool = True) -> None:
-        """Write the index into ``folder``, and sync it to the disk if ``to_disk``."""
+        """Write the index to a JSON file in ``folder``, and sync the file to the disk if ``to_disk``."""
         tensors = {name: (entry.dtype, entry.shape, entry.boxes) for name, entry in self.tensors.items()}
         content = json.dumps({"format": FORMAT, **vars(self), "tensors": tensors})
         head = {"sha256": _sha256(content), "saved_at": self.saved_at, "number": self.number}
@@ -151,7 +151,7 @@ class CheckpointIndex:
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointIndex:
-        """Read the index of a checkpoint. Raises CorruptCheckpointError if it is missing or damaged."""
+        """Read the index of the checkpoint in ``folder``. Raises CorruptCheckpointError if it is missing or damaged."""
         try:
             head, content, _ = (folder / INDEX_FILE).read_bytes().split(b"\n", 2)
             text = content.decode()
@@ -161,22 +161,25 @@ class CheckpointIndex:
             if not found or found["saved_at"] != head_values["saved_at"] or head_values.get("number", number) != number:
                 raise corrupt_checkpoint_error(f"The checksum of {folder / INDEX_FILE} does not match its contents")
         except FileNotFoundError:
-            raise corrupt_checkpoint_error(f"{folder} is not a checkpoint: it has no {INDEX_FILE}") from None
+            raise corrupt_checkpoint_error(
+                f"{folder} is not a checkpoint, because it does not contain {INDEX_FILE}"
+            ) from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise corrupt_checkpoint_error(f"{folder / INDEX_FILE} cannot be read: {error}") from error
         try:
             return cls._from_json_dict(found, folder)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise corrupt_checkpoint_error(
-                f"{folder / INDEX_FILE} is not the index of a checkpoint: {type(error).__name__}: {error}"
+                f"{folder / INDEX_FILE} is not a valid checkpoint index: {type(error).__name__}: {error}"
             ) from error
 
     @classmethod
     def _from_json_dict(cls, found: dict[str, Any], folder: Path) -> CheckpointIndex:
         if (version := found.pop("format")) != FORMAT:
             raise InputError(
-                f"{folder} has checkpoint format {version}, but this version of shardformer reads format {FORMAT}.",
-                remedy="Load the checkpoint with the version of shardformer that saved it.",
+                f"The checkpoint {folder} has format {version}, but this version of shardformer reads only format "
+                f"{FORMAT}.",
+                remedy="Load it with the version of shardformer that saved it.",
             )
         tensors = {
             name: IndexEntry(dtype, tuple(shape), [chunk_from_json(box) for box in boxes])
@@ -188,21 +191,21 @@ class CheckpointIndex:
 
 
 def _check_index_entry(name: str, entry: IndexEntry) -> None:
-    """Raise ValueError if an index entry has an unknown dtype, or chunks outside its tensor.
+    """Raise ValueError if an index entry has an unknown dtype or a chunk that exceeds the bounds of its tensor.
 
-    Entries identify files by number, so that a damaged index cannot name files outside the checkpoint.
+    Entries refer to files by number, so that a damaged index cannot refer to files outside the checkpoint.
     """
     if entry.dtype not in map(dtype_name, DTYPE_NAMES):
-        raise ValueError(f"{name} has the unknown dtype {entry.dtype!r:.80}")
+        raise ValueError(f"the tensor {name} has the unknown dtype {entry.dtype!r:.80}")
     for box in entry.boxes:
         numbers = (*entry.shape, *box.start, *box.size, box.file)
         inside = all(a + n <= size for a, n, size in zip(box.start, box.size, entry.shape, strict=True))
         if not all(type(n) is int and n >= 0 for n in numbers) or not inside:
-            raise ValueError(f"{name} has the invalid chunk {tuple(box)!r:.200}")
+            raise ValueError(f"the tensor {name} has the invalid chunk {tuple(box)!r:.200}")
 
 
 def read_save_order(folder: Path) -> tuple[int, float]:
-    """Read the save number and save time from the first line of a checkpoint's index. Return zeros if this fails."""
+    """Read the save number and save time of a checkpoint from its index, or return zeros if it cannot be read."""
     try:
         with (folder / INDEX_FILE).open("rb") as file:
             head = json.loads(file.readline() + b"0}")
@@ -212,7 +215,7 @@ def read_save_order(folder: Path) -> tuple[int, float]:
 
 
 def chunk_from_json(found: Sequence[Any]) -> SavedChunk:
-    """Decode a ``SavedChunk`` from its list of values in the index."""
+    """Create a ``SavedChunk`` from its JSON representation in the index."""
     start, size, file, total = found
     return SavedChunk(tuple(start), tuple(size), file, total)
 
@@ -231,7 +234,7 @@ def sync(path: Path) -> None:
 
 
 def file_name(rank: int) -> str:
-    """Return the name of the checkpoint file that a rank writes."""
+    """Return the name of the checkpoint file that a rank writes, such as ``rank-00003.safetensors``."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -241,12 +244,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def chunk_key(name: str, start: Offsets) -> str:
-    """Return the key of a tensor's chunk in its safetensors file, such as ``weight@0,128``."""
+    """Return the key under which a safetensors file stores a chunk of a tensor, such as ``weight@0,128``."""
     return f"{name}@{','.join(map(str, start))}"
 
 
 class TensorToWrite(NamedTuple):
-    """Tensor to write into a safetensors file: its key, dtype, shape, and a function that loads its values."""
+    """A tensor to write to a safetensors file, with a function that loads its values when they are needed."""
 
     key: str
     dtype: torch.dtype
@@ -255,16 +258,16 @@ class TensorToWrite(NamedTuple):
 
 
 def header_entry(dtype: torch.dtype, shape: Offsets) -> tuple[str, Offsets]:
-    """Return the dtype name and the shape that a safetensors header lists for a tensor."""
+    """Return the dtype name and the shape of a tensor as the header of a safetensors file lists them."""
     return DTYPE_NAMES[dtype], (*shape, 2) if dtype == torch.complex128 else tuple(shape)
 
 
 def write_file(
     path: Path, tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None, *, to_disk: bool = True
 ) -> None:
-    """Write tensors to a safetensors file, one after the other, and sync it to the disk if ``to_disk``.
+    """Write tensors to a new safetensors file, loading one tensor at a time.
 
-    Raises OSError, for example if the file exists.
+    Syncs the file to the disk if ``to_disk``. Raises OSError, for example if the file exists.
     """
     found: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata is not None else {}
     at = 0
@@ -289,7 +292,7 @@ def write_file(
 def write_chunks(path: Path, boxes: Sequence[tuple[str, Offsets, Tensor]], *, to_disk: bool) -> list[int]:
     """Write tensor chunks to a safetensors file, and return their checksums.
 
-    ``boxes`` has the (name, start, values) of each chunk. Copies one chunk at a time to the host.
+    ``boxes`` contains the (name, start, values) of each chunk. Copies one chunk at a time to the host.
     """
     sums: list[int] = []
 
@@ -310,29 +313,32 @@ def write_chunks(path: Path, boxes: Sequence[tuple[str, Offsets, Tensor]], *, to
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raise ConfigError if a checkpoint file cannot store the dtype of the tensor ``name``."""
+    """Raise ConfigError if tensors of this dtype cannot be saved in a checkpoint."""
     if dtype not in DTYPE_NAMES:
         raise ConfigError(
             f"{name} has dtype {dtype}, which a checkpoint cannot store.",
             rule=f"Supported dtypes are {', '.join(str(d).removeprefix('torch.') for d in DTYPE_NAMES)}.",
-            remedy="Convert the tensor to one of these before you save.",
+            remedy="Convert the tensor to a supported dtype before you save it.",
         )
 
 
 def overlapping_chunks(entry: IndexEntry, chunk: ChunkBounds) -> Iterator[tuple[int, ChunkBounds]]:
-    """Yield the index and the intersection of each saved chunk that overlaps ``chunk``."""
+    """Find the saved chunks of a tensor that overlap ``chunk``, and yield the number and the overlap of each."""
     for number, box in enumerate(entry.boxes):
         if (common := intersect_chunks((box.start, box.size), chunk)) is not None:
             yield number, common
 
 
 KIND, MOST = "$", 2**12
-"""The key with the type of an encoded object, and the most elements of a tensor that is stored as JSON."""
+"""The key with the type of an encoded object, and the maximum number of elements of a tensor stored as JSON."""
 _SEQUENCES = {"tuple": tuple, "set": set, "deque": deque, "list": list}
 
 
 def to_json(value: Any, where: str) -> Any:
-    """Encode a Python value as JSON, or raise InputError with the name ``where`` if its type is not supported."""
+    """Convert a Python value to JSON, and raise InputError if its type is not supported.
+
+    ``where`` is the name of the value in the error.
+    """
     if value is None or (isinstance(value, (bool, int, float, str)) and type(value).__module__ == "builtins"):
         return value
     if type(value) is list:
@@ -353,15 +359,15 @@ def to_json(value: Any, where: str) -> Any:
     if isinstance(value, torch.dtype):
         return {KIND: "dtype", "of": str(value).removeprefix("torch.")}
     raise InputError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot store.",
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved in a checkpoint.",
         rule="Supported values are numbers, strings, small tensors and arrays "
         f"(up to {MOST} elements), and lists, tuples, sets and dictionaries of these.",
-        remedy="Pass its state_dict(), or the plain values it consists of.",
+        remedy="Pass its state_dict() or other supported values instead.",
     )
 
 
 def from_json(value: Any) -> Any:
-    """Decode a value that ``to_json`` has encoded."""
+    """Convert the output of ``to_json`` back to a Python value."""
     if isinstance(value, list):
         return [from_json(each) for each in value]
     if not isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Load a checkpoint into a training run of any layout.
+"""Load a checkpoint into a model that is sharded under any parallel layout.
 
 Each rank reads only its own chunks. Together, the ranks verify the checksums of all saved tensors.
 """
@@ -48,12 +48,12 @@ from shardformer.zero.flat_shards import FlatShard, ParamSlice
 from shardformer.zero.optimizer_state_view import unchanged_on_error
 
 LONG = 2**16
-"""Contiguous runs of at least this many bytes are read one by one, shorter ones through mapped memory."""
+"""Contiguous ranges of at least this many bytes are read separately, shorter ones through memory-mapped files."""
 BITS = 2**64
 
 
 class BoxReader:
-    """Reader of tensor chunks in the files of a checkpoint. ``num_bytes`` counts the bytes it has read."""
+    """A reader for the tensor chunks in a checkpoint. ``num_bytes`` is the number of bytes that it has read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -61,7 +61,7 @@ class BoxReader:
         self.num_bytes = 0
 
     def read(self, name: str, saved: SavedChunk, chunk: ChunkBounds, out: Tensor) -> None:
-        """Copy the values of a saved chunk within the bounds ``chunk`` into ``out``. Raises CorruptCheckpointError."""
+        """Read the part of a saved chunk inside the bounds ``chunk`` into ``out``, or raise CorruptCheckpointError."""
         path, key = self._folder / file_format.file_name(saved.file), file_format.chunk_key(name, saved.start)
         try:
             if saved.file not in self._files:
@@ -70,7 +70,7 @@ class BoxReader:
         except FileNotFoundError:
             raise corrupt_checkpoint_error(f"{path} is missing") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise corrupt_checkpoint_error(f"{key} cannot be read from {path}: {error}") from error
+            raise corrupt_checkpoint_error(f"The chunk {key} cannot be read from {path}: {error}") from error
         self.num_bytes += out.nbytes
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class BoxReader:
 
 
 class _ShardFile:
-    """Open safetensors file of one rank, with its parsed header."""
+    """An open safetensors file of a checkpoint, with its parsed header."""
 
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDONLY)
@@ -101,7 +101,7 @@ class _ShardFile:
         self._mapped: Tensor | None = None
 
     def read(self, key: str, saved: SavedChunk, start: tuple[int, ...], out: Tensor) -> None:
-        """Copy the box that begins at ``start`` of the full tensor from the saved chunk ``key`` into ``out``.
+        """Read part of the saved chunk ``key`` into ``out``, beginning at the index ``start`` of the full tensor.
 
         Raises KeyError if the chunk is missing, ValueError if its dtype, shape or size differs from the index.
         """
@@ -110,7 +110,7 @@ class _ShardFile:
         found = entry["dtype"], tuple(entry["shape"]), high - low
         expected = (*file_format.header_entry(out.dtype, saved.size), prod(saved.size) * out.dtype.itemsize)
         if found != expected or low < 0:
-            raise ValueError(f"the file has {found}, but the index lists {expected}")
+            raise ValueError(f"its dtype, shape and size in bytes are {found}, but the index lists {expected}")
         offset = self._data_offset + int(low)
         start = tuple(a - o for a, o in zip(start, saved.start, strict=True))
         row, dim = out.element_size(), out.dim() - 1
@@ -142,7 +142,7 @@ class _ShardFile:
             data, offset = data[count:], offset + count
 
     def _read_short_rows(self, out: Tensor, offset: int, start: tuple[int, ...], saved: SavedChunk) -> Tensor:
-        """Read a box with many short rows through mapped memory, which loads only the required pages."""
+        """Read many short rows through a memory-mapped file, so that only the required pages are loaded."""
         if self._mapped is None:
             memory = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_COPY)
             self._mapped = torch.frombuffer(memory, dtype=torch.uint8)
@@ -155,10 +155,11 @@ class _ShardFile:
 
 
 def read_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem], world: Axis) -> int:
-    """Read this rank's tensors from a checkpoint, verify the checksums, and return the number of bytes read.
+    """Read this rank's shards of all tensors from a checkpoint, and verify the checksums of the tensors.
 
-    Each rank reads only its own chunks. For each element, one rank adds its contribution to the checksum of its saved
-    chunk. Communicates the names and bounds of the chunks that are read, and two integers for each saved chunk.
+    Returns the number of bytes read. Each rank reads only its own chunks. For each element, one rank adds its
+    contribution to the checksum of its saved chunk. Communicates the names and bounds of the chunks that are read, and
+    two integers for each saved chunk.
 
     Raises CorruptCheckpointError on all ranks if a file is missing or a checksum does not match.
     """
@@ -177,8 +178,8 @@ def read_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem]
                     count += prod(bounds[1])
                 if count != chunk.values.numel():
                     raise corrupt_checkpoint_error(
-                        f"The checkpoint has {count} of {chunk.values.numel()} elements of {item.name} at "
-                        f"{list(chunk.start)}"
+                        f"The checkpoint contains {count} instead of {chunk.values.numel()} elements of the chunk of "
+                        f"{item.name} at {list(chunk.start)}"
                     )
                 for box in assigned.get((item.name, *chunk.bounds), ()) if item.is_checked else ():
                     for number, bounds in file_format.overlapping_chunks(index.tensors[item.name], box):
@@ -205,7 +206,7 @@ def read_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem]
 def _number_saved_chunks(
     index: CheckpointIndex, items: Sequence[TensorItem], world: Axis
 ) -> dict[tuple[str, int], int]:
-    """Assign a number to each saved chunk of the tensors that any rank reads, identically on all ranks."""
+    """Number the saved chunks of all tensors that any rank loads, in the same order on every rank."""
     local = {item.name for item in items}
     is_read = torch.tensor([name in local for name in index.tensors], dtype=torch.int64)
     is_read = all_reduce(is_read, world, op="max", purpose="setup")
@@ -215,7 +216,7 @@ def _number_saved_chunks(
 
 
 class LoadPlan:
-    """Plan of a load: the chunks that this rank reads, and how they are copied into the model and optimizers.
+    """The plan for loading a checkpoint, which lists the tensors that this rank reads and where they are copied.
 
     Args:
         index: index of the saved run.
@@ -265,13 +266,13 @@ class LoadPlan:
             shape = self._tensors.region_of(tensor).shape
             if name not in self._saved:
                 raise ConfigError(
-                    f"{self._where} has the weights of a {self.index.values['model']} but no {name}, which this "
-                    f"{self._kind} needs.",
+                    f"{self._where} was saved from a {self.index.values['model']} and does not contain {name}, which "
+                    f"this {self._kind} has.",
                     remedy=f"{did_you_mean(name, self._saved)} Build the model from the config of the saved run.",
                 )
             if self._saved[name].shape != shape:
                 raise ConfigError(
-                    f"{name} has the shape {shape} in this {self._kind} and {self._saved[name].shape} in "
+                    f"{name} has the shape {shape} in this {self._kind}, but the shape {self._saved[name].shape} in "
                     f"{self._where}.",
                     remedy="Build the model from the config of the saved run.",
                 )
@@ -280,8 +281,8 @@ class LoadPlan:
         names = set().union(*all_gather_objects(set(self._tensors.tensors), self._tensors.world))
         if unused := [name for name in self._saved if name not in names]:
             raise ConfigError(
-                f"{self._where} has the weights of a {self.index.values['model']}. This {self._kind} does "
-                f"not have {len(unused)} of them, such as {unused[0]}.",
+                f"{self._where} was saved from a {self.index.values['model']} and contains {len(unused)} weights that "
+                f"this {self._kind} does not have, such as {unused[0]}.",
                 remedy=f"{did_you_mean(unused[0], names)} Build the model from the config of the saved run.",
             )
 
@@ -302,7 +303,10 @@ class LoadPlan:
                     self._add_slice(shard, piece, trains=id(shard) in trained)
 
     def _find_most_precise(self, name: str, dtype: torch.dtype) -> str:
-        """Return the name of the saved copy of a parameter with the highest precision that ``dtype`` can represent."""
+        """Choose whether to load a parameter from its saved weights or from its saved master weights.
+
+        Master weights are chosen if ``dtype`` is wider than the dtype of the saved weights.
+        """
         master, saved_dtype = f"{MASTER_WEIGHTS}/{name}", getattr(torch, self._saved[name].dtype)
         is_wider = dtype.is_floating_point and dtype.itemsize > saved_dtype.itemsize
         return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{name}"
@@ -334,8 +338,8 @@ class LoadPlan:
         saved = self.index.values["optimizers"]
         if optimizers and len(saved) != len(optimizers):
             raise ConfigError(
-                f"{self._where} contains the states of {len(saved)} optimizers, but {len(optimizers)} were passed.",
-                remedy="Build the optimizers as in the saved run, or load only the weights by omitting optimizer.",
+                f"{self._where} contains the states of {len(saved)} optimizers, but you passed {len(optimizers)}.",
+                remedy="Create the optimizers as in the saved run, or omit optimizer= to load only the weights.",
             )
         has_saved_dtypes = all(
             getattr(torch, self._saved[name].dtype) == tensor.dtype for name, tensor in self._tensors.tensors.items()
@@ -352,13 +356,16 @@ class LoadPlan:
         passed = [type(each).__name__ for each in self._schedulers]
         if passed and saved != passed:
             raise ConfigError(
-                f"{self._where} contains the states of {', '.join(saved) or 'no scheduler'}, but scheduler= is "
+                f"{self._where} contains the state of {', '.join(saved) or 'no scheduler'}, but you passed scheduler= "
                 f"{', '.join(passed)}.",
-                remedy="Pass the schedulers that were passed to save_checkpoint, or omit scheduler.",
+                remedy="Pass the same schedulers as to save_checkpoint, or omit scheduler=.",
             )
 
     def _add_random_states(self) -> None:
-        """Plan to read the random states of the saved rank with the same coordinates, or the same data rank."""
+        """Plan to restore the random states that were saved by the rank at the same position in the mesh.
+
+        Under another layout, the states of the first rank with the same data rank are restored.
+        """
         coords, saved = self._tensors.coords, self.index.values["coords"]
         same_layout = self.index.sizes == self._tensors.sizes
         same_place = [rank for rank, other in enumerate(saved) if same_layout and other == coords]
@@ -376,7 +383,7 @@ class LoadPlan:
 
     @torch.no_grad()
     def commit(self, on_loaded: Callable[[], object] = lambda: None) -> None:
-        """Copy the loaded tensors into the model, the optimizers and the schedulers.
+        """Copy the loaded state into the model, the optimizers and the schedulers.
 
         The steps that can fail run first: optimizers, schedulers, extra states of modules, and ``on_loaded``. If one of
         them fails on any rank, all ranks restore the previous state and raise. The parameters are copied last.
@@ -420,14 +427,14 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """Result of ``load_checkpoint``: the path, step and extra values of the loaded checkpoint.
+    """The result of ``load_checkpoint``, with the path, step and extra values of the checkpoint.
 
     Args:
         path: path of the checkpoint.
-        step: number of training steps that were completed when it was saved.
+        step: number of training steps that were completed when the checkpoint was saved.
         extra: the ``extra`` that was passed to ``save_checkpoint``.
         num_bytes: number of bytes that this rank read.
-        skipped: error messages of newer checkpoints that were damaged.
+        skipped: error messages of newer checkpoints, which were skipped because they are damaged.
         has_random: whether random states were restored, which requires the same size of the data axis.
     """
 
@@ -443,7 +450,7 @@ class LoadedCheckpoint:
 def load_checkpoint(
     model: nn.Module, directory: str | os.PathLike[str], optimizer: Any = None, *, scheduler: Any = None
 ) -> LoadedCheckpoint:
-    """Load a checkpoint, saved under any layout, into a model and its optimizer to resume training.
+    """Load a checkpoint into a model and its optimizer, even if it was saved under a different parallel layout.
 
     Each rank reads its own chunks once, and the ranks verify all checksums. Nothing is modified before all tensors have
     been read and verified. All ranks must call this function.
@@ -451,9 +458,9 @@ def load_checkpoint(
     Communicates names, sizes and checksums, and under ZeRO one all-gather of the parameters.
 
     Args:
-        directory: a directory of checkpoints, from which the newest undamaged one is loaded, or one checkpoint.
-        optimizer: an optimizer, a list of optimizers, or the result of ``shard_optimizer``, with the classes and
-            parameter groups that were saved. None: only weights and buffers are loaded, and random states are kept.
+        directory: a checkpoint, or a directory of checkpoints, from which the newest undamaged one is loaded.
+        optimizer: an optimizer, a list of optimizers, or the result of ``shard_optimizer``, with the same classes and
+            parameter groups as in the saved run. None: only weights and buffers are loaded, no random states.
         scheduler: the scheduler or schedulers that were passed to ``save_checkpoint``.
 
     Raises:
@@ -473,13 +480,13 @@ def load_with_callback(
     scheduler: Any,
     on_loaded: Callable[[LoadedCheckpoint], object] = lambda _: None,
 ) -> LoadedCheckpoint:
-    """Load a checkpoint, and call ``on_loaded`` with the result before the parameters are assigned.
+    """Load a checkpoint, and call ``on_loaded`` with the result before the model's parameters are overwritten.
 
-    Otherwise like ``load_checkpoint``.
+    In other respects, this function is like ``load_checkpoint``.
 
     Args:
-        on_loaded: called on every rank before the parameters are assigned. If it raises on one rank, all ranks restore
-            the previous state. The caller must undo the effects of ``on_loaded`` itself.
+        on_loaded: called on every rank before the parameters are overwritten. If it raises on one rank, all ranks
+            restore the previous state. The caller must undo the effects of ``on_loaded`` itself.
     """
     tensors = ModelTensors(model)
     wait_for_all_ranks("load_checkpoint", tensors.world)

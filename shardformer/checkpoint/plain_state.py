@@ -1,4 +1,4 @@
-"""Convert the state of a sharded model and its optimizer to and from state dicts of the plain model.
+"""Convert the state of a sharded model and its optimizer to and from state dicts of the unsharded model.
 
 Other libraries save an optimizer with ``torch.save(optimizer.state_dict())``. Such a file can be written and read under
 any layout.
@@ -40,10 +40,11 @@ FOLDER, PREFIX, WHAT = ".shardformer-optimizer", "optimizer.", "Converting the o
 
 
 def plain_optimizer_state(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> Any:
-    """Return the state dict of the plain model's optimizer on the first rank, and None on the others.
+    """Collect the state of a sharded optimizer into one state dict on rank 0, and return None on other ranks.
 
-    All ranks must call it. The ranks write their shards to a temporary folder, from which the first rank reads full
-    tensors, so that no other rank needs memory for them. Communicates names and sizes.
+    The state dict fits the optimizer of the unsharded model. All ranks must call this function. The ranks write their
+    shards to a temporary folder, from which rank 0 reads full tensors, so that no other rank needs memory for them.
+    Communicates names and sizes.
 
     Args:
         optimizer: the optimizer of ``model``, or the result of ``shard_optimizer``.
@@ -91,13 +92,13 @@ def _read_plain_state(path: Path, groups: Groups) -> dict[str, Any]:
 
 
 def load_plain_optimizer_state(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load the state dict of the plain model's optimizer into the optimizer of a sharded model.
+    """Load the optimizer state dict of an unsharded model into the optimizer of a sharded model.
 
-    All ranks must call it with the same state dict, and keep their shards. Communicates the names of the parameters,
-    and under ZeRO one all-gather of the parameters.
+    All ranks must call this function with the same state dict. Each rank keeps its shard. Communicates the names of the
+    parameters, and under ZeRO one all-gather of the parameters.
 
     Raises:
-        ConfigError: the state belongs to an optimizer with different parameter groups. Raised on all ranks.
+        ConfigError: the state dict has different parameter groups. Raised on all ranks.
     """
     tensors = ModelTensors(model)
     states, groups = _gather_groups(optimizer, tensors)
@@ -111,14 +112,14 @@ def load_plain_optimizer_state(model: nn.Module, optimizer: Optimizer, state_dic
 
 
 def _gather_groups(optimizer: Optimizer, tensors: ModelTensors) -> tuple[OptimizerStates, Groups]:
-    """Return the state of an optimizer, and the names of the plain model's parameters in each of its groups."""
+    """Return the state of an optimizer, and the names of all parameters in each of its parameter groups."""
 
     def collect() -> tuple[OptimizerStates, Groups]:
         found = collect_optimizer_states(optimizer, tensors)
         if len(found) != 1:
             raise ConfigError(
                 f"The states of {len(found)} optimizers cannot be combined into one state dict.",
-                remedy="Use shardformer.save_checkpoint and load_checkpoint.",
+                remedy="Use shardformer.save_checkpoint and load_checkpoint, which accept a list of optimizers.",
             )
         if isinstance(optimizer, ZeroOptimizer):
             groups = [[tensors.name_of(p) or "" for p in params] for params in optimizer.model_params]
@@ -128,8 +129,7 @@ def _gather_groups(optimizer: Optimizer, tensors: ModelTensors) -> tuple[Optimiz
         if tensors.has_stages and any(group != sorted(group, key=names.index) for group in groups):
             raise ConfigError(
                 f"The parameters of this {found[0].kind} are not in the order of model.parameters().",
-                rule="With pipeline stages, the order of the parameters in the optimizer of the plain model is "
-                "then unknown.",
+                rule="With pipeline stages, the parameter order of the unsharded model's optimizer is then unknown.",
                 remedy="Create the optimizer with parameters in the order of model.parameters().",
             )
         return found[0], groups
@@ -148,12 +148,13 @@ def _gather_groups(optimizer: Optimizer, tensors: ModelTensors) -> tuple[Optimiz
 def _split_state(
     state_dict: Mapping[str, Any], groups: Groups, kind: str
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """Return the options and scalars as a checkpoint stores them, and the state tensors of each parameter."""
+    """Split an optimizer's state dict into plain values and the state tensors of each parameter."""
     passed = [len(group["params"]) for group in state_dict["param_groups"]]
     if passed != [len(names) for names in groups]:
         raise ConfigError(
-            f"The state has groups of {passed} parameters, but this {kind} has {[len(names) for names in groups]}.",
-            remedy="Create the optimizer with the parameter groups of the saved run.",
+            f"The parameter groups of the state dict have {passed} parameters, but those of this {kind} have "
+            f"{[len(names) for names in groups]}.",
+            remedy="Create the optimizer with the same parameter groups as in the saved run.",
         )
     scalars: dict[str, dict[str, Any]] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
@@ -173,7 +174,7 @@ def _split_state(
 def _local_states(
     states: OptimizerStates, tensors_of: Mapping[str, Mapping[str, Tensor]]
 ) -> Iterator[tuple[OptimizerTensor, str, Tensor]]:
-    """Yield this rank's slice of each state tensor."""
+    """Yield this rank's shard of each optimizer state tensor."""
     for slot in states.optimizer_tensors():
         for key, full in tensors_of.get(slot.name, {}).items():
             yield slot, key, _local_part(full, states.region_of_state(key, tuple(full.shape), slot))
@@ -188,12 +189,13 @@ def _local_part(full: Tensor, region: FlatRegion) -> Tensor:
 
 @torch.no_grad()
 def load_into_zero_shards(model: nn.Module, state_dict: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Load full tensors of the plain model into a model whose parameters ZeRO stage 3 has sharded.
+    """Load the state dict of the unsharded model into a model that is sharded with ZeRO stage 3.
 
-    All ranks must call it with the same state dict, and keep their shards. Communicates what ``writable_state`` does.
+    All ranks must call this function with the same state dict. Each rank keeps its shard. Communicates the same as
+    ``writable_state``.
 
     Returns:
-        The names that the state dict does not have, and those that the model does not have.
+        The names that are missing in the state dict, and those that the model does not have.
     """
     tensors = ModelTensors(model)
     assert tensors.zero is not None

@@ -1,4 +1,6 @@
-"""Move a training run to another layout in memory: each rank receives its chunks from the ranks that store them.
+"""Move a training run to another parallel layout in memory, without writing a checkpoint.
+
+Each rank receives its new chunks of every tensor from the ranks that store them.
 
 Example: four ranks store two rows each of an 8 x 8 tensor, and two of them need four columns each.
 
@@ -6,7 +8,7 @@ Example: four ranks store two rows each of an 8 x 8 tensor, and two of them need
     target    rank 0: columns 0 to 3, all rows        rank 1: columns 4 to 7, all rows
 
 Rank 0 copies its own two rows of columns 0 to 3 and receives two rows from each of the other ranks: 6 * 4 elements.
-Rank 1 receives the same number. Elements that a rank already stores are copied, all others are sent to it once.
+Rank 1 receives the same number. Elements that a rank already stores are copied. All others are sent to it once.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ Ranks = dict[int, torch.dtype]
 
 @dataclass(frozen=True)
 class ReshardStats:
-    """Bytes that this rank sent, received, and copied from its own memory."""
+    """Number of bytes that this rank sent, received, and copied from its own memory while resharding."""
 
     sent: int
     received: int
@@ -59,7 +61,7 @@ class ReshardStats:
 
 
 class ChunkTransfer(NamedTuple):
-    """Chunk of a tensor that rank ``source`` sends to rank ``target``, or a local copy if both ranks are equal."""
+    """A chunk of a tensor that rank ``source`` sends to rank ``target``, or copies locally if both are the same."""
 
     name: str
     start: Offsets
@@ -77,7 +79,7 @@ TransferBatch = list[ChunkTransfer]  # the chunks in one message
 
 
 class ItemListing(NamedTuple):
-    """Name, shape, dtype and chunk bounds of a ``TensorItem``, without its values."""
+    """A description of a ``TensorItem`` without its values, which is sent to other ranks."""
 
     name: str
     shape: Offsets
@@ -91,7 +93,7 @@ class ItemListing(NamedTuple):
 
 
 class RankListing(NamedTuple):
-    """Tensors that one rank stores and requests."""
+    """The tensors that one rank stores, and those that it needs to receive."""
 
     have: list[ItemListing]
     want: list[ItemListing]
@@ -101,14 +103,14 @@ class RankListing(NamedTuple):
 def exchange_items(
     have: Sequence[TensorItem], want: Sequence[TensorItem], world: Axis, *, chunk_bytes: int = TRANSFER_BYTES
 ) -> ReshardStats:
-    """Fill the tensors in ``want`` with values from the ranks that store them. All ranks of ``world`` must call it.
+    """Redistribute tensors between ranks by filling the chunks in ``want`` from the chunks in ``have``.
 
-    A rank copies the elements it already stores. Every other element is sent to it once: by the owner with the least to
-    send, in the narrower of the source and target dtypes. If a rank has or wants an element several times, the widest
-    dtype counts.
+    All ranks of ``world`` must call this function. A rank copies the elements that it already stores. Every other
+    element is sent to it once by the owner with the least to send, in the narrower of the source and target dtypes. If
+    a rank lists an element several times in ``have`` or ``want``, the widest dtype counts.
 
     Communicates the names, shapes and bounds of all chunks, then point-to-point messages of at most ``chunk_bytes``.
-    Needs up to 2 * chunk_bytes of memory for each peer, on the GPU with NCCL.
+    Needs up to 2 * chunk_bytes of memory for each peer. With NCCL, this memory is on the GPU.
 
     Args:
         have: this rank's source chunks. Chunks of different ranks may overlap; any owner may send an element.
@@ -116,8 +118,8 @@ def exchange_items(
         chunk_bytes: maximum size of a message, identical on all ranks. A message has at least one element.
 
     Raises:
-        ConfigError: a tensor or a chunk is wanted but no rank has it, or ranks report different shapes of a tensor. All
-            ranks raise before anything is written.
+        ConfigError: a rank requests a tensor or a chunk that no rank has, or ranks report different shapes of a tensor.
+            All ranks raise before anything is written.
     """
     gpu = next((chunk.values.device for item in (*have, *want) for chunk in item.chunks if chunk.values.is_cuda), None)
     listing = RankListing([*map(ItemListing.of, have)], [*map(ItemListing.of, want)], gpu is not None)
@@ -148,10 +150,10 @@ def _count_bytes(sends: Iterable[ChunkTransfer]) -> int:
 
 
 def plan_transfers(listings: Sequence[RankListing]) -> Iterator[ChunkTransfer]:
-    """Yield the transfers and local copies that fill all requested chunks, in the same order on all ranks.
+    """Decide which rank sends each requested chunk, and yield the transfers in the same order on all ranks.
 
-    Chunks with a single owner come first. The others follow by increasing number of owners and decreasing size, each
-    sent by the owner with the least to send so far.
+    Chunks with a single owner come first. The others follow by increasing number of owners and decreasing size. Each
+    is sent by the owner with the least to send so far.
     """
     load = [0] * len(listings)
     shared: list[tuple[int, int, str, ChunkBounds, Ranks, Ranks]] = []
@@ -168,7 +170,7 @@ def plan_transfers(listings: Sequence[RankListing]) -> Iterator[ChunkTransfer]:
 def _plan_sends(
     name: str, chunk: ChunkBounds, owners: Ranks, targets: Ranks, load: list[int]
 ) -> Iterator[ChunkTransfer]:
-    """Yield one transfer of ``chunk`` to each target rank, from the owner with the fewest bytes to send in ``load``."""
+    """Yield a transfer of ``chunk`` to each target rank from the owner with the fewest bytes to send so far."""
     for target, dtype in targets.items():
         source = target if target in owners else min(owners, key=load.__getitem__)
         send = ChunkTransfer(name, *chunk, min(owners[source], dtype, key=WIDTH), source, target)
@@ -179,7 +181,7 @@ def _plan_sends(
 
 @dataclass
 class _TensorChunks:
-    """Chunks of one tensor that the ranks store and request. ``rank`` is the first rank that listed the tensor."""
+    """All chunks of one tensor that any rank stores or requests. ``rank`` is the first rank with this tensor."""
 
     shape: Offsets
     rank: int
@@ -187,7 +189,10 @@ class _TensorChunks:
     targets: dict[ChunkBounds, Ranks] = field(default_factory=dict)
 
     def split_by_owners(self, name: str) -> Iterator[tuple[ChunkBounds, Ranks, Ranks]]:
-        """Yield (chunk, owners, targets) for the requested chunks, split so that each has one set of owners."""
+        """Split the requested chunks so that the same ranks store all elements of a chunk.
+
+        Yields (chunk, owners, targets).
+        """
         over: dict[ChunkBounds, list[tuple[ChunkBounds, Ranks]]] = {chunk: [] for chunk in self.targets}
         for chunk, source, common in _overlapping_pairs(self.targets, self.sources):
             over[chunk].append((common, self.sources[source]))
@@ -195,16 +200,17 @@ class _TensorChunks:
         for chunk, ranks in self.targets.items():
             for cell, owners in _split_by_owners(chunk, over[chunk], are_disjoint):
                 if not owners:
-                    raise _no_source_error(f"the box of shape {list(cell[1])} at {list(cell[0])} of {name}", min(ranks))
+                    what = f"the chunk of shape {list(cell[1])} at {list(cell[0])} of {name}"
+                    raise _no_source_error(what, min(ranks))
                 yield cell, owners, ranks
 
 
 def _overlapping_pairs(
     some: Iterable[ChunkBounds], others: Iterable[ChunkBounds]
 ) -> Iterator[tuple[ChunkBounds, ChunkBounds, ChunkBounds]]:
-    """Yield each pair of overlapping chunks from two lists, with their intersection.
+    """Find all overlapping pairs of chunks from two lists, and yield each pair with its overlap.
 
-    Vectorized, because R ranks with a chunk each lead to R * R comparisons per tensor.
+    The code is vectorized, because R ranks with one chunk each require R * R comparisons per tensor.
     """
     some, others = list(some), list(others)
     if not (some and others):
@@ -244,7 +250,7 @@ def _get_or_add_tensor(tensors: dict[str, _TensorChunks], name: str, shape: Offs
     tensor = tensors.setdefault(name, _TensorChunks(shape, rank))
     if tensor.shape != shape:
         raise ConfigError(
-            f"{name} has the shape {tensor.shape} on rank {tensor.rank} and {shape} on rank {rank}.",
+            f"{name} has the shape {tensor.shape} on rank {tensor.rank}, but the shape {shape} on rank {rank}.",
             remedy="Build both models from the same config on all ranks.",
         )
     return tensor
@@ -256,9 +262,10 @@ def _split_by_owners(
     are_disjoint: bool = False,
     owners: Sequence[Ranks] = (),
 ) -> Iterator[tuple[ChunkBounds, Ranks]]:
-    """Split ``chunk`` into cells whose elements are stored by the same ranks, and yield (cell, owners).
+    """Split ``chunk`` into smaller chunks so that the same ranks store all elements of each one.
 
-    The chunks in ``over`` lie in ``chunk``. If they overlap each other, the middle one divides the others recursively.
+    Yields (smaller chunk, owners). The chunks in ``over`` are inside ``chunk``. If they overlap each other, the middle
+    one divides the others recursively.
     """
     owners = [*owners, *(ranks for part, ranks in over if part == chunk)]
     over = [(part, ranks) for part, ranks in over if part != chunk]
@@ -291,7 +298,7 @@ def _merge_owners(*owners: Ranks) -> Ranks:
 
 
 class _LocalChunks:
-    """Chunks that this rank stores and requests, grouped by tensor name, with the widest dtype first."""
+    """The chunks that this rank stores and those that it requests, by tensor name, with the widest dtype first."""
 
     def __init__(self, have: Sequence[TensorItem], want: Sequence[TensorItem]) -> None:
         self._have, self._want = _group_chunks_by_name(have), _group_chunks_by_name(want)
@@ -321,7 +328,7 @@ def _send_and_receive(
     world: Axis,
     device: torch.device,
 ) -> None:
-    """Send and receive all messages in rounds, with at most one message per round and ordered pair of ranks."""
+    """Send and receive all messages in rounds. In a round, each rank sends at most one message to every other rank."""
     while True:
         outgoing, incoming = ([next(batches, []) for batches in each] for each in (out, into))
         if not any(outgoing) and not any(incoming):
@@ -346,11 +353,11 @@ def _send_and_receive(
 
 
 def message_order(rank: int, size: int) -> Iterator[tuple[int, bool]]:
-    """Yield (peer, is_send) for the messages of one round, in an order that cannot deadlock under NCCL.
+    """Yield the sends and receives of one round in an order that cannot cause a deadlock with NCCL.
 
-    NCCL runs the messages of a rank one after the other, and a message starts only when both ends have reached it. All
-    ranks therefore use one global order: pairs of ranks by the sum of their ranks modulo the size, so that each rank is
-    in one pair at a time. In a pair, the lower rank sends first.
+    Yields (peer, is_send). NCCL runs the messages of a rank one after the other, and a message starts only when both
+    ranks have reached it. All ranks therefore use one global order: pairs of ranks by the sum of their ranks modulo the
+    size, so that each rank is in one pair at a time. In a pair, the lower rank sends first.
 
     >>> [(peer, "sends" if sends else "receives") for peer, sends in message_order(1, 3)]
     [(2, 'sends'), (2, 'receives'), (0, 'receives'), (0, 'sends')]
@@ -363,9 +370,9 @@ def message_order(rank: int, size: int) -> Iterator[tuple[int, bool]]:
 
 
 def batch_transfers(sends: Iterable[ChunkTransfer], chunk_bytes: int) -> Iterator[TransferBatch]:
-    """Group the transfers between two ranks into messages of at most ``chunk_bytes``, or of one element.
+    """Combine the transfers between two ranks into messages of at most ``chunk_bytes``.
 
-    Wide dtypes come first, which aligns all elements without padding.
+    A message has at least one element. Wide dtypes come first, which aligns all elements without padding.
     """
     batch: TransferBatch = []
     free = chunk_bytes
@@ -401,14 +408,14 @@ def _start_message(op: Literal["send", "receive"], x: Tensor, peer: int, world: 
 def _no_source_error(what: str, rank: int, hint: str = "") -> ConfigError:
     return ConfigError(
         f"Rank {rank} requests {what}, but no rank stores it.",
-        remedy=f"{hint}Pass it in the argument have on a rank that stores it.",
+        remedy=f"{hint}Pass it in have= on at least one rank.",
     )
 
 
 class ReshardSource:
-    """State of a training run that is kept while the model and its optimizers are rebuilt under another layout.
+    """The state of a training run, which is kept while you rebuild the model under another parallel layout.
 
-    Communicates names and sizes of the tensors, and plain values.
+    Creating it communicates names and sizes of the tensors, and plain values.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
@@ -426,18 +433,18 @@ class ReshardSource:
 
     @property
     def groups(self) -> list[list[list[str]]]:
-        """Parameter names in the unsharded model, by optimizer and parameter group."""
+        """Parameter names of the unsharded model, grouped by optimizer and parameter group."""
         return [[group["names"] for group in each["groups"]] for each in self._index.values["optimizers"]]
 
     def close(self) -> None:
-        """Release the tensors of the previous layout."""
+        """Release the references to the tensors of the previous layout."""
         self._reading.close()
 
     def load_into(self, model: nn.Module, optimizer: Any = None) -> ReshardStats:
-        """Load the kept state into a model of the same class under another layout, and into its optimizer.
+        """Load this state into a model and its optimizer, which can have a different parallel layout.
 
-        All ranks must call it. A rank copies the elements that it stores under both layouts. Every other element is
-        sent to it once by a rank that stores it.
+        The model must have the same class. All ranks must call this method. A rank copies the elements that it stores
+        under both layouts. Every other element is sent to it once by a rank that stores it.
 
         Raises:
             ConfigError: the model or optimizer differs from the source. All ranks raise before the model is modified.

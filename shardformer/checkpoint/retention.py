@@ -1,4 +1,4 @@
-"""List the checkpoints of a directory, select which of them to keep after a save, and delete the others.
+"""Decide which checkpoints of a directory to keep after a save, and delete the others.
 
 Older checkpoints are deleted only after the new one is on the disk, so that one of them survives a power failure. Only
 files that a save writes are deleted. Other files in the folder of a step are kept.
@@ -25,10 +25,10 @@ _CHECKPOINT_FILE = re.compile(rf"{re.escape(INDEX_FILE)}|rank-\d{{5,}}\.safetens
 
 @dataclass(frozen=True)
 class CheckpointRetention:
-    """Rule that decides which older checkpoints are kept after a save.
+    """A rule that decides which older checkpoints are kept after each save.
 
     Args:
-        last: number of newest checkpoints to keep; None: all.
+        last: number of newest checkpoints to keep, or None to keep all.
         every: also keep checkpoints whose step is a multiple of this number.
         younger_than: also keep checkpoints younger than this many seconds.
         steps: also keep the checkpoints of these steps.
@@ -44,8 +44,9 @@ class CheckpointRetention:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not value > 0):
                 raise ConfigError(
-                    f"CheckpointRetention({name}={value!r}) is neither a number above 0 nor None.",
-                    remedy="Use retention=3 for the three newest, or CheckpointRetention(last=3, every=1000).",
+                    f"CheckpointRetention({name}={value!r}) is invalid: {name} must be a positive number or None.",
+                    remedy="Pass retention=3 to keep the three newest checkpoints, or "
+                    "CheckpointRetention(last=3, every=1000).",
                 )
 
     @classmethod
@@ -67,7 +68,7 @@ def move_user_files(source: Path, target: Path) -> None:
 
 
 def delete_checkpoint(folder: Path) -> None:
-    """Delete a checkpoint, but keep user files in its folder and files that cannot be deleted."""
+    """Delete a checkpoint, except for files that you have added to its folder and files that cannot be deleted."""
     hidden = temporary_path(folder.with_name(_step_folder_name(folder)), DROPPED)
     if not folder.is_symlink():
         with suppress(OSError):
@@ -76,7 +77,7 @@ def delete_checkpoint(folder: Path) -> None:
 
 
 def delete_hidden_folder(hidden: Path, folder: Path) -> None:
-    """Move user files from ``hidden`` back to ``folder``, then delete ``hidden``. Raises OSError."""
+    """Delete a hidden checkpoint folder after moving files that you have added to it back to ``folder``."""
     for path in _list_user_files(hidden):
         folder.mkdir(exist_ok=True)
         path.rename(folder / path.name)
@@ -84,7 +85,7 @@ def delete_hidden_folder(hidden: Path, folder: Path) -> None:
 
 
 def delete_old_checkpoints(root: Path, keep: CheckpointRetention, newest: Path) -> None:
-    """Delete replaced checkpoints, and checkpoints that ``keep`` does not retain, once ``newest`` is on the disk."""
+    """Delete replaced checkpoints and all checkpoints that ``keep`` does not retain, but never ``newest``."""
     for left in _list_replaced_folders(root):
         if (root / _step_folder_name(left)).exists():
             delete_checkpoint(left)
@@ -102,7 +103,7 @@ def delete_old_checkpoints(root: Path, keep: CheckpointRetention, newest: Path) 
 def list_checkpoints(root: Path) -> list[tuple[Path, float]]:
     """Return the folder and the save time of each checkpoint in a directory, newest first.
 
-    Includes a replaced checkpoint of a step until it is deleted.
+    Replaced checkpoints are included until they are deleted.
     """
     ordered = [(read_save_order(folder), folder) for folder in list_checkpoint_folders(root)]
     ordered.sort(key=lambda pair: (*pair[0], _step_folder_name(pair[1])), reverse=True)

@@ -1,7 +1,8 @@
-"""Save the state of a training run: each rank writes its own chunks, and each element is written once.
+"""Save a checkpoint of a training run, with each rank writing only its own shards.
 
-Ranks do not communicate while they write. Each leaves a note next to its file, and the first rank collects the notes.
-Background threads can therefore write a checkpoint while training runs its own collectives.
+Each tensor element is written once. Ranks do not communicate while they write. Instead, each rank writes a small JSON
+file with the list of its chunks, and the first rank merges these lists. Background threads can therefore write a
+checkpoint while training runs its own collectives.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.public_names import renamed_parameters
 
 LOOK_EVERY_S, PATIENCE_S = 0.005, 1800.0
-"""How often the first rank looks for the notes of other ranks, and how long it waits for each of them."""
+"""How often the first rank looks for the chunk lists of other ranks, and how long it waits for each of them."""
 
 
 @dataclass(eq=False)
 class Snapshot:
-    """Chunks and index entries that one rank writes into a checkpoint.
+    """The data that one rank writes into a checkpoint: chunks of tensors and entries of the index.
 
     Args:
-        rank: this rank among the ``size`` ranks that save.
-        index: index without tensors; only the first rank writes it.
-        entries: name -> (dtype, full shape) of the tensors that this rank writes chunks of.
+        rank: this rank, out of the ``size`` ranks that save.
+        index: index without entries; only the first rank writes it.
+        entries: name -> (dtype, full shape) of the tensors of which this rank writes chunks.
         chunks: (name, start, values) of the chunks.
     """
 
@@ -59,14 +60,14 @@ class Snapshot:
     chunks: list[tuple[str, Offsets, Tensor]] = field(default_factory=list)
 
     def add(self, item: TensorItem, assigned: dict[NamedChunk, list[ChunkBounds]]) -> None:
-        """Add the chunks of a tensor that are assigned to this rank. An empty tensor is added by name."""
+        """Add the chunks of a tensor that this rank must write. An empty tensor gets only an index entry."""
         boxes = [(chunk, box) for chunk in item.chunks for box in assigned.get((item.name, *chunk.bounds), ())]
         if boxes or prod(item.shape) == 0:
             self.entries[item.name] = file_format.dtype_name(item.dtype), item.shape
         self.chunks += [(item.name, box[0], chunk.view(*box)) for chunk, box in boxes]
 
     def copy_into(self, memory: dict[tuple[str, Offsets], Tensor]) -> None:
-        """Copy the chunks to host memory, reusing the buffers in ``memory`` that have the same shape and dtype."""
+        """Copy the chunks to host memory, and reuse the buffers in ``memory`` that have the same shape and dtype."""
         for number, (name, start, values) in enumerate(self.chunks):
             copy = memory.get((name, start))
             if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
@@ -78,17 +79,17 @@ class Snapshot:
 
 
 def write_snapshot(snapshot: Snapshot, hidden: Path, root: Path, keep: CheckpointRetention, *, to_disk: bool) -> Path:
-    """Write this rank's chunks into the hidden folder. The first rank then completes and renames the checkpoint.
+    """Write this rank's chunks into a hidden folder, which the first rank renames once all ranks are done.
 
     Args:
-        to_disk: whether to sync to the disk. If not, call ``wait_for_disk`` later, which also deletes older
-            checkpoints.
+        to_disk: whether to sync the files to the disk. If False, call ``wait_for_disk`` later, which also deletes
+            older checkpoints.
 
     Returns:
         The path of the checkpoint.
 
     Raises:
-        OSError: the disk fails.
+        OSError: writing to the disk failed.
         InputError: another rank failed. Only the first rank waits for the others.
     """
     try:
@@ -112,9 +113,9 @@ def write_snapshot(snapshot: Snapshot, hidden: Path, root: Path, keep: Checkpoin
 
 
 def wait_for_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRetention) -> None:
-    """Sync the files of a written checkpoint to the disk, then delete older checkpoints.
+    """Sync the files of a complete checkpoint to the disk, and then delete older checkpoints.
 
-    Raises InputError if the disk fails, and keeps the older checkpoints.
+    If syncing fails, the older checkpoints are kept and InputError is raised.
     """
     try:
         files = [*map(file_name, range(snapshot.size)), file_format.INDEX_FILE]
@@ -125,8 +126,8 @@ def wait_for_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRe
         return  # the checkpoint was removed
     except OSError as error:
         raise InputError(
-            f"{path} was written but could not be synced to the disk: {error}.",
-            remedy="Check the disk, or save into another directory. Older checkpoints were kept.",
+            f"The checkpoint {path} was written but could not be synced to the disk: {error}.",
+            remedy="Check the disk, or save into another directory. Older checkpoints were not deleted.",
         ) from error
 
 
@@ -155,8 +156,9 @@ def _merge_rank_notes(snapshot: Snapshot, hidden: Path) -> None:
     for name, entry in tensors.items():
         if (covered := sum(prod(box.size) for box in entry.boxes)) != prod(entry.shape):
             raise InputError(
-                f"{covered} elements of {name} were written instead of {prod(entry.shape)}.",
-                remedy="Save the full model on all ranks that train it, and pass the optimizer on every rank.",
+                f"The ranks wrote {covered} elements of {name}, which has {prod(entry.shape)} elements.",
+                remedy="Call save_checkpoint on every rank that trains the model, and pass the full model and its "
+                "optimizer.",
             )
 
 
@@ -167,9 +169,9 @@ def _wait_for_rank_record(rank: int, hidden: Path) -> Path:
         has_failed = failed.exists() or not hidden.is_dir()
         if has_failed or time.monotonic() > end or not threading.main_thread().is_alive():
             raise InputError(
-                f"Rank {rank} {'failed' if has_failed else 'did not finish'} while it wrote its share of a "
-                f"checkpoint into {hidden}.",
-                remedy="See the log of that rank. With several hosts, save into a directory on a shared file system.",
+                f"Rank {rank} {'failed to write' if has_failed else 'did not finish writing'} its shards of the "
+                f"checkpoint {hidden}.",
+                remedy="Check the log of that rank. With several hosts, save into a directory on a shared file system.",
             )
         time.sleep(LOOK_EVERY_S)
     return note
@@ -181,7 +183,7 @@ def _note_path(hidden: Path, rank: int, ending: str) -> Path:
 
 @dataclass(frozen=True, eq=False)
 class SaveJob:
-    """Prepared save of one rank: the chunks that it writes, the destination, and the number of hosts.
+    """A checkpoint that is ready to be written: the chunks of this rank, the destination and the number of hosts.
 
     ``is_first`` is true if this is the model's first save into the directory, whose lock is released if the save fails.
     """
@@ -200,12 +202,12 @@ class SaveJob:
         return write_snapshot(self.snapshot, self.hidden, self.root, self.keep, to_disk=to_disk)
 
     def sync(self, path: Path) -> Path:
-        """Sync the written checkpoint to the disk. Communicates nothing."""
+        """Sync the files of the checkpoint to the disk. Communicates nothing."""
         wait_for_disk(self.snapshot, path, self.root, self.keep)
         return path
 
     def run_or_clean_up(self, make: Callable[[], Path]) -> Path:
-        """Run ``make`` on all ranks and return its path. If one rank fails, delete the files and raise on all ranks."""
+        """Run ``make`` on all ranks to write the checkpoint, and delete its files if any rank fails."""
         try:
             return run_on_all_ranks(make, self.world, f"Saving into {self.root}")
         except Exception:
@@ -221,7 +223,7 @@ class AsyncSave:
 
     Args:
         work: function that the thread runs.
-        is_complete: whether the checkpoint is already complete, and the thread only syncs it to the disk.
+        is_complete: True if the checkpoint is already complete and the thread only syncs it to the disk.
     """
 
     def __init__(self, job: SaveJob, work: Callable[[], Path], *, is_complete: bool = False) -> None:
@@ -241,7 +243,7 @@ class AsyncSave:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank has written its chunks. The checkpoint is complete once ``wait`` has returned."""
+        """Whether this rank has finished writing. The checkpoint is complete only when ``wait`` has returned."""
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
@@ -254,7 +256,7 @@ class AsyncSave:
         return self._job.run_or_clean_up(self.result)
 
     def result(self) -> Path:
-        """Wait for this rank's background thread, and return the path or raise the thread's error."""
+        """Wait for the background thread of this rank, and return the checkpoint's path or raise the thread's error."""
         self.join()
         error, self._error = self._error, None
         if error is not None:
@@ -276,11 +278,12 @@ def save_checkpoint(
     extra: Any = None,
     retention: CheckpointRetention | int | None = None,
 ) -> Path:
-    """Save a training run into ``directory/step-00000123``, to be resumed under any layout.
+    """Save a checkpoint, from which the training run can be resumed under any parallel layout.
 
-    Saves parameters, master weights, buffers, optimizer states, random states, the scheduler and ``extra``. All ranks
-    must call this function; each writes its own chunks, and each element is written once. The checkpoint gets its name
-    only when it is complete, so the directory contains either the new checkpoint or the previous state.
+    The checkpoint is a folder such as ``directory/step-00000123``. It contains parameters, master weights, buffers,
+    optimizer states, random states, the scheduler and ``extra``. All ranks must call this function. Each rank writes
+    its own shards, and each tensor element is written once. The checkpoint gets its name only when it is complete. A
+    failed save leaves the previous checkpoints as they were.
 
     On one host, the call returns before the data is synced to the disk. A thread of the first rank waits for the disk
     and then deletes older checkpoints. The next save and the end of the program wait for that thread. On several hosts,
@@ -290,20 +293,20 @@ def save_checkpoint(
 
     Args:
         optimizer: an optimizer, a list of optimizers, or the result of ``shard_optimizer``.
-        step: number of completed training steps, which names the checkpoint.
+        step: number of completed training steps, which becomes part of the folder's name.
         scheduler: an object whose ``state_dict`` has plain values, such as a scheduler or GradScaler, or a list of
             such objects.
-        extra: plain values that ``load_checkpoint`` returns: numbers, strings, lists, dictionaries. Rank 0's are saved.
-        retention: number of newest checkpoints to keep, or a ``CheckpointRetention``; None: all.
+        extra: numbers, strings, lists and dictionaries that ``load_checkpoint`` returns. Those of rank 0 are saved.
+        retention: number of newest checkpoints to keep, a ``CheckpointRetention``, or None to keep all.
 
     Returns:
         The path of the checkpoint.
 
     Raises:
-        ConfigError: the run cannot be saved.
-        InputError: the disk fails.
+        ConfigError: the training run cannot be saved.
+        InputError: writing to the disk failed.
 
-    All ranks raise, and earlier checkpoints are kept.
+    If one rank fails, all ranks raise, and earlier checkpoints are kept.
     """
     wait_for_all_ranks("save_checkpoint", ModelTensors(model).world)
     with prepare_save(directory, model, optimizer, step, scheduler, extra, retention) as job:
@@ -324,10 +327,11 @@ def async_save_checkpoint(
     extra: Any = None,
     retention: CheckpointRetention | int | None = None,
 ) -> AsyncSave:
-    """Save a checkpoint in the background, and return once its data is copied to host memory.
+    """Save a checkpoint in the background, and return as soon as its data is copied to host memory.
 
-    Takes the arguments of ``save_checkpoint``. A thread writes and syncs the checkpoint. Call ``wait()`` on the result
-    before the next save and before the program ends. The host buffers are as large as this rank's share and are reused.
+    Takes the same arguments as ``save_checkpoint``. A thread writes and syncs the checkpoint. Call ``wait()`` on the
+    result before the next save and before the program ends. The host buffers are as large as this rank's shards and are
+    reused.
     """
     wait_for_all_ranks("async_save_checkpoint", ModelTensors(model).world)
     with prepare_save(directory, model, optimizer, step, scheduler, extra, retention) as job:
@@ -339,9 +343,9 @@ def async_save_checkpoint(
 
 
 def check_savable(model: nn.Module, optimizer: Any = None, *, scheduler: Any = None, extra: Any = None) -> None:
-    """Raise the error that ``save_checkpoint`` would raise on any rank, without writing anything.
+    """Check that ``save_checkpoint`` can save this training run, without writing any files.
 
-    All ranks must call it. Communicates names and sizes.
+    Raises the errors of ``save_checkpoint``. All ranks must call this function. Communicates names and sizes.
     """
     tensors = ModelTensors(model)
     wait_for_all_ranks("check_savable", tensors.world)
@@ -366,7 +370,7 @@ def prepare_save(
     extra: Any = None,
     keep: Any = None,
 ) -> Iterator[SaveJob]:
-    """Lock the checkpoint directory, and yield a SaveJob with the collected training state."""
+    """Lock the checkpoint directory, collect the training state, and yield a ``SaveJob`` that can write it."""
     root, tensors = Path(), ModelTensors(model)
     world, is_new = tensors.world, False
 
@@ -382,7 +386,7 @@ def prepare_save(
         nonlocal is_new
         if world.rank == 0:
             is_new = checkpoint_directory.lock_directory(root, step, tensors.model)
-            hidden.mkdir()  # a unique name: a rank that sees it sees the same file system
+            hidden.mkdir()  # the name is unique: a rank that sees it shares the file system
 
     def check_folder() -> None:
         if world.rank > 0:
@@ -418,7 +422,7 @@ def prepare_save(
 
 
 def _check_no_pending_save(before: AsyncSave | None) -> None:
-    """Raise InputError if the previous asynchronous save failed, or if its ``wait()`` was not called.
+    """Raise an error if ``wait()`` was not called on the previous asynchronous save, or if that save failed.
 
     Waits until the previous checkpoint is on the disk.
     """
@@ -426,8 +430,8 @@ def _check_no_pending_save(before: AsyncSave | None) -> None:
         return
     if not before.was_waited_for:
         raise InputError(
-            "Another save began before wait() was called on the previous asynchronous save, which "
+            "Cannot save yet, because wait() was not called on the previous asynchronous save, which "
             f"{'has finished' if before.is_done else 'is still in progress'}.",
-            remedy="Call wait() on the result of async_save_checkpoint before the next save.",
+            remedy="Call wait() on the result of async_save_checkpoint before you save again.",
         )
     before.result()

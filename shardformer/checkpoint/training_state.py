@@ -1,6 +1,6 @@
-"""Describe the training state of this rank by the parameter names and full shapes of the unsharded model.
+"""Collect the training state of this rank under the names and full shapes of the unsharded model.
 
-Parameters, buffers, optimizer states and random states of this rank, for checkpoints and for resharding in memory.
+The state contains parameters, buffers, optimizer states and random states. It is saved or resharded in memory.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from shardformer.zero.zero_optimizer import ZeroOptimizer
 EXTRA_STATE = "_extra_state"
 """Suffix of the results of ``get_extra_state`` in a state dict."""
 WEIGHTS, MASTER_WEIGHTS, KAHAN_RESIDUALS = "weights", "master", "rest"
-"""Prefixes of parameter names: values, fp32 master weights, and Kahan residuals."""
+"""Prefixes of parameter names in a checkpoint for weights, fp32 master weights and Kahan residuals."""
 
 
 class ModelTensors:
-    """Parameters and buffers of a model, under the names by which a checkpoint stores them.
+    """The parameters and buffers of a model, under their names in a checkpoint.
 
     Attributes:
         model: the model without wrappers.
         zero: the ZeRO optimizer of the model, or None.
-        world: axis of all ranks that train the model.
-        tensors: parameters and persistent buffers by their first name in the unsharded model.
-        plain_names: names of the parameters and buffers of the full model, in its order, if it has stages.
+        world: axis that contains all ranks that train the model.
+        tensors: parameters and persistent buffers, by their name in the unsharded model (the first one if shared).
+        plain_names: names of all parameters and buffers of a model with pipeline stages, in their original order.
         extra_states: results of the modules' ``get_extra_state``, by name in the state dict.
     """
 
@@ -75,7 +75,7 @@ class ModelTensors:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the mesh axes, by axis name."""
+        """Size of each mesh axis, by the name of the axis."""
         return self._state.context.sizes if self._state.context.world is not None else {"data": self.world.size}
 
     @property
@@ -88,11 +88,11 @@ class ModelTensors:
 
     @property
     def has_stages(self) -> bool:
-        """Whether the model has pipeline stages on other ranks."""
+        """Whether the model is split into pipeline stages on several ranks."""
         return self._state.stages is not None and self._state.context.pipe.size > 1
 
     def readable(self) -> AbstractContextManager[object]:
-        """Return a context manager that makes the values of all ZeRO shards readable."""
+        """Return a context manager inside which the values of all ZeRO shards can be read."""
         return nullcontext() if self.zero is None else self.zero.readable_state()
 
     def name_of(self, tensor: Tensor) -> str | None:
@@ -100,14 +100,14 @@ class ModelTensors:
         return self._names.get(id(tensor))
 
     def region_of(self, tensor: Tensor) -> FlatRegion:
-        """Return the region of the full parameter or buffer that this rank stores."""
+        """Return which elements of a full parameter or buffer this rank stores."""
         entry = self._entries.get(id(tensor))
         if entry is None or not entry.spec.is_sharded:
             return FlatRegion(tuple(tensor.shape), None, {})
         return FlatRegion(entry.spec.shape, entry.spec, self._state.coords)
 
     def region_of_slice(self, piece: ParamSlice) -> FlatRegion:
-        """Return the region of the full parameter that a slice of a ZeRO shard covers."""
+        """Return which elements of a full parameter a slice of a ZeRO shard contains."""
         spec = piece.entry.spec
         sharded = spec if spec.is_sharded and not piece.gradient.is_shared else None
         return FlatRegion(spec.shape, sharded, self._state.coords, piece.param_range)
@@ -124,19 +124,19 @@ class ModelTensors:
 
     @property
     def gathered(self) -> set[int]:
-        """Ids of the parameters that ZeRO stage 3 stores only as shards."""
+        """The ``id()`` of each parameter that ZeRO stage 3 shards."""
         return {id(p) for unit in (self.zero.param_groups_stage3 if self.zero is not None else ()) for p in unit.params}
 
     def buffer_checksums(self) -> dict[str, int]:
-        """Return the checksum of each buffer of this rank."""
+        """Compute a checksum of each buffer on this rank."""
         buffers = {n: x.detach() for n, x in self.tensors.items() if not isinstance(x, nn.Parameter)}
         return {name: weighted_sum(x, (0,) * x.dim()) for name, x in buffers.items()}
 
     def items(self) -> Iterator[TensorItem]:
-        """Yield the model tensors that this rank saves. Call it inside ``readable()``.
+        """Yield the parameters, master weights and buffers that this rank saves. Must be called inside ``readable()``.
 
-        Replicated buffers are yielded only where the sequence and tensor ranks are 0. Each data rank yields its own
-        buffers; the caller drops those in ``find_identical_buffers``.
+        Buffers are yielded only by ranks with sequence rank 0 and tensor rank 0. Each data rank yields its own buffers,
+        and the caller drops those that ``find_identical_buffers`` returns.
         """
         gathered, data = self.gathered, self.coords.get("data", 0)
         is_front = all(self.coords.get(name, 0) == 0 for name in ("sequence", "tensor"))
@@ -159,7 +159,7 @@ class ModelTensors:
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel and ``torch.compile`` wrappers."""
+    """Return the original model without its DistributedDataParallel and ``torch.compile`` wrappers."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -170,15 +170,15 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def buffer_name(data: int, name: str) -> str:
-    """Return the checkpoint name of a buffer that belongs to one data rank."""
+    """Return the name under which a checkpoint stores a buffer of the data-parallel rank ``data``."""
     return f"buffers.{data}/{name}"
 
 
 def find_identical_buffers(sums: Sequence[tuple[int, Mapping[str, int]]]) -> list[set[str]]:
-    """Return, for each rank, the names of the buffers whose values equal those on data rank 0.
+    """Find the buffers of each rank that need not be saved because data rank 0 has the same values.
 
     Args:
-        sums: (data rank, its ``buffer_checksums``) of each rank.
+        sums: (data rank, ``buffer_checksums``) of each rank.
 
     >>> find_identical_buffers([(0, {"mean": 3, "mask": 7}), (1, {"mean": 4, "mask": 7})])
     [set(), {'buffers.1/mask'}]
@@ -201,8 +201,9 @@ def _check_state_dict_entry(name: str, value: Any, *, is_registered: bool) -> No
         )
     if is_dtensor(value):
         raise ConfigError(
-            f"{name} is a DTensor, as created by fully_shard, which save_checkpoint does not support.",
-            remedy="Save the model with torch.distributed.checkpoint, or use shard_optimizer(..., stage=3).",
+            f"{name} is a DTensor, such as fully_shard creates, and save_checkpoint does not support DTensors.",
+            remedy="Save the model with torch.distributed.checkpoint, or replace fully_shard by "
+            "shard_optimizer(..., stage=3).",
         )
     if value.is_meta:
         raise ConfigError(
@@ -213,7 +214,7 @@ def _check_state_dict_entry(name: str, value: Any, *, is_registered: bool) -> No
 
 @dataclass(frozen=True, eq=False)
 class OptimizerTensor:
-    """Parameter, or slice of one, that an optimizer updates, and its region of the full parameter."""
+    """A parameter that an optimizer updates, or a slice of one, with its position in the full parameter."""
 
     name: str
     param: Tensor
@@ -221,7 +222,7 @@ class OptimizerTensor:
 
 
 class OptimizerStates:
-    """State of one optimizer, as a checkpoint stores it.
+    """The state of an optimizer, converted to the format of a checkpoint.
 
     Args:
         number: index of the optimizer among those that are saved together.
@@ -251,13 +252,13 @@ class OptimizerStates:
             self.groups.append(slots)
 
     def optimizer_tensors(self) -> Iterator[OptimizerTensor]:
-        """Yield the parameters of this rank in the order of the optimizer."""
+        """Yield the parameters that the optimizer updates on this rank."""
         yield from (slot for group in self.groups for slot in group)
 
     def _iterate_states(self) -> Iterator[tuple[OptimizerTensor, str, Any, bool]]:
-        """Yield (optimizer tensor, key, value, is_item) for each entry of the optimizer state.
+        """Iterate over the optimizer state, and yield (optimizer tensor, key, value, is_item) for each entry.
 
-        Scalars are values and not items: one number for the full parameter, except for the state of a scalar.
+        A scalar is no ``TensorItem``: it belongs to the full parameter, unless the parameter is a scalar itself.
         """
         for slot in self.optimizer_tensors():
             for key, value in self.optimizer.state.get(slot.param, {}).items():
@@ -278,14 +279,17 @@ class OptimizerStates:
                 yield region.item(f"optimizer.{self._number}/{quote(str(key), safe='')}/{slot.name}", x)
 
     def _full_region(self, key: str, shape: tuple[int, ...], slot: OptimizerTensor) -> FlatRegion:
-        """Return the region of a state tensor whose shape differs from its parameter, which must not be sharded."""
+        """Return the region of an optimizer state tensor whose shape differs from that of its parameter.
+
+        Raises ConfigError if the parameter is sharded.
+        """
         if slot.region.is_full:
             return FlatRegion(shape, None, {})
         raise ConfigError(
-            f"The state {key!r} of {self.kind} has the shape {shape} for {slot.name}, of which this rank stores only "
-            f"a shard {tuple(slot.param.shape)} of {slot.region.shape}.",
-            rule="Only states with the shape of the parameter can be saved in shards.",
-            remedy="Call shard_optimizer(model, optimizer) before training: it passes full parameters to such "
+            f"The state {key!r} of {self.kind} for {slot.name} has the shape {shape}, but this rank has a shard of "
+            f"shape {tuple(slot.param.shape)} of this parameter, whose full shape is {slot.region.shape}.",
+            rule="The optimizer state of a sharded parameter can be saved only if it has the parameter's shape.",
+            remedy="Call shard_optimizer(model, optimizer) before training. It passes full parameters to such "
             "optimizers, even with stage=0.",
         )
 
@@ -308,14 +312,14 @@ class OptimizerStates:
         """Raise ConfigError if the saved state has a different optimizer class or different parameter groups."""
         if saved["kind"] != self.kind:
             raise ConfigError(
-                f"The state of a {saved['kind']} cannot be loaded into a {self.kind}.",
-                remedy=f"Continue with {saved['kind']}, or load only the weights by omitting optimizer.",
+                f"The saved state of the optimizer {saved['kind']} cannot be loaded into {self.kind}.",
+                remedy=f"Use {saved['kind']}, or omit optimizer= to load only the weights.",
             )
         if len(saved["groups"]) != len(self.groups):
             raise ConfigError(
                 f"The saved state has {len(saved['groups'])} parameter groups, but this {self.kind} has "
-                f"{len(self.groups)} groups.",
-                remedy="Build the parameter groups as in the saved run.",
+                f"{len(self.groups)}.",
+                remedy="Create the parameter groups as in the saved run.",
             )
         group_of = {name: i for i, group in enumerate(saved["groups"]) for name in group["names"]}
         for i, slots in enumerate(self.groups):
@@ -325,13 +329,16 @@ class OptimizerStates:
                     raise ConfigError(
                         f"{slot.name} is in parameter group {i} of this {self.kind}, but was in "
                         f"{f'group {before}' if is_known else 'no group'} when it was saved.",
-                        remedy="Build the parameter groups as in the saved run"
+                        remedy="Create the parameter groups as in the saved run."
                         if is_known
                         else did_you_mean(slot.name, saved["groups"][i]["names"]),
                     )
 
     def saved_states(self, index: CheckpointIndex) -> Iterator[tuple[OptimizerTensor, str, str, FlatRegion]]:
-        """Yield (optimizer tensor, key, saved name, region that this rank reads) for each saved state tensor."""
+        """Find the saved optimizer states of this rank's parameters.
+
+        Yields (optimizer tensor, key, saved name, region that this rank reads) for each state tensor.
+        """
         keys: dict[str, list[tuple[str, str]]] = {}
         for full_name in index.tensors:
             if full_name.startswith(f"optimizer.{self._number}/"):
@@ -343,17 +350,17 @@ class OptimizerStates:
                 yield slot, key, full_name, self.region_of_state(key, shape, slot)
 
     def region_of_state(self, key: str, shape: tuple[int, ...], slot: OptimizerTensor) -> FlatRegion:
-        """Return the region of a full state tensor that this rank stores."""
+        """Return which elements of a full optimizer state tensor this rank stores."""
         return slot.region if shape == slot.region.shape else self._full_region(key, shape, slot)
 
     def load_values(
         self, saved: Mapping[str, Any], read: Sequence[tuple[OptimizerTensor, str, Tensor]], *, exact: bool
     ) -> None:
-        """Load saved states and options into the optimizer.
+        """Load the saved state and parameter group options into the optimizer.
 
         Args:
             read: (slot, key, value) of the state tensors.
-            exact: whether states keep the dtype in which they were saved.
+            exact: whether the state tensors keep the dtype in which they were saved.
         """
         states: dict[int, dict[str, Any]] = {}
         for slot in self.optimizer_tensors():
@@ -380,7 +387,7 @@ class OptimizerStates:
 
 
 def collect_optimizer_states(optimizer: Any, tensors: ModelTensors) -> list[OptimizerStates]:
-    """Return the state of each torch optimizer in ``optimizer``, which may be a list or a ZeRO optimizer."""
+    """Collect the state of an optimizer, a list of optimizers or a ZeRO optimizer for a checkpoint."""
     plain: list[Optimizer] = []
     for each in as_object_list(optimizer):
         if not isinstance(each, Optimizer):
@@ -390,7 +397,7 @@ def collect_optimizer_states(optimizer: Any, tensors: ModelTensors) -> list[Opti
             )
         if isinstance(each, ZeroOptimizer) and each is not tensors.zero:
             raise ConfigError(
-                "The optimizer was returned by shard_optimizer for another model.",
+                "The optimizer was returned by shard_optimizer for a different model.",
                 remedy="Pass the model that was passed to shard_optimizer.",
             )
         plain += each.inner if isinstance(each, ZeroOptimizer) else [each]
@@ -398,7 +405,7 @@ def collect_optimizer_states(optimizer: Any, tensors: ModelTensors) -> list[Opti
 
 
 def merge_optimizer_values(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the options and scalar states of one optimizer, collected from ranks with different parameters."""
+    """Merge the options, parameter names and scalar states of one optimizer from all ranks."""
     groups = [
         {"options": same[0]["options"], "names": list(dict.fromkeys(name for each in same for name in each["names"]))}
         for same in zip(*(each["groups"] for each in values), strict=True)
@@ -410,12 +417,12 @@ def merge_optimizer_values(values: Sequence[Mapping[str, Any]]) -> dict[str, Any
 
 
 def random_state_key(rank: int, name: str) -> str:
-    """Return the checkpoint name of one random generator state of a rank."""
+    """Return the name under which a checkpoint stores one random number generator state of ``rank``."""
     return f"random.{rank}/{name}"
 
 
 def get_random_state_tensors(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the random generator states of this rank, as tensors by name and as plain values."""
+    """Return the states of this rank's random number generators, as named tensors and other values."""
     of_torch, of_numpy, of_python = random_states(device)
     name, keys, *rest = of_numpy
     version, words, gauss = of_python
@@ -426,7 +433,7 @@ def get_random_state_tensors(device: torch.device) -> tuple[dict[str, Tensor], d
 
 
 def set_random_state_tensors(tensors: dict[str, Tensor], numbers: dict[str, Any], device: torch.device) -> None:
-    """Restore random generator states from ``get_random_state_tensors``, for the generators of this device."""
+    """Restore the random number generator states that ``get_random_state_tensors`` returned."""
     current, _ = get_random_state_tensors(device)
     of_torch = [tensors.get(name, current[name]) for name in current if name.startswith("torch.")]
     name, *rest = numbers["numpy"]
@@ -440,12 +447,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class StateContents:
-    """Training state of one rank between two steps, ready to be saved or resharded.
+    """The training state of one rank between two steps, ready to be saved or resharded.
 
     Args:
         items: tensors that this rank stores, in full or as shards.
-        values: plain values, merged over all ranks.
-        chunks_by_rank: chunks of all ranks.
+        values: all other state, merged over all ranks.
+        chunks_by_rank: lists of the chunks that each rank stores.
     """
 
     items: list[TensorItem]
@@ -456,9 +463,10 @@ class StateContents:
 def collect_state(
     tensors: ModelTensors, check: Callable[[], T], optimizer: Any, scheduler: Any, extra: Any
 ) -> tuple[list[T], StateContents]:
-    """Collect the training state of this rank as views of its tensors, and the result of ``check`` on each rank.
+    """Collect the training state of this rank without copying its tensors.
 
-    Communicates one gather with the names and sizes of all tensors, a checksum of each buffer, and plain values.
+    Also returns the result of ``check`` on each rank. Communicates one gather with the names and sizes of all tensors,
+    a checksum of each buffer, and plain values.
     """
     world, items = tensors.world, list[TensorItem]()
 
@@ -511,5 +519,5 @@ def _collect_values(
 
 
 def as_object_list(value: Any) -> list[Any]:
-    """Return ``value`` as a list: empty for None, one element for a single object."""
+    """Convert ``value`` to a list: None becomes an empty list, and a single object a list with one element."""
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]

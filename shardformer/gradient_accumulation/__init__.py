@@ -1,1 +1,1 @@
-"""Gradient accumulation: splits a batch into micro-batches, and weights their losses. Also used by pipelines."""
+"""Split a batch into micro-batches, and scale their losses for gradient accumulation and pipelines."""

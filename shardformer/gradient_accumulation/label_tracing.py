@@ -1,9 +1,9 @@
-"""Records how a model computes the target of a loss, to compute the targets of other micro-batches in advance.
+"""Trace how a model computes the target of its loss, to predict the targets of other micro-batches.
 
-A head may shift, clamp, flatten or copy its labels. ``LabelTracer`` records the torch functions of the head, and
-expresses the target in terms of the micro-batch's tensors, which can then be evaluated for other micro-batches. If a
-step is not recorded, ``find_label_forms`` searches the micro-batch for a tensor with the content of the target, in the
-forms that heads commonly use.
+A model head may shift, clamp, flatten or copy its labels. ``LabelTracer`` records the torch functions of the head, and
+expresses the target as a function of the micro-batch's tensors, which can then be evaluated for other micro-batches. If
+an operation cannot be recorded, ``find_label_forms`` searches the micro-batch for a tensor with the values of the
+target, after the transformations that heads commonly use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardformer.torch_compat import to_list
 
 @dataclass(frozen=True)
 class TensorSize:
-    """Symbolic int: the size of one dim of a micro-batch tensor, multiplied by ``sign``."""
+    """A symbolic integer: the size of one dimension of a tensor in the micro-batch, multiplied by ``sign``."""
 
     name: TensorPath
     dim: int
@@ -35,9 +35,9 @@ class TensorSize:
 
     @staticmethod
     def match(number: int, tensors: Tensors) -> TensorSize | int:
-        """Return the ``TensorSize`` that equals ``number`` for these tensors, or ``number`` if none matches.
+        """Return the ``TensorSize`` of a tensor dimension whose size is ``number``, or ``number`` if there is none.
 
-        Ignores dim 0, and the numbers -1, 0 and 1.
+        Ignores the first dimension of each tensor, and the numbers -1, 0 and 1.
         """
         if abs(number) > 1:
             for name, tensor in tensors.items():
@@ -48,14 +48,14 @@ class TensorSize:
 
 @dataclass(frozen=True, eq=False)
 class BatchTensor:
-    """Expression for a tensor that the micro-batch contains."""
+    """An expression for one of the tensors in a micro-batch."""
 
     name: TensorPath
 
 
 @dataclass(frozen=True, eq=False)
 class DerivedTensor:
-    """Expression for the result of a torch function that was called with tensors derived from the micro-batch.
+    """An expression for the result of a torch function whose arguments were computed from a micro-batch.
 
     Args:
         item: index of the result, if the function returns several.
@@ -74,7 +74,7 @@ Expression = BatchTensor | DerivedTensor
 
 @torch.no_grad()
 def evaluate_expression(expression: Expression, tensors: Tensors, values: dict[int, Tensor] | None = None) -> Tensor:
-    """Compute the tensor that an expression describes, from the tensors of a micro-batch."""
+    """Evaluate an expression on the tensors of a micro-batch."""
     values = {} if values is None else values
     if id(expression) in values:
         return values[id(expression)]
@@ -111,11 +111,11 @@ def _map_nested(value: Any, func: Callable[[Any], Any]) -> Any:
 
 
 class _UnknownArgumentError(Exception):
-    """Raised for a tensor argument whose origin in the micro-batch is unknown."""
+    """Raised if a function is called with a tensor that was not computed from the micro-batch."""
 
 
 class LabelTracer:
-    """Records which torch functions compute each tensor from the tensors of a micro-batch.
+    """A recorder of the torch functions that are called on the tensors of a micro-batch.
 
     Call ``record`` after each torch function.
     """
@@ -179,7 +179,7 @@ class LabelTracer:
 
 
 _RANDOM_OPS = ("rand", "bernoulli", "multinomial", "normal", "dropout", "uniform")
-"""Random operations are not repeated, because that would change later random numbers."""
+"""Random operations are not repeated, because repeating them would change later random numbers."""
 
 _OPS_WITH_SIZES = ("__getitem__", "__setitem__", "clamp", "clip", "narrow")
 """Operations in which an int argument that equals a size of the micro-batch is treated as that size."""
@@ -187,11 +187,11 @@ _OPS_WITH_SIZES = ("__getitem__", "__setitem__", "clamp", "clip", "narrow")
 
 @dataclass(frozen=True)
 class LabelForm:
-    """Common transformation that turns a micro-batch tensor into the flat target of a loss: shift, slice or clamp.
+    """A common way to compute the target of a loss from the labels in a micro-batch: shift, slice or clamp them.
 
     Args:
-        offset: number of leading entries of the last dim to drop.
-        shifted: whether an ignored label is appended first, as in a shift by one.
+        offset: number of leading entries of the last dimension to drop.
+        shifted: whether an ignored label is appended first, as in causal language models.
         clamped: whether the labels are clamped to [0, ignored class], as in question answering.
     """
 
@@ -212,9 +212,9 @@ class LabelForm:
 def find_label_forms(
     target: Tensor, tensors: Tensors, ignore_index: int, clamped: bool, used: Collection[LabelForm]
 ) -> list[LabelForm]:
-    """Find the transformations of micro-batch tensors that produce ``target``, the most likely first.
+    """Find the micro-batch tensors and transformations that result in ``target``, most likely first.
 
-    Several forms match if tensors are equal by chance or all labels are ignored. Tensors with a typical name of labels
+    Several forms match if tensors are equal by chance or all labels are ignored. Tensors with a typical name for labels
     come first, then those that no other loss of the model has used.
     """
     flat = target.reshape(-1)

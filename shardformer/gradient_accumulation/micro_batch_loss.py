@@ -1,14 +1,15 @@
-"""Weights the losses of micro-batches so that their sum equals the loss of the full batch.
+"""Scale the losses of micro-batches so that their sum equals the loss of the full batch.
 
-Micro-batches can count different numbers of labels, because of padding or a short last micro-batch. The mean of their
-means then differs from the mean over the tokens of the batch. While the model's head runs, ``LossWeights``
+Micro-batches can have different numbers of labels, because of padding or a short last micro-batch. The mean of their
+mean losses then differs from the mean over all tokens of the batch. While the model's head runs, ``LossWeights``
 intercepts the mean losses of ``torch.nn.functional`` and replaces the i-th one by
 
     mean_m * n_mi / N_i             n_mi = labels counted in micro-batch m,   N_i = sum of n_mi over all micro-batches
 
-The micro-batches' losses then sum to the full batch's loss, for every sum of mean losses with constant factors. The
-first backward pass needs N_i before the other forward passes have run (1F1B). The first forward pass therefore records
-how the i-th target is computed from the batch (``label_tracing``), and predicts the counts of other micro-batches.
+The losses of the micro-batches then sum to the loss of the full batch, if the model's loss is a sum of mean losses with
+constant factors. The first backward pass needs N_i before the other forward passes have run (1F1B). The first forward
+pass therefore records how the i-th target is computed from the batch (``label_tracing``), and predicts the counts of
+other micro-batches.
 
 Every prediction is checked: each micro-batch must have the predicted count, and its loss must be the same linear
 combination of recorded losses. Otherwise a ConfigError asks for ``loss_weight``.
@@ -60,7 +61,7 @@ RECORDED_LOSSES: Mapping[Any, str] = {
     for name in names.split()
     if hasattr(F, name)
 }
-"""Denominator of the mean: labels that are not ignored, elements, or the losses without reduction."""
+"""What a mean loss divides by: the number of labels that are not ignored, of elements, or of unreduced losses."""
 
 _WEIGHT_NORMALIZED_LOSSES = tuple(getattr(F, name) for name in ("mse_loss", "l1_loss", "huber_loss"))
 """Losses whose weighted mean is divided by the sum of the weights, not by the number of elements."""
@@ -70,11 +71,11 @@ LossCount = Tensor | int
 
 @dataclass(frozen=True, eq=False)
 class LossCall:
-    """Recorded call of a loss function of ``torch.nn.functional``.
+    """A recorded call of a loss function of ``torch.nn.functional``.
 
     Args:
         named: arguments by name.
-        basis: the tensor that determines the count: labels or weights.
+        basis: the labels or weights, which determine the number of labels.
         ignore_index: class index of ignored labels.
     """
 
@@ -122,7 +123,7 @@ class LossCall:
         return self.func(*self.args, **self.kwargs)
 
     def compute_count(self) -> LossCount:
-        """Return the number by which a mean loss divides the sum of its elements."""
+        """Return the denominator of a mean loss, such as the number of labels that are not ignored."""
         if self.has_classes or self.has_weights:
             assert self.basis is not None
             return self.count_labels(self.basis, self.ignore_index)
@@ -138,9 +139,9 @@ class LossCall:
         return self.basis.numel() // self._num_classes()  # class probabilities
 
     def count_labels(self, basis: Tensor, ignore_index: int | None) -> LossCount:
-        """Return the number by which a mean loss divides, for a different target or weight tensor.
+        """Return the denominator of a mean loss for a different target or weight tensor.
 
-        Counts all elements of a tensor without data.
+        For a tensor without data, this is the number of its elements.
         """
         if not has_data(basis):
             return basis.numel()
@@ -155,11 +156,11 @@ class LossCall:
 
     @property
     def ignores_extra_class(self) -> bool:
-        """Whether ``ignore_index`` equals the number of classes, as in losses of question answering."""
+        """Whether ``ignore_index`` equals the number of classes, as in question answering models."""
         return self.has_classes and self.ignore_index == self._num_classes()
 
     def find_ignore_index(self, tensors: Tensors, other_tensors: Tensors) -> int | None:
-        """Return the ``ignore_index`` for another micro-batch, which changes if it equals the sequence length."""
+        """Return the ``ignore_index`` of another micro-batch, which differs if it is the sequence length."""
         if self.ignore_index is None or not self.ignores_extra_class:
             return self.ignore_index
         size = TensorSize.match(self.ignore_index, tensors)
@@ -172,7 +173,7 @@ class LossCall:
         return logits.shape[1] if logits.dim() > 1 else logits.shape[0]
 
     def compute_with(self, reduction: str) -> Tensor:
-        """Call the loss function with another value of ``reduction``."""
+        """Call the loss function with the recorded arguments but a different ``reduction``."""
         arguments = {n: value for n, value in self.named.items() if n not in ("size_average", "reduce", "reduction")}
         first = [arguments.pop(name) for name in list(arguments)[:2]]  # vocabulary-parallel logits need them positional
         return self.func(*first, **arguments, reduction=reduction)
@@ -189,7 +190,7 @@ Problem = Callable[[], str]
 
 @dataclass
 class _LossTotals:
-    """Label counts of all micro-batches for the i-th loss call of a forward pass.
+    """The number of labels that one loss call of the model counts in each micro-batch.
 
     Predicted for mean losses, observed for summed losses.
     """
@@ -203,24 +204,26 @@ class _LossTotals:
 
 @dataclass
 class _RecordedLosses:
-    """Losses recorded in the forward pass of one micro-batch. ``scale_loss`` frees them."""
+    """The losses that were recorded in the forward pass of one micro-batch. ``scale_loss`` frees them."""
 
     parts: list[Tensor] = field(default_factory=list)  # the model receives clones, which it may modify
     reductions: list[str] = field(default_factory=list)
 
 
 class LossWeights:
-    """Scales the losses of micro-batches so that they sum to the loss of the full batch.
+    """A recorder that scales the losses of micro-batches so that they sum to the loss of the full batch.
 
-    Call ``start(m)`` and ``stop()`` around the head of each micro-batch's forward, backward on the result of
-    ``scale_loss(m, loss)``, and ``finish()`` before the optimizer step. A single micro-batch keeps its loss.
+    Call ``start(m)`` and ``stop()`` before and after the head in each micro-batch's forward pass. Run the backward pass
+    on the result of ``scale_loss(m, loss)``, and call ``finish()`` before the optimizer step. A single micro-batch
+    keeps its loss.
 
-    The host synchronizes with the device only in the first forward pass and in ``finish``. A CPU checks at once.
+    The host synchronizes with the GPU only in the first forward pass and in ``finish``. On a CPU, all checks run at
+    once.
 
     Args:
-        micro_batches: all micro-batches; shapes may differ.
-        sizes: number of samples of each.
-        loss_weight: micro-batch -> number of counted labels. The loss is then weighted by it, and none is recorded.
+        micro_batches: all micro-batches, whose shapes may differ.
+        sizes: number of samples of each micro-batch.
+        loss_weight: micro-batch -> number of counted labels, which then weights its loss. No losses are recorded.
         label_forms: label forms that earlier steps found, by index of the loss. New ones are added.
         data_axis: (data axis, device for communication) if the full batch spans all data ranks. Losses are then
             multiplied by the number of ranks, because gradients are averaged. Communicates one number per loss before
@@ -272,7 +275,7 @@ class LossWeights:
         self._recorder.__enter__()
 
     def stop(self) -> None:
-        """Stop recording loss calls."""
+        """Stop recording the loss calls of the current micro-batch."""
         watch, self._recorder = self._recorder, None
         if watch is not None:
             watch.__exit__(None, None, None)
@@ -291,12 +294,12 @@ class LossWeights:
         if not forward.parts:
             unreduced = " except with reduction='none'" if "none" in forward.reductions else ""
             raise not_sum_of_means_error(
-                f"The model called no loss function of torch.nn.functional{unreduced}, but returned the loss "
-                f"{loss.detach()}"
+                f"The model returned the loss {loss.detach()} without calling a loss function of "
+                f"torch.nn.functional{unreduced}"
             )
         if loss.numel() != 1:
             raise not_sum_of_means_error(
-                f"The loss of micro-batch {index} has the shape {tuple(loss.shape)} instead of ()"
+                f"The loss of micro-batch {index} has the shape {tuple(loss.shape)}, but it must be a scalar"
             )
         if len(forward.parts) != len(self._losses):
             raise not_sum_of_means_error(
@@ -307,7 +310,7 @@ class LossWeights:
         return loss.detach() if self._is_evaluation else loss
 
     def finish(self) -> None:
-        """Run the checks that were deferred to avoid device synchronizations. Raises ConfigError if one fails."""
+        """Run the checks that were deferred to avoid synchronizing with the GPU. Raises ConfigError if one fails."""
         checks, self._deferred_checks = self._deferred_checks, []
         results = to_list(torch.stack([ok for ok, _ in checks])) if checks else []
         for (_, problem), ok in zip(checks, results, strict=True):
@@ -317,19 +320,19 @@ class LossWeights:
 
     @property
     def counted(self) -> float | None:
-        """Number of labels that the full batch's loss is averaged over, or None if it differs between the terms."""
+        """Number of labels over which the loss of the full batch is averaged, or None if it differs between terms."""
         if self._weight_shares is not None:
             return self._weight
         return totals.pop() if len(totals := {x.total if x.is_mean else None for x in self._losses}) == 1 else None
 
     @property
     def factors(self) -> Tensor:
-        """Hash of the factors by which the model multiplies its mean losses, which must be equal on all data ranks."""
+        """A hash of the factors by which the model multiplies its mean losses. It must be equal on all data ranks."""
         values = next(iter(self._factors.values()), torch.zeros(0, dtype=torch.float64))
         return (values * torch.arange(1, len(values) + 1, device=values.device)).sum()
 
     def record_loss(self, index: int, trace: LabelTracer | None, call: LossCall) -> Tensor:
-        """Record a loss call of micro-batch ``index``, and return its term in the loss of the full batch."""
+        """Record a loss call of micro-batch ``index``, and return its contribution to the loss of the full batch."""
         forward = self._forwards[index]
         forward.reductions.append(call.reduction)
         if self._is_full_batch:
@@ -346,8 +349,8 @@ class LossWeights:
                 self.has_only_class_means = False
         elif [(x.name, x.is_mean) for x in self._losses[loss_index : loss_index + 1]] != [(call.name, call.is_mean)]:
             raise not_sum_of_means_error(
-                f"The model computes loss {loss_index} of micro-batch {index} with {call.name}, but with another loss "
-                f"function or reduction in micro-batch {self._first}"
+                f"The model computes loss {loss_index} of micro-batch {index} with {call.name}, but uses a different "
+                f"loss function or reduction in micro-batch {self._first}"
             )
         elif call.is_mean:
             self._check_count(index, loss_index, call)
@@ -359,7 +362,7 @@ class LossWeights:
             return part.clone()
 
     def grad_mode(self, index: int) -> AbstractContextManager[Any]:
-        """Context manager that enables gradients in evaluation, to compute the factors of the recorded losses."""
+        """Enable gradients during evaluation, so that the factors of the recorded losses can be computed."""
         return torch.enable_grad() if self._is_evaluation and self._forwards[index].parts else nullcontext()
 
     def _compute_share(self, loss: _LossTotals, index: int, call: LossCall) -> Tensor:
@@ -374,9 +377,9 @@ class LossWeights:
     def _store_counts(
         self, loss: _LossTotals, index: int, trace: LabelTracer | None, call: LossCall, loss_index: int
     ) -> None:
-        """Store the predicted label counts of a mean loss.
+        """Predict and store the number of labels that a mean loss counts in each micro-batch.
 
-        If the prediction fails, sends NaN to the other data ranks so that they do not wait.
+        If the prediction fails, sends NaN to the other data ranks, so that they do not wait.
         """
         try:
             loss.n_m = self._predict_counts(index, trace, call, loss_index)
@@ -394,8 +397,8 @@ class LossWeights:
         if math.isnan(value) or not math.isnan(total):
             return total
         raise InputError(
-            "Another data rank could not count the labels of its loss.",
-            remedy="Read the error in the log of that rank.",
+            "Another data rank failed to count the labels of its loss.",
+            remedy="See the log of that rank for the error.",
         )
 
     def _compute_weight_shares(self, loss_weight: LossWeight) -> list[float]:
@@ -403,7 +406,7 @@ class LossWeights:
         total = self._weight = self._sum_over_data(sum(weights))
         if not total > 0 or min(weights) < 0:
             raise ConfigError(
-                f"loss_weight returned {weights}, but the weights must be non-negative and their sum positive.",
+                f"loss_weight returned {weights}. The weights must not be negative, and their sum must be positive.",
                 remedy="Return the number of labels that are not ignored: int((micro_batch['labels'] != -100).sum()).",
             )
         return [weight * self._num_ranks / total for weight in weights]
@@ -424,7 +427,7 @@ class LossWeights:
     def _predict_from_labels(
         self, first: int, trace: LabelTracer | None, call: LossCall, loss_index: int, tensors: list[dict[Any, Tensor]]
     ) -> list[Any] | None:
-        """Predict the label count of each micro-batch from its labels. Returns None if they are unknown."""
+        """Predict the number of labels of each micro-batch from its label tensor, or return None if it is unknown."""
         basis, here = call.basis, tensors[first]
         if basis is None:
             return None
@@ -457,7 +460,7 @@ class LossWeights:
         return [count(m, form(tensors[m], ignore_index if i is None else i)) for m, i in enumerate(there_m)]
 
     def _predict_from_samples(self, first: int, call: LossCall, first_count: LossCount) -> list[Any]:
-        """Predict label counts from the number of samples in each micro-batch, if no label is ignored."""
+        """Predict the number of labels of each micro-batch from its number of samples, if no label is ignored."""
         size = self._sizes[first]
         full = call.basis.numel() if call.has_classes and call.basis is not None else None
         if call.has_weights or (full is not None and int(first_count) != full) or int(first_count) % size:
@@ -474,13 +477,13 @@ class LossWeights:
         self._require(
             (seen - expected).abs() <= 1e-6 * abs(expected),
             lambda: (
-                f"The function {name} (loss {loss_index} of the model) counts {float(seen):g} labels in micro-batch "
+                f"{name}, which computes loss {loss_index} of the model, counts {float(seen):g} labels in micro-batch "
                 f"{index} instead of the predicted {expected:g}"
             ),
         )
 
     def _check_sum(self, index: int, loss: Tensor, forward: _RecordedLosses) -> None:
-        """Check that every micro-batch's loss is the same linear combination of its recorded losses."""
+        """Check that the loss of every micro-batch is the same linear combination of its recorded losses."""
         if loss.requires_grad:
             factors = self._compute_factors(loss, forward)
         elif self._is_evaluation:  # detached, or not computed from the recorded losses
@@ -496,7 +499,7 @@ class LossWeights:
             ~((value - expected).abs() > bound * scale),
             lambda: (
                 f"The loss of micro-batch {index} is {float(value):.6g}, but its mean losses sum to "
-                f"{float(expected):.6g}: it contains another term or is not their sum"
+                f"{float(expected):.6g}. The loss contains another term or is not a sum"
             ),
         )
         self._factors[index] = factors
@@ -518,7 +521,7 @@ class LossWeights:
         return torch.stack([zero if grad is None else grad.double() for grad in of_parts])
 
     def _check_no_divided_sum(self) -> None:
-        """Raise ConfigError if the model divides a summed loss by the label count of a micro-batch."""
+        """Raise ConfigError if the model divides a summed loss by the number of labels in a micro-batch."""
         for loss_index, loss in enumerate(self._losses):
             n_m = {m: float(n) for m, n in loss.seen.items()}
             total = self._sum_over_data(sum(n_m.values())) if n_m else 0.0
@@ -526,11 +529,11 @@ class LossWeights:
                 factor = float(self._factors[m][loss_index]) if m in self._factors else 0.0
                 if n < total and abs(factor * n - 1) < 1e-6:
                     raise not_sum_of_means_error(
-                        f"The model divides the sum of {loss.name} by {n:g}, the number of labels in micro-batch {m}"
+                        f"The model divides the summed {loss.name} by {n:g}, the number of labels in micro-batch {m}"
                     )
 
     def _require(self, is_valid: Tensor, describe: Problem) -> None:
-        """Raise ConfigError if ``is_valid`` is False: now on the CPU, or in ``finish`` on a GPU."""
+        """Raise ConfigError if ``is_valid`` is False. On a GPU, this check is deferred to ``finish``."""
         if is_valid.device.type != "cpu":
             self._deferred_checks.append((is_valid, describe))
         elif not to_list(is_valid):
@@ -563,11 +566,11 @@ def not_sum_of_means_error(problem: str) -> ConfigError:
     return ConfigError(
         problem,
         rule="With several micro-batches, the loss must be a sum of mean losses of torch.nn.functional with constant "
-        "factors and labels from the micro-batch.",
-        remedy="Pass loss_weight, a function (micro-batch) -> number of counted labels, to use the weighted mean of "
-        "the micro-batches' losses, including terms such as a router's balancing loss. Or use reduction='sum', or add "
-        "num_items_in_batch to the batch. Without micro-batches, average_loss_over='ranks' averages the losses of the "
-        "data ranks.",
+        "factors, whose labels are in the micro-batch.",
+        remedy="Pass loss_weight, a function that returns the number of labels of a micro-batch. The losses are then "
+        "averaged with these weights, including terms such as a router's balancing loss. Or use reduction='sum', or "
+        "add num_items_in_batch to the batch. Without micro-batches, average_loss_over='ranks' averages the losses of "
+        "the data ranks.",
     )
 
 
@@ -577,16 +580,18 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-6
 
 
 class GatherInTrialError(Exception):
-    """Raised by ``gather_over_data`` inside a trial of the loss function."""
+    """Raised if a loss function calls ``gather_over_data`` while it is being tested."""
 
 
 @torch.no_grad()
 def is_comparing_samples(loss_fn: Callable[..., Any], output: Any, batch: Any, size: int, num_parts: int) -> bool:
-    """Return whether ``loss_fn`` compares samples: its loss of two samples is neither the mean nor the sum.
+    """Test whether ``loss_fn`` compares samples with each other, as a contrastive loss does.
+
+    The loss of two samples is then neither the mean nor the sum of their losses.
 
     Args:
-        output, batch: for ``size`` samples.
-        num_parts: number of micro-batches. With one, a loss may call ``gather_over_data``.
+        output, batch: the output and batch of ``size`` samples.
+        num_parts: number of micro-batches. If there is only one, a loss may call ``gather_over_data``.
     """
     if size < 2:
         return False
@@ -598,7 +603,7 @@ def is_comparing_samples(loss_fn: Callable[..., Any], output: Any, batch: Any, s
         both = float(loss_fn(_select_rows(output, size, 0, 2), _select_rows(batch, size, 0, 2)))
     except GatherInTrialError:
         return num_parts > 1
-    except Exception:  # no error, no finding
+    except Exception:  # the test is inconclusive
         return False
     finally:
         IN_TRIAL.reset(token)
@@ -608,7 +613,7 @@ def is_comparing_samples(loss_fn: Callable[..., Any], output: Any, batch: Any, s
 
 
 def is_mean_or_sum(part_losses: Sequence[float], joint_loss: float, tolerance: float) -> bool:
-    """Return whether ``joint_loss`` can be a weighted mean or the sum of the losses of two parts."""
+    """Return whether ``joint_loss`` can be a weighted mean or the sum of ``part_losses``."""
     is_mean = min(part_losses) - tolerance <= joint_loss <= max(part_losses) + tolerance
     return is_mean or abs(joint_loss - sum(part_losses)) <= tolerance
 

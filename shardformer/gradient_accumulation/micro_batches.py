@@ -1,12 +1,12 @@
-"""Splits a batch into micro-batches and merges their outputs.
+"""Split a batch into micro-batches, and merge their outputs.
 
-Image patches and other tensors without a row per sample are split by sample, too. Example:
+Image patches and other tensors that do not have one row per sample are also split by sample. Example:
 
     input_ids       (2, S)     two samples: the first has two images, the second one
     image_grid_thw  (3, 3)     a row per image: [[1, 2, 4], [1, 4, 4], [1, 2, 2]] are 8, 16 and 4 patches
     pixel_values    (28, D)    the first 24 rows belong to the first sample, the last 4 to the second
 
-The placeholder tokens of a sample determine its images: each represents the same number of patches, one or more. If the
+The placeholder tokens of a sample determine its images: each token represents the same number of patches. If the
 tokens are missing or ambiguous, an InputError is raised.
 """
 
@@ -29,11 +29,11 @@ from shardformer.torch_compat import to_list
 
 MEDIA_TOKEN_FIELDS, KINDS = "input_ids", "mm_token_type_ids"
 COUNTS = ("num", "count", "counts", "lengths")
-"""Words in the names of inputs that count the rows of another input per sample."""
+"""Words in the names of inputs that contain the number of rows of another input for each sample."""
 Ids = Mapping[str, int]
-"""Field of a config -> placeholder token of images, videos or audio."""
+"""Name of a config field -> id of the placeholder token of images, videos or audio."""
 Ends = list[int]
-"""End of each sample's rows, after a leading 0."""
+"""The index of the row after each sample's last row, preceded by 0."""
 
 
 def special_token_ids(config: Any) -> dict[str, int]:
@@ -48,7 +48,7 @@ def special_token_ids(config: Any) -> dict[str, int]:
 
 
 def find_flattened_inputs(batch: Mapping[Any, Any]) -> set[str]:
-    """Return the names of the batch's grids (patches per image), and of the inputs with a row per patch."""
+    """Return the names of the grid inputs (patches per image) and of the inputs with one row per patch."""
     names = set()
     for grid, patch_counts in _iterate_grids(batch):
         flat = [
@@ -59,7 +59,7 @@ def find_flattened_inputs(batch: Mapping[Any, Any]) -> set[str]:
 
 
 def find_sample_ends(batch: Mapping[Any, Any], samples: int, ids: Ids) -> dict[str, Ends]:
-    """Find where the rows of each sample end, for all inputs without a row per sample.
+    """Find which rows belong to each sample in inputs that do not have one row per sample.
 
     Raises InputError if grids, tokens and inputs do not match, or match in several ways.
     """
@@ -79,14 +79,14 @@ def find_sample_ends(batch: Mapping[Any, Any], samples: int, ids: Ids) -> dict[s
 
 
 def _iterate_grids(batch: Mapping[Any, Any]) -> Iterator[tuple[str, list[int]]]:
-    """Yield the name of each grid input of a batch, and the number of patches of each image."""
+    """Yield the name of each grid input, such as ``image_grid_thw``, and the number of patches of each image."""
     for name, x in batch.items():
         if isinstance(name, str) and "grid" in name and _is_integer(x) and x.dim() == 2 and x.shape[1] <= 3:
             yield name, to_list(x.prod(-1))
 
 
 def _iterate_count_inputs(batch: Mapping[Any, Any], samples: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield the name and values of each input that contains the number of rows per sample of another input."""
+    """Yield the inputs that contain the number of rows of another input for each sample, as (name, values)."""
     for name, x in batch.items():
         words = set(name.split("_")) if isinstance(name, str) else set()
         if words & set(COUNTS) and _is_integer(x) and x.shape == (samples,):
@@ -106,18 +106,19 @@ def _has_same_modality(name: str, grid: str) -> bool:
 
 
 def _find_per_patch_inputs(batch: Mapping[Any, Any], grid: str, length: int, samples: int) -> list[str]:
-    """Return the names of the inputs with a row per patch. Raises InputError if the rows might be samples."""
+    """Return the names of the inputs with one row per patch. Raises InputError if the rows might be samples."""
     names = [name for name in _list_inputs_of_length(batch, length) if name != grid]
     names = [name for name in names if _has_same_modality(name, grid)] or names
     if names and length == samples and batch[grid].dim() == 1:
         return []  # one row per sample
     if names and length in (samples, 1):
-        raise _ambiguous_rows_error(batch, names[-1], samples, f"{grid} describes {length} rows for all images")
+        why = f"{grid} describes {length} rows in total, so that a row can be a sample or a patch"
+        raise _ambiguous_rows_error(batch, names[-1], samples, why)
     return names
 
 
 def _iterate_per_image_inputs(batch: Mapping[Any, Any], grid: str, images: int, samples: int) -> Iterator[str]:
-    """Yield the names of inputs, other than the grid, with one row or number per image."""
+    """Yield the names of inputs with one row or number per image, except for the grid itself."""
     if batch[grid].dim() == 1:
         return
     for name, x in batch.items():
@@ -144,9 +145,9 @@ def _find_image_ends(batch: Mapping[Any, Any], grid: str, patch_counts: Sequence
 
 
 def _count_media_tokens(batch: Mapping[Any, Any], grid: str, ids: Ids) -> tuple[list[list[int]], bool]:
-    """Count the placeholder tokens of each sample, for each token id that may be the placeholder.
+    """Count the image placeholder tokens of each sample, for every token id that can be the placeholder.
 
-    Also returns whether the placeholder's id is known.
+    Also returns whether the id of the placeholder is known. Works for videos and audio, too.
     """
     kinds, tokens = batch.get(KINDS), batch.get(MEDIA_TOKEN_FIELDS)
     of = "video" if "video" in grid else "audio" if "audio" in grid else "image"
@@ -166,13 +167,13 @@ def _count_per_row(tokens: Tensor, token: int) -> list[int]:
 
 
 def _split_images(tokens: Sequence[int], patch_counts: Sequence[int]) -> Ends | None:
-    """Return where the images of each sample end, or None if the token and patch counts do not match.
+    """Assign images to samples by counting placeholder tokens, or return None if the counts do not match.
 
     Args:
-        tokens: number of placeholder tokens of each sample.
-        patch_counts: number of patches of each image.
+        tokens: number of placeholder tokens in each sample.
+        patch_counts: number of patches in each image.
 
-    >>> _split_images([6, 1], [8, 16, 4])  # a token per four patches
+    >>> _split_images([6, 1], [8, 16, 4])  # one token for four patches
     [0, 2, 3]
     >>> _split_images([3, 4], [8, 16, 4]) is None
     True
@@ -191,20 +192,20 @@ def _ambiguous_rows_error(batch: Mapping[Any, Any], name: str, samples: int, why
     return InputError(
         f"The rows of the input {name} of shape {tuple(batch[name].shape)} cannot be divided among "
         f"{samples} samples: {why}.",
-        rule="A tensor with a row per image or patch is split by the placeholder tokens of each sample.",
+        rule="A tensor with one row per image or patch is split by the placeholder tokens of each sample.",
         remedy=f"Add {KINDS} to the batch, as the processors of transformers do, and check that the images are in the "
         "order of the samples. Or use one data rank and one micro-batch.",
     )
 
 
 TensorPath = tuple[Any, ...]
-"""Path of a tensor in a micro-batch: its key, followed by nested keys and indices."""
+"""The path of a tensor in a micro-batch: its key, followed by nested keys and indices."""
 
 Tensors = Mapping[TensorPath, Tensor]
 
 
 def iterate_named_tensors(value: Any, name: TensorPath = ()) -> Iterator[tuple[TensorPath, Tensor]]:
-    """Yield the path and value of every tensor in a nested micro-batch."""
+    """Yield the path and value of every tensor in a micro-batch, including those in nested containers."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
@@ -216,14 +217,14 @@ def iterate_named_tensors(value: Any, name: TensorPath = ()) -> Iterator[tuple[T
 
 
 def micro_batch_sizes(batch_size: int, micro_batches: int | None, micro_batch_size: int | None) -> list[int]:
-    """Return the number of samples of each micro-batch, from ``micro_batches`` or ``micro_batch_size``.
+    """Return the number of samples in each micro-batch when a batch is split.
 
     >>> micro_batch_sizes(7, micro_batches=4, micro_batch_size=None)
     [2, 2, 2, 1]
     >>> micro_batch_sizes(7, micro_batches=None, micro_batch_size=3)
     [3, 3, 1]
 
-    Raises ConfigError for invalid arguments, or for more micro-batches than samples.
+    Raises ConfigError if the arguments are invalid, or if there are more micro-batches than samples.
     """
     check_micro_batch_arguments(micro_batches, micro_batch_size)
     if micro_batch_size is not None:
@@ -256,15 +257,15 @@ def check_micro_batch_arguments(micro_batches: int | None, micro_batch_size: int
     if micro_batches > MAX_MICRO_BATCHES:
         raise ConfigError(
             f"micro_batches={micro_batches} is larger than the maximum of {MAX_MICRO_BATCHES}.",
-            remedy="Use at most one micro-batch per sample.",
+            remedy=f"Use at most {MAX_MICRO_BATCHES} micro-batches, or set micro_batch_size.",
         )
 
 
 def batch_size_of(batch: Mapping[str, Any], main: str | None = None) -> int:
-    """Return the number of samples of a batch.
+    """Return the number of samples in a batch.
 
-    This is the first dim of ``batch[main]``, or of the first tensor without a row per patch.
-    Raises ConfigError if the batch contains no tensor with a first dim.
+    This is the size of the first dimension of ``batch[main]``, or of the first tensor that does not contain patches.
+    Raises ConfigError if the batch contains no tensor with a batch dimension.
     """
     named = _find_main_input(batch, main) if main in batch or find_flattened_inputs(batch) else None
     for _, tensor in iterate_named_tensors([named, _drop_flattened_inputs(batch), *_list_grids(batch)]):
@@ -272,7 +273,7 @@ def batch_size_of(batch: Mapping[str, Any], main: str | None = None) -> int:
             return tensor.shape[0]
     raise ConfigError(
         f"The batch ({', '.join(sorted(map(str, batch))) or 'empty'}) contains no tensor with a batch dimension.",
-        remedy="Pass the inputs as tensors whose first dim is the batch, as a data collator does.",
+        remedy="Pass the inputs as tensors whose first dimension is the batch size, as data collators return them.",
     )
 
 
@@ -296,26 +297,26 @@ def _list_grids(batch: Mapping[Any, Any]) -> list[Any]:
 def split_batch(
     batch: Mapping[str, Any], sizes: Sequence[int], main: str | None = None, ids: Ids = MappingProxyType({})
 ) -> list[dict[str, Any]]:
-    """Split a batch into micro-batches of ``sizes`` samples.
+    """Split a batch into micro-batches, with ``sizes`` as the number of samples in each.
 
-    Tensors and arrays whose first dim is the batch size are split along it, including those in nested containers. Lists
-    with an entry per sample are split, too. Image patches are split where the images of a sample end. Integer tensors
-    of shape (n, B, S) for a main input of shape (B, S), such as 3D positions, are split along the second dim. Tensors
-    with one row or no dims, and all other values, are passed to every micro-batch.
+    Tensors and arrays whose first dimension is the batch size are split along it, including those in nested containers.
+    Lists with one entry per sample are split, too. Image patches are split where the images of a sample end. Integer
+    tensors of shape (n, B, S) for a main input of shape (B, S), such as 3D positions, are split along the second
+    dimension. Tensors with one row or no dimensions, and all other values, are passed to every micro-batch.
 
     Args:
-        main: name of the input with a row per sample.
-        ids: fields of the model's config -> placeholder tokens of images.
+        main: name of the input that has one row per sample.
+        ids: name of a field in the model's config -> id of a placeholder token of images.
 
     Raises:
-        ConfigError: if ``sizes`` do not sum to the batch size.
-        InputError: for a tensor with another number of rows.
+        ConfigError: ``sizes`` do not sum to the batch size.
+        InputError: a tensor has a different number of rows.
     """
     total = batch_size_of(batch, main)
     if sum(sizes) != total:
         raise ConfigError(
             f"The micro-batch sizes {list(sizes)} sum to {sum(sizes)}, but the batch has {total} samples.",
-            remedy="Compute the sizes with micro_batch_sizes for this batch.",
+            remedy="Compute the sizes of this batch with micro_batch_sizes.",
         )
     if len(sizes) == 1:
         return [dict(batch)]
@@ -326,14 +327,14 @@ def split_batch(
 
 @dataclasses.dataclass(frozen=True)
 class _BatchSplitter:
-    """Splits all inputs of a batch into micro-batches that end at the samples ``ends``."""
+    """Splits all inputs of a batch into micro-batches, which end at the samples in ``ends``."""
 
     ends: Ends
     main: Any
     ids: Ids
 
     def split_mapping(self, batch: Mapping[Any, Any], path: str = "") -> dict[Any, list[Any]]:
-        """Return the micro-batch slices of each input, by the input's name."""
+        """Split each input of a batch, and return the list of its slices by the name of the input."""
         rows = find_sample_ends(batch, self.ends[-1], self.ids)
         return {
             name: self._slice_rows(value, [rows[name][end] for end in self.ends])
@@ -364,14 +365,14 @@ class _BatchSplitter:
         is_like = isinstance(self.main, Tensor) and self.main.dim() > 1 and x.shape[1:] == self.main.shape[:2]
         is_stack = is_like and x.dim() == 3 and not x.is_floating_point()
         if is_stack and x.shape[0] == samples > 1:
-            raise _row_count_error(path, x, samples, "its first and second dim both match the samples")
+            raise _row_count_error(path, x, samples, "either of its first two dimensions could be the batch dimension")
         if x.dim() > 0 and x.shape[0] == samples:
             return self._slice_rows(x, self.ends)
         if is_stack:
             return [x[:, start:end] for start, end in pairwise(self.ends)]
         if x.dim() == 0 or x.shape[0] == 1:
             return [x for _ in self._parts]
-        raise _row_count_error(path, x, samples, "no grid of the batch describes them")
+        raise _row_count_error(path, x, samples, "the batch contains no grid that describes these rows")
 
     @staticmethod
     def _slice_rows(value: Any, ends: Ends) -> list[Any]:
@@ -379,10 +380,10 @@ class _BatchSplitter:
 
 
 def has_entry_per_sample(value: Any, samples: int) -> bool:
-    """Return whether a value other than a tensor has one entry per sample.
+    """Return whether a list, tuple or array contains one entry per sample.
 
-    A list of tensors with a row per sample is a list of inputs. A tuple has an entry per sample only if it contains
-    strings, as torch collates them; a tuple of numbers is a size.
+    A list of tensors with one row per sample is a list of inputs. A tuple has one entry per sample only if it contains
+    strings, as torch collates them. A tuple of numbers is a size.
     """
     if samples < 2:
         return False
@@ -398,8 +399,8 @@ def has_entry_per_sample(value: Any, samples: int) -> bool:
 def _row_count_error(path: str, x: Tensor, samples: int, why: str) -> InputError:
     return InputError(
         f"The input {path} of shape {tuple(x.shape)} has {x.shape[0]} rows in a batch of {samples} samples: {why}.",
-        rule="The first dim of a tensor is the sample. Image patches also need a grid with a row per image "
-        "(image_grid_thw).",
+        rule="The first dimension of a tensor is the batch. Image patches also need a grid with one row per image, "
+        "such as image_grid_thw.",
         remedy="Pass one row per sample, or one row (x[None]) for all samples. To avoid the split, use one "
         "micro-batch and let each data rank create its own batches.",
     )
@@ -408,9 +409,9 @@ def _row_count_error(path: str, x: Tensor, samples: int, why: str) -> InputError
 def merge_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Merge the outputs of micro-batches into the output of the full batch.
 
-    Tensors whose first dim is the micro-batch size are concatenated, including those in nested containers and
-    dataclasses. Scalar tensors (losses) become None, because the caller knows how to reduce them. Other values are kept
-    if all micro-batches agree, and become None otherwise.
+    Tensors whose first dimension is the micro-batch size are concatenated, including those in nested containers and
+    dataclasses. Scalar tensors (losses) become None, because only the caller knows how to reduce them. Other values are
+    kept if they are equal in all micro-batches, and become None otherwise.
     """
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
@@ -449,7 +450,7 @@ def _merge_tensors(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor | No
 
 
 def rebuild_container(template: Any, content: Any) -> Any:
-    """Return ``content`` in a container of the type of ``template``, or unchanged if this type does not accept it."""
+    """Convert ``content`` to the container type of ``template``, or return it unchanged if that is not possible."""
     if isinstance(template, tuple) and hasattr(template, "_fields"):
         return type(template)(*content)
     try:

@@ -1,4 +1,4 @@
-"""Reduction of gradients over ranks in buckets, gradient norm and gradient clipping."""
+"""Reduce gradients over ranks in buckets, compute their global norm, and clip them."""
 
 from __future__ import annotations
 

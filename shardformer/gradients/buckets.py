@@ -1,9 +1,10 @@
-"""Gradient buckets, and the collectives that reduce a bucket over ranks.
+"""Gradient buckets, each of which is reduced over ranks with a single collective.
 
 AllReduceToGrad        writes the sum into ``.grad`` on every rank     one all-reduce per bucket
 ReduceScatterToShards  gives each rank's optimizer a shard of the sum  one reduce-scatter per bucket
 
-If an optimizer needs full matrices, one rank owns each matrix, and the ranks send it slices (``OwnerRankTransfer``).
+If an optimizer needs full matrices, one rank owns each matrix and receives slices from the other ranks
+(``OwnerRankTransfer``).
 Example: tensor=2, data=2, and a matrix of N elements on rank 3. Each of the other three ranks sends N/2 elements and
 receives N/2. A reduce-scatter followed by an all-gather of the full matrix would send N in each direction.
 """
@@ -30,10 +31,10 @@ from shardformer.torch_compat import to_list
 
 
 class OwnerRankTransfer:
-    """Sends slices of gradients to the ranks that own the parameters, and slices of updated parameters back.
+    """Sends gradient slices to the ranks that own the parameters, and sends slices of the updated parameters back.
 
     Args:
-        coords_by_rank: Coordinates of each rank of the axis.
+        coords_by_rank: Mesh coordinates of each rank of the axis.
     """
 
     def __init__(self, gradients: Sequence[GradientSlot], coords_by_rank: Sequence[Coords]) -> None:
@@ -42,14 +43,14 @@ class OwnerRankTransfer:
         self._ranks = range(self._axis.size)
 
     def start_sum(self, shard_numel: int, ranges: Sequence[slice], gradient_flags: Tensor) -> PendingCollective:
-        """Start to sum the gradients of each parameter on its owner rank.
+        """Start summing the gradients of each parameter on the rank that owns the parameter.
 
-        Communicates each slice of a gradient once, and the numbers ``gradient_flags`` to all ranks.
+        Communicates each slice of a gradient once, and ``gradient_flags`` to all ranks.
 
         Args:
             shard_numel: Number of elements that each rank owns.
             ranges: Range of each gradient among the elements of all ranks.
-            gradient_flags: One number for each gradient. Every owner gets their sums after its shard.
+            gradient_flags: One number for each gradient. Their sums follow the shard of every owner.
         """
         packed = [self._pack_slice(gradient, gradient_flags) for gradient in self._gradients]
         outgoing = [
@@ -77,10 +78,10 @@ class OwnerRankTransfer:
         return collectives.start_all_to_all(outgoing, arriving, self._axis, "gradients").then(add_received_slices)
 
     def start_parameter_transfer(self, shard: Tensor, full: Tensor, ranges: Sequence[slice]) -> PendingCollective:
-        """Start to send each rank its slices of the parameters that this rank owns.
+        """Start sending the other ranks their slices of the parameters that this rank owns.
 
         Communicates each slice of a parameter once.
-        Writes into ``full`` only the elements that this rank stores.
+        Writes only the elements that this rank stores into ``full``.
         """
         shard_numel, here = len(shard), self._axis.rank
         owned = self._indices_owned_by(here, shard_numel, ranges)
@@ -119,19 +120,19 @@ class OwnerRankTransfer:
 
 
 ALIGNMENT_ELEMENTS = 32
-"""Alignment of parameters in a bucket: 64 bytes in 16 bits, the largest alignment that a kernel depends on."""
+"""Alignment of parameters in a bucket: 64 bytes for 16-bit dtypes, the largest alignment that kernels rely on."""
 
 
 @dataclass(eq=False)
 class GradientSlot:
-    """Gradient of one parameter on this rank, and its range in a gradient bucket.
+    """The gradient of one parameter on this rank, which is part of a gradient bucket.
 
-    If several ranks store slices of a sharded parameter, such as a shared KV head, the bucket contains the gradient in
-    the full shape. Elements of other ranks are zero.
+    If ranks store overlapping slices of a sharded parameter, such as a shared KV head, the bucket contains the
+    gradient in its full shape. The elements of other ranks are zero.
 
     Args:
-        axis: All ranks whose gradients are summed.
-        coords: This rank's coordinates.
+        axis: Axis of the ranks whose gradients are summed.
+        coords: Mesh coordinates of this rank.
     """
 
     entry: ParamEntry
@@ -155,11 +156,11 @@ class GradientSlot:
         """Number of ranks that store each element: a scalar, or a tensor of the full shape."""
 
     def gather_to_owner(self, axis: Axis | None, coords_by_rank: Sequence[Coords] = ()) -> None:
-        """Mark the gradient so that one rank receives it in full, for an optimizer that needs full matrices.
+        """Let one rank receive the full gradient, for an optimizer that needs full matrices.
 
         Args:
             axis: For a sharded parameter, the axis over which the slices of the gradient are gathered.
-            coords_by_rank: Coordinates of each rank of the axis.
+            coords_by_rank: Mesh coordinates of each rank of the axis.
         """
         self.is_full = True
         if axis is not None:
@@ -177,12 +178,12 @@ class GradientSlot:
 
     @property
     def is_unreduced(self) -> bool:
-        """Whether this rank has a gradient that was not reduced over ranks yet."""
+        """Whether this rank has a gradient that has not been reduced over ranks yet."""
         return self.changed and self.param.grad is not None
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the gradient is a sparse tensor, as from ``nn.Embedding(sparse=True)``."""
+        """Whether the gradient is a sparse tensor, such as that of ``nn.Embedding(sparse=True)``."""
         return self.param.grad is not None and self.param.grad.is_sparse
 
     @property
@@ -191,7 +192,7 @@ class GradientSlot:
         return self.shape.numel()
 
     def pack(self, out: Tensor, divisor: Tensor | float) -> None:
-        """Write the gradient, divided by ``divisor``, into its range of a bucket. Write zeros if it is missing."""
+        """Divide the gradient by ``divisor`` and write it to ``out``, or write zeros if it is missing."""
         grad = self.param.grad
         if grad is None:
             out.zero_()
@@ -205,7 +206,7 @@ class GradientSlot:
             full.div_(divisor.to(full) if isinstance(divisor, Tensor) else divisor)
 
     def unpack(self, flat: Tensor) -> Tensor:
-        """Return this rank's gradient as a view of its range of a bucket."""
+        """Return this rank's gradient as a view of ``flat``, its range of a bucket."""
         if not self.is_shared:
             return flat.view(self.param.shape)
         return self.entry.spec.slice(flat.view(self.entry.spec.shape), self.coords)
@@ -218,7 +219,7 @@ class GradientSlot:
 
 @dataclass(eq=False)
 class Bucket:
-    """Gradients that one collective reduces together over the ranks of an axis.
+    """A bucket of gradients that are reduced together with one collective.
 
     ``dtype`` is the dtype of the reduction, by default that of the parameters.
     """
@@ -239,7 +240,7 @@ class Bucket:
 
     @property
     def slices(self) -> OwnerRankTransfer | None:
-        """Exchange of gradient slices with owner ranks, or None if the bucket uses a reduce-scatter."""
+        """The transfer of gradient slices to owner ranks, or None if the bucket uses a reduce-scatter instead."""
         first = self.gradients[0]
         is_direct = self.axis.size > 1 and self.axis.transport.exchanges_directly(first.param)
         if not is_direct or not all(gradient.shard_coords for gradient in self.gradients):
@@ -248,23 +249,23 @@ class Bucket:
 
     @property
     def has_gradient(self) -> list[float]:
-        """Flag of each gradient: 1 for a new dense gradient on this rank, -1 for a new sparse gradient, otherwise 0."""
+        """A flag for each gradient: 1 if this rank has a new dense gradient, -1 if it is sparse, 0 if there is none."""
         return [(-1.0 if g.is_sparse else 1.0) if g.is_unreduced else 0.0 for g in self.gradients]
 
     def extra_values(self) -> list[float]:
-        """Return the numbers that are summed together with the gradients.
+        """Return additional numbers to sum over ranks in the same collective as the gradients.
 
-        They are ``has_gradient``, and the numbers by which the consistency monitor compares ranks.
+        These are ``has_gradient``, and the numbers by which the consistency monitor compares ranks.
         """
         if self.watch is None or self.axis.size == 1:
             return self.has_gradient
         return self.has_gradient + self.watch.bits_to_reduce(self.axis)
 
     def check_extra_values(self, summed: Tensor) -> Tensor:
-        """Check the summed extra values, and return for each gradient on how many ranks it exists.
+        """Check the sums of ``extra_values``, and return the number of ranks that have each gradient.
 
         Raises:
-            InputError: The consistency monitor found that the ranks diverged. Raised on every rank.
+            InputError: The consistency monitor detected that the ranks diverged. Raised on every rank.
         """
         count, summed = len(self.gradients), summed.real if summed.is_complex() else summed
         if self.watch is not None and len(summed) > count:
@@ -272,7 +273,7 @@ class Bucket:
         return summed[:count]
 
     def packed_ranges(self) -> tuple[int, list[slice]]:
-        """Return the number of elements of the bucket without alignment padding, and the range of each gradient."""
+        """Return the size of the bucket without padding between gradients, and the range of each gradient in it."""
         *begins, end = accumulate((gradient.numel for gradient in self.gradients), initial=0)
         return end, [slice(at, at + gradient.numel) for at, gradient in zip(begins, self.gradients, strict=True)]
 
@@ -280,7 +281,7 @@ class Bucket:
         """Return the number of elements in each rank's shard of the bucket, and the range of each gradient.
 
         The ranges are relative to the concatenated shards of all ranks.
-        Gradients are consecutive. A full gradient lies in the shard of one rank. The largest are assigned first, each
+        Gradients are consecutive. A full gradient is in the shard of one rank. The largest are assigned first, each
         to the rank with the fewest elements. Ranges start at multiples of ``ALIGNMENT_ELEMENTS``. Parameters use the
         same ranges, and kernels that depend on alignment would otherwise round differently on each rank.
         """
@@ -308,7 +309,7 @@ class Bucket:
     def start_all_reduce(
         self, numel: int, ranges: Sequence[slice], divisors: Sequence[Tensor | float], *, clears_grads: bool = False
     ) -> None:
-        """Start to all-reduce the gradients, divided by ``divisors``, together with the extra values."""
+        """Divide the gradients by ``divisors`` and start an all-reduce of them and of ``extra_values``."""
         tail = self.extra_values()
         self.flat = flat = self.allocate_flat(numel + len(tail))
         for gap in _unused_ranges(ranges, numel):
@@ -330,7 +331,7 @@ class Bucket:
 
 
 class AllReduceToGrad:
-    """Sums the gradients of a bucket over ranks into ``.grad`` of every rank.
+    """Reduces a bucket with an all-reduce, and writes the summed gradients to ``.grad`` on every rank.
 
     Communicates one all-reduce of the gradients, with one number for each gradient.
 
@@ -348,7 +349,7 @@ class AllReduceToGrad:
         self._sparse: list[tuple[GradientSlot, Tensor]] = []  # sparse gradients and their dense sums
 
     def scale(self, gradient: GradientSlot) -> Tensor | float:
-        """Return the factor by which a new gradient is multiplied before autograd accumulates it."""
+        """Return the factor by which to multiply a new gradient before autograd accumulates it."""
         copies = gradient.copies
         if isinstance(copies, Tensor):
             copies = gradient.entry.spec.slice(copies.expand(gradient.entry.spec.shape), gradient.coords)
@@ -365,7 +366,7 @@ class AllReduceToGrad:
             bucket.work.wait()
         total, places = bucket.packed_ranges()
         counts = bucket.check_extra_values(flat[total:])
-        # counts are not needed for gradients of this rank, and reading them would synchronize a GPU
+        # counts are not needed if this rank has all gradients, and reading them would synchronize with the GPU
         had = None if all(n > 0 for n in bucket.has_gradient) else to_list(counts)
         for i, (gradient, place) in enumerate(zip(bucket.gradients, places, strict=True)):
             if had is None or had[i]:
@@ -379,13 +380,13 @@ class AllReduceToGrad:
             elif gradient.is_unreduced:
                 raise InputError(
                     f"The gradient of {gradient.entry.name} is sparse on some ranks and dense on others.",
-                    remedy="Use the parameter in the same way on all ranks, or remove sparse=True.",
+                    remedy="Use the parameter in the same way on all ranks, or remove sparse=True from its module.",
                 )
 
     def end_pass(self) -> None:
-        """Convert the sums of sparse gradients to sparse tensors that contain the rows of all ranks.
+        """Convert the summed gradients back to sparse tensors, which contain the rows of all ranks.
 
-        It runs at the end of the backward pass, where all ranks can communicate.
+        This method runs at the end of the backward pass, where all ranks can communicate.
         """
         sparse, self._sparse = self._sparse, []
         for gradient, value in sparse:
@@ -401,14 +402,14 @@ class AllReduceToGrad:
 
 
 class ReduceScatterToShards:
-    """Sums the gradients of a bucket, delivers an equal shard of the sum to every rank, and clears ``.grad``.
+    """Reduces a bucket with a reduce-scatter, after which each rank has one shard of the summed gradients.
 
-    The last shard is padded with zeros.
-    Communicates one reduce-scatter of the gradients, with one number for each gradient appended to every shard. For
-    slices of owner ranks see ``OwnerRankTransfer``.
+    ``.grad`` is set to None. All shards have the same size, and the last shard is padded with zeros.
+    Communicates one reduce-scatter of the gradients, with one number for each gradient appended to every shard. See
+    ``OwnerRankTransfer`` for slices of owner ranks.
 
     Args:
-        receive: Called with (bucket, this rank's shard, number of ranks with a gradient for each parameter).
+        receive: Called with (bucket, this rank's shard, number of ranks that have each gradient).
         arrives: Called with each new gradient before accumulation.
         takes: Called before ``.grad`` is read for a reduction, to remove a view of an earlier result.
         ends: Called at the end of a backward pass.
@@ -460,9 +461,9 @@ class ReduceScatterToShards:
 
 
 class AllReduceToShards(ReduceScatterToShards):
-    """Sums the gradients of a bucket, delivers the full sum to every rank, and clears ``.grad``.
+    """Reduces a bucket with an all-reduce, after which each rank has the summed gradients in one buffer.
 
-    Communicates one all-reduce of the gradients, with one number for each gradient.
+    ``.grad`` is set to None. Communicates one all-reduce of the gradients, with one number for each gradient.
     """
 
     def _start(self, bucket: Bucket) -> None:
@@ -493,7 +494,7 @@ def _unused_ranges(ranges: Sequence[slice], numel: int) -> Iterator[slice]:
 
 
 def _split_at_rows(flat_range: slice, row_numel: int) -> Iterator[tuple[int, slice, slice]]:
-    """Split a range of a flat tensor at the boundaries of rows of ``row_numel`` elements.
+    """Split a range of a flat tensor at row boundaries, for rows of ``row_numel`` elements.
 
     Yields (row, range in the row, range in ``flat_range``) for each row that the range overlaps.
     """
@@ -504,7 +505,7 @@ def _split_at_rows(flat_range: slice, row_numel: int) -> Iterator[tuple[int, sli
 
 
 def _pack_rows(gradient: GradientSlot, flat_range: slice, rows: Tensor) -> None:
-    """Write a gradient, divided by its divisor, to its range in a bucket with rows that are not contiguous."""
+    """Divide a gradient by its divisor, and write it into a bucket whose rows are not contiguous in memory."""
     grad, parts = gradient.param.grad, list(_split_at_rows(flat_range, rows.shape[1]))
     if len(parts) == 1:
         gradient.pack(rows[parts[0][:2]], gradient.divisor)
@@ -520,10 +521,10 @@ def _pack_rows(gradient: GradientSlot, flat_range: slice, rows: Tensor) -> None:
 
 
 def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], context: ParallelContext) -> None:
-    """Assign each selected parameter to an owner rank, which gathers the full gradient of the parameter.
+    """Let one rank receive the full gradient of each parameter whose id is in ``params``.
 
-    All processes call it in the same order. Communicates the names of the required axes and the ranks' coordinates, and
-    creates process groups.
+    All ranks must call this function in the same order. Communicates the names of the required axes and the ranks'
+    coordinates, and creates process groups.
 
     Raises:
         ConfigError: A parameter is sharded over tensor ranks and also shared by several pipeline stages.
@@ -538,9 +539,9 @@ def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], co
     for gradient in chosen:
         if gradient.entry.reduction.stages and id(gradient) in axes_of_sharded:
             raise ConfigError(
-                f"{gradient.entry.name} is sharded over tensor ranks and shared by several pipeline stages.",
-                rule="An optimizer that needs full matrices cannot gather such a parameter.",
-                remedy="Pass it to an element-wise optimizer, such as AdamW for embeddings and heads.",
+                f"{gradient.entry.name} is both sharded over tensor ranks and shared by several pipeline stages.",
+                rule="Optimizers that need full matrices do not support such a parameter.",
+                remedy="Use an element-wise optimizer such as AdamW for this parameter.",
             )
         names = axes_of_sharded.get(id(gradient))
         if names is None:

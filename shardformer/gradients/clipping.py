@@ -1,4 +1,4 @@
-"""Gradient norm and gradient clipping for a sharded model, in which each gradient element counts once.
+"""Compute and clip the global gradient norm of a sharded model, counting every gradient element once.
 
 ``torch.nn.utils.clip_grad_norm_`` is patched to compute the same norm for the parameters of a sharded model.
 """
@@ -29,12 +29,13 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the gradients of a model so that their global norm is at most ``max_norm``.
 
-    Equals ``torch.nn.utils.clip_grad_norm_`` on the plain model. All tensor ranks and stages call it. Communicates one
-    all-reduce of one number over each axis over which parameters are sharded; under ZeRO one of four over each axis.
+    Has the same effect as ``torch.nn.utils.clip_grad_norm_`` on the unsharded model. All tensor ranks and pipeline
+    stages must call it. Communicates one all-reduce of one number over each axis over which parameters are sharded.
+    Under ZeRO, this is an all-reduce of four numbers over each axis.
 
     Args:
-        model: A sharded or plain model.
-        max_norm: Maximum norm. ``inf`` only computes the norm.
+        model: A sharded or unsharded model.
+        max_norm: Maximum norm. With ``inf``, the norm is only computed.
         norm_type: 2 for the 2-norm, ``inf`` for the largest absolute value, or any p > 0.
         error_if_nonfinite: Raise RuntimeError if the norm is NaN or infinite, as torch does.
 
@@ -44,7 +45,7 @@ def clip_grad_norm_(
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"clip_grad_norm_ expects a model, but received a {type(model).__name__}.",
-            rule="The norm over all shards is computed from the metadata of the model.",
+            rule="The norm over all shards is computed from the sharding metadata of the model.",
             remedy="Use clip_grad_norm_(model, max_norm), without .parameters().",
         )
     owner = find_metadata(model).gradient_owner
@@ -60,7 +61,7 @@ def clip_grad_norm_(
 
 
 def scale_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients of a model, whose norm is ``norm``, so that their norm is at most ``max_norm``."""
+    """Scale the gradients of a model, whose norm is ``norm``, so that the norm does not exceed ``max_norm``."""
     if math.isinf(max_norm):
         return  # inf / inf would make all gradients NaN
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -70,17 +71,17 @@ def scale_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
 
 
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all gradients of a sharded model as one device would compute it, without clipping.
+    """Return the gradient norm of a sharded model, computed over the shards of all ranks.
 
-    Call it on all ranks after ``backward``. Each value counts once, although ranks have different shards of some
-    gradients and the same values of others.
+    Call this function on all ranks after ``backward``. Each gradient element counts once, even if several ranks store
+    it. The gradients are not clipped.
 
     Args:
         model: a model that ``shard_model`` returned.
-        norm_type: the p of the p-norm; ``math.inf`` is the largest absolute value.
+        norm_type: the p of the p-norm; ``math.inf`` for the largest absolute value.
 
     Returns:
-        A scalar tensor, identical on all ranks. Communicates as ``clip_grad_norm_`` does.
+        A scalar tensor, which is identical on all ranks. Communicates the same as ``clip_grad_norm_``.
     """
     state = find_metadata(model)
     if state.gradient_owner is not None:
@@ -91,7 +92,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
 
 
 def norm_of_entries(entries: Sequence[ParamEntry], state: ShardingMetadata, norm_type: float) -> Tensor:
-    """Return the global gradient norm of some parameters of a model, identical on all ranks.
+    """Return the gradient norm of some parameters of a model over all ranks.
 
     Communicates one all-reduce of one number over each axis over which a parameter of the model is sharded.
     """
@@ -116,10 +117,11 @@ def norm_of_entries(entries: Sequence[ParamEntry], state: ShardingMetadata, norm
 def _compute_local_norm_term(
     entry: ParamEntry, norm_type: float, coords: Coords, axis_names: Sequence[str]
 ) -> Tensor | None:
-    """Return the sum of p-th powers of this rank's gradient elements, or for ``inf`` their largest absolute value.
+    """Return what the gradient of one parameter on this rank contributes to the global norm.
 
-    Elements that several ranks store are divided by the number of copies, so that the sum over ranks counts them once.
-    Return None if there is no gradient, or if another rank with the same values counts it.
+    This is the sum of the p-th powers of its elements, or for ``inf`` their largest absolute value. Elements that
+    several ranks store are divided by the number of copies, so that the sum over ranks counts them once. Return None if
+    there is no gradient, or if another rank with the same values counts it.
     """
     grad, reduction = entry.param.grad, entry.reduction
     others = [coords[name] for name in axis_names if name not in reduction.norm_over]
@@ -138,7 +140,7 @@ def _compute_local_norm_term(
 
 
 _CLIPPED: ContextVar[Sequence[Tensor] | None] = ContextVar("clipped", default=None)
-"""Parameters of the ``clip_grad_norm_`` call that runs in this thread."""
+"""The parameters that were passed to the current ``clip_grad_norm_`` call of this thread."""
 
 
 def _apply_clip_patch() -> Undo:
@@ -207,16 +209,16 @@ def _check_finite(norm: Tensor) -> None:
 
 
 def _check_model_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Raise ConfigError if the parameters belong to a ZeroOptimizer, whose parameters are slices of the model's."""
+    """Raise ConfigError if the parameters belong to a ZeroOptimizer instead of the model."""
     clipped = {id(x) for x in (*params, *grads)}
     for owner in (state.gradient_owner for state in tables_here() if state.gradient_owner is not None):
         for p in (p for group in owner.param_groups for p in group["params"]):
             if id(p) in clipped or (p.grad is not None and id(p.grad) in clipped):
-                raise _zero_gradients_error("parameters of a ZeroOptimizer, which are slices of the model's")
+                raise _zero_gradients_error("the parameters of a ZeroOptimizer instead of model.parameters()")
 
 
 def _entries_of_params(params: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Return the metadata entries of those parameters that have gradients, for each sharded model."""
+    """Return the metadata of those parameters that have gradients, grouped by sharded model."""
     found = {}
     for state, entries in tables_of(params).items():
         entries = [e for e in entries if e.param.grad is not None]
@@ -226,7 +228,7 @@ def _entries_of_params(params: Sequence[Tensor]) -> dict[ShardingMetadata, list[
 
 
 def _entries_of_grads(grads: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Return the metadata entries of the parameters with these gradients, for each sharded model."""
+    """Return the metadata of the parameters to which these gradients belong, grouped by sharded model."""
     if not grads:
         return _find_model_of_other_stages()
     missing = {id(g) for g in grads}
@@ -248,7 +250,7 @@ def _is_sharded(state: ShardingMetadata) -> bool:
 
 
 def _find_model_of_other_stages() -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Return the pipeline model that this stage must also clip, without gradients, because other stages clip it."""
+    """Return the pipeline model in whose clipping this stage must participate although it has no gradients."""
     if len(tables_here()) > 1 or any(state.gradient_owner is not None for state in tables_here()):
         gc.collect()  # ignore models that are no longer referenced
     states = [state for state in tables_here() if state.context.pipe.size > 1]
@@ -256,9 +258,9 @@ def _find_model_of_other_stages() -> dict[ShardingMetadata, list[ParamEntry]]:
         raise _zero_gradients_error("no gradients")
     if len(states) > 1:
         raise ConfigError(
-            "torch.nn.utils.clip_grad_norm_ received no gradients, so it cannot determine which of the "
-            f"{len(states)} pipeline models of this process to clip.",
-            remedy="Use shardformer.clip_grad_norm_(model, max_norm).",
+            "torch.nn.utils.clip_grad_norm_ received no gradients and cannot determine which of the "
+            f"{len(states)} pipeline models in this process to clip.",
+            remedy="Call shardformer.clip_grad_norm_(model, max_norm) instead.",
         )
     return {state: [] for state in states}
 
@@ -266,7 +268,7 @@ def _find_model_of_other_stages() -> dict[ShardingMetadata, list[ParamEntry]]:
 def _zero_gradients_error(received: str) -> ConfigError:
     return ConfigError(
         f"torch.nn.utils.clip_grad_norm_ received {received}, but ZeRO stores the gradients separately from .grad.",
-        remedy="Pass model.parameters(), or use shardformer.clip_grad_norm_(model, max_norm) or "
+        remedy="Pass model.parameters(), or call shardformer.clip_grad_norm_(model, max_norm), or use "
         "shard_optimizer(..., max_grad_norm=max_norm).",
     )
 

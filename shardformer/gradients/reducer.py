@@ -1,4 +1,4 @@
-"""Reduce gradients over ranks in buckets during the backward pass. ``no_sync`` defers the reduction."""
+"""Reduce gradients over ranks in buckets during the backward pass, unless ``no_sync`` defers the reduction."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from shardformer.torch_compat import at_end_of_backward
 
 
 class PausableReducer:
-    """Base class of gradient reducers that can accumulate gradients of several backward passes before a reduction."""
+    """The base class of gradient reducers that can accumulate several backward passes before they communicate."""
 
     is_paused = was_paused = False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Accumulate gradients locally in this context. The next backward pass outside it reduces them."""
+        """Accumulate gradients locally inside this context, without reducing them over ranks.
+
+        The next backward pass outside the context reduces them.
+        """
         before, self.is_paused = self.is_paused, True
         self.was_paused = True  # until the reduction; known on all ranks, whether a gradient arrives or not
         try:
@@ -50,19 +53,19 @@ class PausableReducer:
         return param.register_hook(before_accumulation), param.register_post_accumulate_grad_hook(after_accumulation)
 
     def _on_gradient(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
-        """Called with a new gradient before autograd accumulates it. Return a replacement tensor, or None."""
+        """Handle a new gradient before autograd accumulates it. Return a replacement, or None to keep it."""
         return None
 
     def _on_accumulated(self, gradient: GradientSlot) -> None:
-        """Handle a gradient after autograd accumulated it into ``.grad``."""
+        """Handle a gradient after autograd has accumulated it into ``.grad``."""
 
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients locally in this context. The next backward pass outside it reduces them.
+    """Accumulate gradients on each rank without reducing them over ranks.
 
-    For gradient accumulation, wrap all but the last backward pass of an optimizer step. Without it the result is the
-    same, with more communication.
+    The next backward pass outside this context manager reduces them. For gradient accumulation, wrap all but the last
+    backward pass of an optimizer step. Without ``no_sync``, the result is the same but requires more communication.
 
     >>> with no_sync(model):                    # doctest: +SKIP
     ...     model(**first_half).loss.backward()
@@ -75,16 +78,16 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 BUCKET_BYTES = 25 * 1024 * 1024
 FIRST_BUCKET_BYTES = 1024 * 1024
 MAX_REDUCTIONS_IN_FLIGHT = 4
-"""Maximum number of buckets in reduction, each of which needs a second buffer."""
+"""Maximum number of buckets that are being reduced at the same time, each of which needs a second buffer."""
 
 
 class GradientReducer(PausableReducer):
-    """Reduces gradients over ranks in buckets while the backward pass computes further gradients.
+    """Reduces gradients over ranks in buckets while the backward pass is still computing other gradients.
 
     Buckets of about 25 MB (the first of 1 MB) are filled in reverse order of the parameters. A full bucket is reduced
-    at once, in the same order on every rank. The remaining buckets follow at the end of the backward pass, with zeros
-    for missing gradients. A parameter without a gradient on any rank keeps ``grad=None``, as on one device. The model's
-    ``ShardingMetadata`` owns the reducer.
+    immediately, in the same order on every rank. The remaining buckets follow at the end of the backward pass, with
+    zeros for missing gradients. A parameter that has no gradient on any rank keeps ``grad=None``, as on one device. The
+    model's ``ShardingMetadata`` owns the reducer.
 
     Attributes:
         sums: Whether any gradient is summed over several ranks.
@@ -109,14 +112,14 @@ class GradientReducer(PausableReducer):
         self.refresh()
 
     def refresh(self) -> None:
-        """Register hooks on parameters that were unfrozen, and reset the buckets after an interrupted backward pass."""
+        """Register hooks on newly unfrozen parameters, and reset the buckets if a backward pass was interrupted."""
         if self._is_end_callback_registered:
             self._is_end_callback_registered = self._has_unreduced_gradients = False
             self._num_started = self._num_finished = 0
             for bucket in self._buckets:
                 bucket.reset()
         if self._hooked and not torch.is_grad_enabled():
-            return  # a forward pass with other adapters, whose parameters may be frozen for its duration
+            return  # a forward pass with other adapters, during which parameters may be frozen
         trainable = [g for g in self.gradients if g.param.requires_grad]
         unknown = [g for g in trainable if id(g.param) not in self._hooked]
         if not unknown and len(self._hooked) == len(trainable):
@@ -126,7 +129,7 @@ class GradientReducer(PausableReducer):
                 return  # newly frozen parameters receive no gradients
             raise ConfigError(
                 f"{unknown[0].entry.name} was unfrozen after shard_optimizer was called.",
-                remedy="Unfreeze it before creating the optimizer and calling shard_optimizer.",
+                remedy="Unfreeze it before you create the optimizer and call shard_optimizer.",
             )
         self.close()
         self._hooked = {id(g.param): self._register_gradient_hooks(g) for g in trainable}
@@ -137,14 +140,14 @@ class GradientReducer(PausableReducer):
     def reduce_to_shards(
         self, end: ReduceScatterToShards, dtype: torch.dtype | None, size: int, overlaps: bool
     ) -> Sequence[Bucket]:
-        """Switch to a reduction that delivers one shard of each bucket to each rank (``ReduceScatterToShards``).
+        """Switch to a reduction after which each rank has one shard of each bucket.
 
         Args:
             size: Size of a bucket in bytes.
-            overlaps: Whether to reduce a bucket as soon as it is full, or else at the end of the backward pass.
+            overlaps: True to reduce a bucket as soon as it is full, False to reduce it after the backward pass.
 
         Returns:
-            The buckets, which no longer change: unfreezing a parameter raises ConfigError.
+            The buckets, which no longer change. Unfreezing a parameter then raises ConfigError.
         """
         self.close()  # refill the buckets
         self._bucket_bytes, self._overlaps = size, overlaps
@@ -162,15 +165,15 @@ class GradientReducer(PausableReducer):
         self._hooked = {}
 
     def start(self) -> None:
-        """Start to reduce the gradients that several backward passes accumulated without communication.
+        """Start reducing the gradients that were accumulated without communication.
 
-        All ranks must call it, including ranks without gradients. ``finish`` waits for the result.
+        All ranks must call this method, including ranks without gradients. ``finish`` waits for the result.
         """
         while self._num_started < len(self._buckets):
             self._start_next_bucket()
 
     def finish(self) -> None:
-        """Wait for the reduction of all buckets, and deliver the reduced gradients."""
+        """Wait until all buckets are reduced, and store the reduced gradients."""
         while self._num_finished < self._num_started:
             self._finish_next_bucket()
         for bucket in self._buckets:
@@ -203,7 +206,7 @@ class GradientReducer(PausableReducer):
 
     def _on_gradient(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
         if gradient.bucket is not None and gradient.bucket.is_sent:
-            self._reduce_all_buckets()  # second gradient in one backward pass: the reduction in flight must finish
+            self._reduce_all_buckets()  # the second gradient in a backward pass must wait for the reduction in progress
         scale = self._end.scale(gradient)
         if isinstance(scale, Tensor):
             return grad * scale.to(grad)

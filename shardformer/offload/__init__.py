@@ -1,4 +1,4 @@
-"""Offload of activations and optimizer states to host memory or files, and sharding of saved activations over ranks."""
+"""Offload activations and optimizer states to host memory or files, or shard saved activations over ranks."""
 
 from __future__ import annotations
 

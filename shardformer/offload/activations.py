@@ -50,12 +50,12 @@ PURPOSE = "activations"
 
 
 def partition_bytes(size: int, axis: Axis) -> int:
-    """Return the number of bytes that each rank stores of a saved tensor of ``size`` bytes."""
+    """Return the size of each rank's shard of a saved tensor of ``size`` bytes."""
     return -(-size // axis.size)
 
 
 def local_partition(full: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Copy this rank's shard of a saved tensor. Return it with a checksum of the full tensor. Communicates nothing."""
+    """Return a copy of this rank's shard of a saved tensor, and a checksum of the full tensor. Communicates nothing."""
     each = partition_bytes(len(full), axis)
     stored = full[axis.rank * each : (axis.rank + 1) * each]
     shard = stored.clone() if len(stored) == each else torch.cat([stored, full.new_zeros(each - len(stored))])
@@ -63,10 +63,10 @@ def local_partition(full: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
 
 
 def gather_partitions(shard: Tensor, checksum: Tensor, axis: Axis, tensor_name: str) -> Tensor:
-    """All-gather the shards of a saved tensor, including the padding of the last shard.
+    """All-gather the shards of a saved tensor, and check that all ranks saved the same tensor.
 
-    Communicates one all-gather of T * ceil(size / T) bytes and, at the same time, one of 8 T bytes: the checksum that
-    each rank computed when it stored its shard.
+    The result includes the padding of the last shard. Communicates one all-gather of T * ceil(size / T) bytes and, at
+    the same time, one of 8 T bytes: the checksum that each rank computed when it stored its shard.
 
     Raises:
         InputError: The checksums differ. Raised on every rank.
@@ -85,15 +85,14 @@ def check_replicated(checksums: Sequence[int], axis: Axis, tensor_name: str) -> 
         raise InputError(
             f"{tensor_name} must be identical on all {axis.name} ranks, but rank "
             f"{', '.join(map(str, others))} of {axis.size} had different values.",
-            rule="Each tensor rank stores a shard of the input of a layer, so the input must be identical on all "
-            "ranks.",
+            rule="Each tensor rank stores only a shard of a layer's input, so all ranks must have the same input.",
             remedy='Use the same batch and random seed on all tensor ranks, or use to="host".',
         )
 
 
 PREFETCH_COUNT = 2
-"""Copies to the host in progress, and prefetches for the backward pass, are each limited to this many times the size of
-the largest storage."""
+"""Copies to the host and prefetches for the backward pass are each limited to this many times the size of the largest
+storage."""
 MAX_POSSIBLE_INPUTS = 8
 """Number of tensors that may be saved before one of them is known to be a layer input: the arguments of a checkpoint.
 Tensors of all sizes count, because sizes may differ between ranks."""
@@ -106,15 +105,15 @@ StorageKey = tuple[int, int]
 
 
 class ActivationStore:
-    """Stores the activations that a model saves for its backward pass, off the device or sharded over ranks.
+    """A store for the activations that a model saves for its backward pass, on the host or sharded over ranks.
 
-    ``offload_activations`` creates it.
+    Created by ``offload_activations``.
 
     Args:
         to_host: Whether to move large tensors to the host.
         axis: Axis over which the inputs of layers are sharded, or None.
         min_bytes: Smaller tensors stay on the device.
-        link: Copies to the host. By default it is created for the device of the model.
+        link: Copier between host and device. By default, one is created for the device of the model.
     """
 
     def __init__(self, to_host: bool, axis: Axis | None, min_bytes: int, link: HostDeviceCopier | None = None) -> None:
@@ -155,7 +154,7 @@ class ActivationStore:
         self.counter.reset()
 
     def remove(self) -> None:
-        """Stop storing the activations of later forward passes. Stored ones remain available to their backward pass."""
+        """Stop storing activations in later forward passes. Stored ones remain available to their backward pass."""
         while self.undo:
             self.undo.pop()()
         if self._hooks.is_entered:
@@ -194,7 +193,7 @@ class ActivationStore:
         self._update_counts()
 
     def register_layer_input(self, name: str, x: Any) -> None:
-        """Register a tensor as the input of a layer, which is identical on all ranks and can be sharded over them."""
+        """Register the input of a layer, which is identical on all ranks and can therefore be sharded over them."""
         if not self._hooks.is_entered or not _is_plain(x) or not is_dense(x):
             return
         key, (start, end) = (torch_compat.memory_of(x), x._version), storage_range(x)
@@ -209,12 +208,12 @@ class ActivationStore:
                 self._shard_layer_input(stored, name)
 
     def _offload_undecided(self, keep_last: int) -> None:
-        """Offload saved tensors that did not become layer inputs, except for the tensors that were saved last."""
+        """Offload saved tensors that are not layer inputs, except for the ``keep_last`` most recent ones."""
         while self._possible_inputs and self._possible_inputs[0][0] + keep_last <= len(self._graph.order):
             self._start_offload(self._possible_inputs.popleft()[1])
 
     def _pack(self, x: Tensor) -> SavedTensorHandle | None:
-        """Store a saved tensor and return its handle. Return None for parameters and unsupported tensors."""
+        """Store a saved tensor and return a handle to it, or None for parameters and unsupported tensors."""
         if not _is_plain(x) or self._link is None or x.device != self._link.device:
             return None
         storage = x.untyped_storage()
@@ -244,7 +243,7 @@ class ActivationStore:
         return SavedTensorHandle(stored, self._graph, x)
 
     def _shard_layer_input(self, stored: StoredStorage, name: str) -> None:
-        """Replace the stored data of a layer input by this rank's shard."""
+        """Replace the saved input of a layer by this rank's shard of it."""
         assert self._axis is not None and stored.data is not None
         with torch.no_grad():
             stored.data, stored.number = local_partition(stored.data, self._axis)
@@ -253,7 +252,7 @@ class ActivationStore:
         self._start_offload(stored)
 
     def _start_offload(self, stored: StoredStorage) -> None:
-        """Start to copy stored data to the host. If too many copies are in progress, wait for an earlier one."""
+        """Start copying saved data to the host. If too many copies are in progress, wait for an earlier one."""
         if not self._to_host:
             return
         assert stored.data is not None and self._link is not None
@@ -272,7 +271,7 @@ class ActivationStore:
         self._copying_to_host.append(stored)
 
     def _finish_offload(self, stored: StoredStorage) -> None:
-        """Wait for a copy to the host, then free the device memory unless the backward pass needs it next."""
+        """Wait for a copy to the host, and then free the device memory unless the backward pass already needs it."""
         assert stored.copy is not None and stored.data is not None
         stored.copy.finish()
         stored.copy, stored.is_leaving = None, False
@@ -284,7 +283,7 @@ class ActivationStore:
             stored.count_data(COPYING_TO_HOST)
 
     def _update_counts(self) -> None:
-        """Update the byte counters after completed copies to the host and freed device memory."""
+        """Update the byte counters for copies to the host that have completed and device memory that was freed."""
         while (
             self._copying_to_host
             and self._copying_to_host[0].copy is not None
@@ -332,7 +331,7 @@ class ActivationStore:
         self._fetched.add(stored)
 
     def _gather_full(self, stored: StoredStorage) -> Tensor:
-        """Return the full data of a sharded layer input. The first call all-gathers the shards."""
+        """Return the full input of a layer, whose shards are all-gathered in the first call."""
         if stored.gathered is None:
             assert self._axis is not None and stored.data is not None and stored.number is not None
             with torch.no_grad():
@@ -343,7 +342,7 @@ class ActivationStore:
         return stored.gathered
 
     def _transfer_to_backward(self, stored: StoredStorage) -> None:
-        """Drop the references to fetched memory, so that the backward pass owns and frees it."""
+        """Drop the references to fetched memory, so that autograd frees it after use."""
         fetched_memory = [stored.gathered]
         stored.gathered, stored.is_wanted = None, False
         if stored.host is not None and stored.data is not None and not stored.is_leaving:
@@ -384,7 +383,7 @@ class ActivationStore:
             torch_compat.at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
-        """Release fetched memory at the end of a backward pass. Another backward pass can fetch it again."""
+        """Release fetched memory at the end of a backward pass. A later backward pass can fetch the data again."""
         self._task = -1
         self._prefetched.clear()
         for stored in list(self._fetched):
@@ -396,7 +395,7 @@ class ActivationStore:
 
 
 def _is_plain(x: Any) -> bool:
-    """Return whether an object is a strided tensor in plain memory with a version counter."""
+    """Return whether an object is an ordinary strided tensor, and not, for example, quantized or a subclass."""
     return (
         type(x) in (Tensor, nn.Parameter)
         and x.layout is torch.strided
@@ -407,7 +406,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _is_cast_of_parameter(x: Tensor) -> bool:
-    """Return whether a tensor is a view or a cast of a parameter, such as a weight that autocast converted."""
+    """Return whether a tensor is a view or a cast of a parameter, such as a weight converted by autocast."""
     node: Any = x.grad_fn
     while type(node).__name__ in PARAMETER_VIEW_NODES:
         node = node.next_functions[0][0]
@@ -416,17 +415,17 @@ def _is_cast_of_parameter(x: Tensor) -> bool:
 
 OFFLOAD_TARGETS = ("device", "host", "tensor", "tensor+host")
 STORE = "_shardformer_activations"
-"""Attribute of a model: its ActivationStore."""
+"""Name of the model attribute that contains its ActivationStore."""
 
 
 @renamed_parameters({"on": "to"})
 def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 2**16) -> ActivationStore:
-    """Store saved activations of a model on the host or sharded over tensor ranks, to reduce device memory.
+    """Reduce device memory by storing saved activations in host memory or sharded over tensor ranks.
 
-    Call it once before training. Losses and gradients are bitwise unchanged.
+    Call this function once before training. Losses and gradients are bitwise unchanged.
 
-    Parameters, views and casts of them, buffers and tensors that are not plain strided memory are not moved. Inside
-    an activation checkpoint only its inputs are saved. If the model runs inside other hooks for saved tensors
+    Parameters, views and casts of them, buffers and tensors that are not plain strided tensors are not moved. Inside
+    an activation checkpoint, only its inputs are saved. If the model runs inside other hooks for saved tensors
     (``save_on_cpu``, or a checkpoint around the model), those hooks store its activations.
 
     For ``"tensor"`` the backward pass communicates, for each layer input of S bytes, one all-gather of
@@ -440,19 +439,19 @@ def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 
         to: Where saved tensors are stored until the backward pass needs them.
             ``"host"``: In host memory. Copies overlap with computation.
             ``"tensor"``: Each of T tensor ranks keeps 1/T of the input of each layer, and the backward pass gathers
-            the shards. With activation checkpointing these inputs are nearly all saved tensors.
-            ``"tensor+host"``: As ``"tensor"``, with the shards in host memory.
+            the shards. With activation checkpointing, nearly all saved tensors are such inputs.
+            ``"tensor+host"``: Like ``"tensor"``, but the shards are in host memory.
             ``"device"``: On the device. The store only counts bytes.
         min_bytes: Smaller tensors are not moved.
 
     Raises:
-        ConfigError: The model already has a store. Or ``to`` is ``"tensor"`` and no layer has an input that is
-            identical on all tensor ranks: the model was not sharded, or the sequence is sharded between its layers.
+        ConfigError: The model already has a store. Or ``to`` is ``"tensor"``, but no layer has an input that is
+            identical on all tensor ranks: the model is not sharded, or the sequence is sharded between its layers.
     """
     check_choice("to", to, OFFLOAD_TARGETS)
     if STORE in model.__dict__:
         raise ConfigError(
-            f"The activations of this {type(model).__name__} are already stored by offload_activations.",
+            f"offload_activations was already called for this {type(model).__name__}.",
             remedy="Call .remove() on the result of the first call before you call offload_activations again.",
         )
     axis = find_metadata(model).axes["tensor"] if "tensor" in to else None
@@ -487,7 +486,7 @@ def _register_layer_input(store: ActivationStore, path: str, layer: nn.Module, a
 
 
 def _find_replicated_layers(model: nn.Module, to: str) -> dict[str, nn.Module]:
-    """Return the layers, by module path, whose hidden states are identical on all tensor ranks."""
+    """Return the layers whose hidden states are identical on all tensor ranks, by module path."""
     layers, sharded_layout = dict[str, nn.Module](), ""
     for module, state in _find_sharded_models(model):
         policy: Any = state.request.policy

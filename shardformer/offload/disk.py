@@ -1,4 +1,4 @@
-"""Offload of optimizer states and master weights to a file, which is read before an update and written after it.
+"""Offload optimizer states and master weights to a file, which is read before each update and written after it.
 
 Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning" (2021), section 6.3.
 """
@@ -30,12 +30,12 @@ READ, WRITE = "read", "written"
 
 
 class OffloadFile:
-    """Temporary file of one rank with its offloaded optimizer states, and the host buffers for its content.
+    """A temporary file for the offloaded optimizer states of one rank, with host buffers for its contents.
 
     The operating system deletes the file when the process ends.
 
     Args:
-        buffers: Number of shards in memory at a time.
+        buffers: Maximum number of shards in memory at the same time.
 
     Attributes:
         error: The first OSError of the current step.
@@ -60,7 +60,7 @@ class OffloadFile:
         self.write_call: Any = os.pwritev
 
     def reserve(self, size: int) -> int:
-        """Reserve bytes in the file and return their offset. Raise OSError if the disk is full."""
+        """Reserve ``size`` bytes in the file and return their offset. Raise OSError if the disk is full."""
         at = self._end
         os.posix_fallocate(self._file.fileno(), at, max(size, 1))
         self._end += size
@@ -70,7 +70,7 @@ class OffloadFile:
         return self._workers[READ].submit(self._transfer, READ, at, [out])
 
     def write(self, at: int, tensors: Sequence[Tensor], buffer: Tensor | None) -> None:
-        """Start to write tensors to the file one after another. Release their buffer when the write is complete."""
+        """Start writing tensors to the file, and release their buffer when the write is complete."""
         self._writing.append((self._workers[WRITE].submit(self._transfer, WRITE, at, tensors), buffer))
 
     def _transfer(self, way: str, at: int, tensors: Sequence[Tensor]) -> None:
@@ -81,14 +81,14 @@ class OffloadFile:
             while done < len(view):
                 step = call(self._file.fileno(), [view[done:]], at + total + done)
                 if step == 0:
-                    raise OSError(f"The offload file ended {len(view) - done} bytes too early")
+                    raise OSError(f"The offload file is truncated: {len(view) - done} bytes are missing at its end")
                 done += step
             total += round_up_to_block(len(view))
         size, seconds = self.moved[way]
         self.moved[way] = size + total, seconds + time.perf_counter() - begin
 
     def acquire_buffer(self, size: int) -> Tensor:
-        """Return a free buffer in host memory. If all are in use, wait for a write to complete."""
+        """Return a free buffer in host memory. If all buffers are in use, wait until a write is complete."""
         while not self._free and self._num_made >= self.buffers and self._writing:
             self._finish_oldest_write()
         if not self._free:
@@ -116,13 +116,13 @@ class OffloadFile:
         return size / seconds if seconds else None
 
     def flush(self) -> None:
-        """Wait until all writes to the file are complete. ``error`` contains the first failure."""
+        """Wait until all writes to the file are complete. ``error`` is then the first failure, if any."""
         while self._writing:
             self._finish_oldest_write()
 
 
 def check_disk_space(folder: str, size: int) -> None:
-    """Raise OSError if a directory does not exist, or has no disk space for a file of ``size`` bytes."""
+    """Raise OSError if a directory does not exist, or if its disk has no space for a file of ``size`` bytes."""
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         os.posix_fallocate(file.fileno(), 0, max(size, 1))
 
@@ -132,7 +132,7 @@ def round_up_to_block(size: int) -> int:
 
 
 class FileStore(HostMemory):
-    """Host memory for offloaded shards, with a file for their master weights and optimizer states."""
+    """The host memory for offloaded shards, with a file for their master weights and optimizer states."""
 
     def __init__(self, config: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
         super().__init__(config, device, overlaps=overlaps)
@@ -143,19 +143,17 @@ class FileStore(HostMemory):
         return FileShard(self.disk, self, length, dtype)
 
     def end_writing(self, context: ParallelContext) -> None:
-        """Wait for writes between two steps. Raise InputError on all ranks if a write failed on one rank."""
+        """Wait until all ranks have written their files, and raise InputError on all ranks if one of them failed."""
         if failure := self.end_step([], context):
             raise InputError(
-                f"The optimizer's files in {self.disk.folder} could not be written: {failure}.",
-                remedy="Free disk space, then load the optimizer state again.",
+                f"The optimizer state could not be written to files in {self.disk.folder}: {failure}.",
+                remedy="Free some disk space, and then load the optimizer state again.",
             )
 
     def end_step(self, parts: Sequence[HostShard], context: ParallelContext) -> str | None:
-        """Commit the written shards if all ranks succeeded, otherwise roll them back to the previous step.
+        """Commit the written shards if all ranks succeeded, or else roll them back to the previous step.
 
-        Return a description of the first error on any rank, or None.
-
-        Communicates one object over each axis.
+        Return a description of the first error on any rank, or None. Communicates one object over each axis.
         """
         self.disk.flush()
         failure = None if self.disk.error is None else f"{self.disk.error} (rank {context.rank})"
@@ -168,18 +166,18 @@ class FileStore(HostMemory):
 
 
 OptimizerStateDict = Callable[[Tensor], dict[str, Any]]
-"""Returns the state dictionary of an optimizer parameter."""
+"""A function that returns the state dictionary of an optimizer parameter."""
 
 EXTRA_STATE_TENSORS = 4
 """Number of state tensors per parameter slice for which alignment padding is reserved."""
 
 _IN_FILE = torch.empty(0)
-"""Placeholder of a state tensor that is in the file."""
+"""Placeholder for a state tensor whose values are in the file."""
 
 
 @dataclass
 class FileLayout:
-    """Layout of one shard in the offload file: master weights, then the optimizer states of each parameter slice.
+    """The layout of one shard in the offload file: master weights, followed by the optimizer states of each slice.
 
     Args:
         fields: (index of the slice, name, dtype, shape) of each tensor. The master weights have index -1.
@@ -192,7 +190,7 @@ class FileLayout:
         return sum(round_up_to_block(dtype.itemsize * shape.numel()) for *_, dtype, shape in self.fields)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Return the tensors of the shard as views of a buffer that was read from the file."""
+        """Return the tensors of the shard as views of a buffer with the bytes that were read from the file."""
         found, at = [], 0
         for *_, dtype, shape in self.fields:
             size = dtype.itemsize * shape.numel()
@@ -203,7 +201,7 @@ class FileLayout:
 
 @dataclass
 class FileSlot:
-    """Reserved byte range of the offload file, and the layout of its content."""
+    """A reserved range of bytes in the offload file, and the layout of its contents."""
 
     at: int
     capacity: int
@@ -211,7 +209,7 @@ class FileSlot:
 
 
 class FileShard(HostShard):
-    """Shard with master weights and optimizer states in a file, and gradients in host memory.
+    """A shard whose master weights and optimizer states are in a file, and whose gradients are in host memory.
 
     An OSError is stored in ``disk.error``, so that all ranks continue until they agree on how to proceed.
     """
@@ -232,10 +230,10 @@ class FileShard(HostShard):
     def set_slices(
         self, slices: Sequence[tuple[nn.Parameter, slice]], states: OptimizerStateDict, expected: int
     ) -> None:
-        """Set the parameter slices of this shard, and write their master weights and optimizer states to the file.
+        """Assign parameter slices to this shard, and write their master weights and optimizer states to the file.
 
         Args:
-            expected: Number of bytes of the optimizer states.
+            expected: Expected size of the optimizer states in bytes.
         """
         self._slices, self._states = list(slices), states
         if self._disk.error is not None:
@@ -255,7 +253,7 @@ class FileShard(HostShard):
         return sum(place.capacity for place in (self._committed, self._other) if place is not None)
 
     def fetch(self) -> None:
-        """Start to read the master weights and optimizer states of this shard from the file."""
+        """Start reading the master weights and optimizer states of this shard from the file."""
         if self.is_loaded or self._reading is not None or self._disk.error is not None or self._committed is None:
             return
         size = self._committed.record.size
@@ -263,9 +261,9 @@ class FileShard(HostShard):
         self._reading = self._disk.read(self._committed.at, self._buffer[:size])
 
     def load(self) -> bool:
-        """Read the master weights and optimizer states from the file. Return whether they are loaded.
+        """Read the master weights and optimizer states from the file, and return whether this succeeded.
 
-        ``disk.error`` contains a failure.
+        ``disk.error`` is the first failure.
         """
         if self.is_loaded:
             return True
@@ -292,7 +290,7 @@ class FileShard(HostShard):
         return True
 
     def evict(self) -> None:
-        """Start to write the updated tensors to the file, and release them. The previous version is not overwritten."""
+        """Start writing the updated tensors to the file without overwriting the previous version, and release them."""
         self.wait()
         record, tensors = self._layout_and_tensors()
         try:
@@ -333,7 +331,7 @@ class FileShard(HostShard):
         self._small = []
 
     def roll_back(self) -> None:
-        """Restore the previous version of the shard, including optimizer states that are not in the file."""
+        """Restore the previous version of the shard, including the optimizer states that are not in the file."""
         if self.is_loaded:
             self.discard()
         for (value, _), small in zip(self._slices, self._small, strict=False):
@@ -343,7 +341,7 @@ class FileShard(HostShard):
         self._is_written, self._small = False, []
 
     def save(self) -> None:
-        """Write the loaded tensors to the file, and wait until they are written. Call it between two steps."""
+        """Write the loaded tensors to the file and wait for completion. Must be called between two optimizer steps."""
         self.evict()
         self._disk.flush()
         if self._disk.error is None:

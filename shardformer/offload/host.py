@@ -1,7 +1,7 @@
-"""Offload of optimizer states to host memory, with asynchronous copies between host and device.
+"""Offload optimizer states to host memory, with asynchronous copies between host and device.
 
 On a GPU, copies run on their own streams and use pinned memory. If the device is the CPU, host and device are two pools
-of the same memory, and threads copy between them. This makes overlap and memory use testable without a GPU.
+of the same memory, and threads copy between them. Overlap and memory use can then be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from shardformer.torch_compat import has_data
 
 DEVICE_TO_HOST, HOST_TO_DEVICE = "to the host", "to the device"
 MAX_LOGGED_COPIES = 4096
-"""Number of copies whose times are kept."""
+"""Maximum number of copies whose times are kept."""
 
 
 @dataclass(frozen=True)
 class FinishedCopy:
-    """Log entry of a completed copy between host and device, with its direction, bytes and times.
+    """A completed copy between host and device, with its direction, its size in bytes and its times.
 
-    Times are in seconds of ``time.perf_counter``.
-
-    On a GPU ``begin`` is 0, because GPU events have no common clock with the host.
+    Times are in seconds of ``time.perf_counter``. On a GPU, ``begin`` is 0, because GPU events have no common clock
+    with the host.
     """
 
     way: str
@@ -43,7 +42,7 @@ class FinishedCopy:
 
 
 class AsyncCopy:
-    """Asynchronous copy between host and device.
+    """An asynchronous copy between host and device.
 
     After ``wait``, later operations on the device wait for the copy. ``finish`` blocks until the copy is complete.
     The copy keeps a reference to its source until it is complete, so that the memory is not reused.
@@ -77,10 +76,10 @@ class AsyncCopy:
 
 
 class HostDeviceCopier:
-    """Copies tensors asynchronously between one device and its host, in order for each direction.
+    """Copies tensors asynchronously between a device and its host, and keeps the order in each direction.
 
     Args:
-        bandwidth: For a CPU device: bytes per second in each direction, to simulate a slower link. None is unlimited.
+        bandwidth: Bytes per second in each direction, to simulate a slower link on the CPU. None is unlimited.
 
     Attributes:
         log: The most recent copies.
@@ -97,15 +96,15 @@ class HostDeviceCopier:
             self._workers = {way: ThreadPoolExecutor(1, f"copies {way}") for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)}
 
     def new_host(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate host memory, pinned if the device is a GPU."""
+        """Allocate host memory, which is pinned if the device is a GPU."""
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._is_cuda)
 
     def to_host(self, target: Tensor, source: Tensor) -> AsyncCopy:
-        """Start to copy a tensor from the device to the host. It must not change until the copy is complete."""
+        """Start copying a tensor to the host. The tensor must not change until the copy is complete."""
         return self._start(DEVICE_TO_HOST, target, source)
 
     def to_device(self, target: Tensor, source: Tensor) -> AsyncCopy:
-        """Start to copy a tensor from the host to the device. It must not change until the copy is complete."""
+        """Start copying a tensor to the device. The tensor must not change until the copy is complete."""
         return self._start(HOST_TO_DEVICE, target, source)
 
     def bandwidth(self, way: str) -> float | None:
@@ -159,21 +158,21 @@ FREE_MEMORY, TO_CPU, TO_NVME = "free", "cpu", "nvme:"
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Options of ``shard_optimizer`` for the offload of optimizer states, gradients and parameters.
+    """Options for offloading optimizer states, gradients and parameters with ``shard_optimizer``.
 
     Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021). For files, Rajbhandari et al.,
     "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning" (2021).
 
     Args:
         to: "cpu" keeps master weights, optimizer states and gradients in host memory, and updates them there.
-            "nvme:DIR" keeps master weights and states in files in a directory, and reads them for the update. None
-            disables offload.
-        on_device: Fraction of the master weights and states that stays on the device, from 0 to 1. "free" keeps as many
-            as fit into the GPU memory that was free in the first step.
-        parameters: Whether to keep this rank's shard of the parameters in host memory too (stage 3). The device then
-            stores only gathered layers.
-        buffers: For files: number of buckets in memory that are read, updated or written at a time.
-        threads: Number of CPU threads of the update. By default, with a GPU, the cores divided by the processes.
+            "nvme:DIR" keeps master weights and optimizer states in files in a directory, and reads them for the update.
+            None disables offload.
+        on_device: Fraction of the master weights and optimizer states that stays on the device, from 0 to 1. "free"
+            keeps as many as fit into the GPU memory that was free in the first step.
+        parameters: Whether to also keep this rank's shard of the parameters in host memory (stage 3). The device then
+            stores only the gathered layers.
+        buffers: For files: number of buckets in memory that are read, updated or written at the same time.
+        threads: Number of CPU threads for the update. With a GPU, the default is the number of cores per process.
         bandwidth: For a CPU device: simulated bytes per second of the link. See ``HostDeviceCopier``.
     """
 
@@ -194,7 +193,7 @@ class OffloadConfig:
             raise ConfigError(f"offload={self.to!r} is not supported.", remedy=remedy)
         if share != FREE_MEMORY and not is_share:
             remedy = "Use a fraction such as on_device=0.5, or 'free'"
-            raise ConfigError(f"on_device={share!r} is neither a fraction from 0 to 1 nor 'free'.", remedy=remedy)
+            raise ConfigError(f"on_device={share!r} is neither a number from 0 to 1 nor 'free'.", remedy=remedy)
         check_int("OffloadConfig.buffers", self.buffers, 2, example=3)
         if self.threads is not None:
             check_int("OffloadConfig.threads", self.threads)
@@ -204,7 +203,9 @@ class OffloadConfig:
 
     @classmethod
     def of(cls, offload: Any, optimizers: Sequence[Any] = ()) -> OffloadConfig:
-        """Convert the ``offload`` argument of ``shard_optimizer`` to options. An optimizer may set ``on_device``.
+        """Convert the ``offload`` argument of ``shard_optimizer`` to an ``OffloadConfig``.
+
+        An optimizer with an attribute ``on_device`` sets that option.
 
         Raises:
             ConfigError: The argument is invalid.
@@ -219,11 +220,11 @@ class OffloadConfig:
 
 
 MAX_COPIES_IN_FLIGHT = 4
-"""Maximum number of gradient buckets in copy to the host. They use device memory until the copy is complete."""
+"""Maximum number of gradient buckets that are being copied to the host, which use device memory until then."""
 
 
 class HostMemory:
-    """Host memory for the offloaded shards of one device, and the copies between host and device."""
+    """The host memory for the offloaded shards of a device, and the copies between host and device."""
 
     def __init__(self, config: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
         self.link = HostDeviceCopier(device, bandwidth=config.bandwidth)
@@ -234,7 +235,7 @@ class HostMemory:
             self._threads = max(1, len(os.sched_getaffinity(0)) // _processes_on_host())
 
     def copy_to_host(self, target: Tensor, source: Tensor) -> AsyncCopy:
-        """Start to copy a gradient to the host. If too many copies are in progress, wait for an earlier one."""
+        """Start copying a gradient to the host. If too many copies are in progress, wait for an earlier one."""
         copy = self.link.to_host(target, source)
         self._under_way.append(copy)
         while self._under_way and (len(self._under_way) > self._most or self._under_way[0].is_done()):
@@ -247,7 +248,7 @@ class HostMemory:
 
     @contextmanager
     def use_update_threads(self) -> Iterator[None]:
-        """Use more CPU threads for the optimizer step in this context, because launchers limit each process to one."""
+        """Run the optimizer step inside this context on several CPU threads, although launchers limit them to one."""
         before = torch.get_num_threads()
         try:
             if self._threads is not None:
@@ -263,37 +264,37 @@ def _processes_on_host() -> int:
 
 
 class WeightStore:
-    """Base class of stores that load the master weights of a shard for the optimizer step, and release them after it.
+    """The base class of stores that load master weights before the optimizer step and release them afterward.
 
-    This class keeps them on the device.
+    This class keeps the master weights on the device.
     """
 
     def fetch(self) -> None:
-        """Start to read the master weights, before ``load`` waits for them."""
+        """Start reading the master weights in advance. ``load`` waits for them."""
 
     def load(self) -> bool:
-        """Load the master weights for the optimizer step. Return whether they are loaded."""
+        """Load the master weights for the optimizer step, and return whether they were loaded."""
         return True
 
     def wait(self) -> None:
-        """Wait for copies of the master weights in progress, so that they may be overwritten."""
+        """Wait until no copy of the master weights is in progress, so that they can be overwritten."""
 
     def evict(self) -> None:
-        """Write the updated master weights back, and release them until the next optimizer step."""
+        """Write the updated master weights back, and free their memory until the next optimizer step."""
 
     def discard(self, *, keeps_memory: bool = False) -> None:
-        """Release master weights that did not change, without writing them back.
+        """Free the memory of unchanged master weights without writing them back.
 
         Args:
             keeps_memory: Whether the released tensors are still referenced, so that their memory must not be reused.
         """
 
     def save(self) -> None:
-        """Write back master weights that were changed between two steps."""
+        """Write back master weights that were changed between two optimizer steps."""
 
 
 class HostShard(WeightStore):
-    """Master weights and reduced gradients of one shard in host memory.
+    """The master weights and reduced gradients of one shard in host memory.
 
     Args:
         length: Number of elements.
@@ -310,11 +311,11 @@ class HostShard(WeightStore):
         self._leaving: AsyncCopy | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors in host memory that belong to this shard, without shared buffers."""
+        """Return all tensors in host memory that belong to this shard, except for shared buffers."""
         return [x for x in (self.values, self._sum, self._staging) if x is not None]
 
     def receive(self, reduced: Tensor, scale: float) -> None:
-        """Start to copy reduced gradients to the host, where they are divided by the loss scale and accumulated."""
+        """Start copying reduced gradients to the host, where they are divided by the loss scale and accumulated."""
         self._accumulate_copied()
         self._arriving = self.host.copy_to_host(self._staging_buffer(reduced.dtype), reduced), scale
 
@@ -337,7 +338,7 @@ class HostShard(WeightStore):
 
     @property
     def sum(self) -> Tensor | None:
-        """Reduced gradients in host memory, or None. Reading it waits for copies in progress."""
+        """The reduced gradients in host memory, or None. Reading this property waits for copies in progress."""
         self._accumulate_copied()
         return self._sum if self._has_sum else None
 
@@ -347,7 +348,7 @@ class HostShard(WeightStore):
         self._has_sum = False
 
     def copy_to_device(self, local_params: Tensor) -> AsyncCopy:
-        """Start to copy the master weights to this rank's shard of the parameters on the device, in its dtype.
+        """Start copying the master weights into ``local_params``, this rank's shard of the parameters on the device.
 
         The master weights must not change until ``wait`` returns.
         """
@@ -361,7 +362,7 @@ class HostShard(WeightStore):
         return self._leaving
 
     def wait(self) -> None:
-        """Wait until the copy of the master weights to the device is complete, so that they may be overwritten."""
+        """Wait until the master weights are copied to the device, so that they can be overwritten."""
         if self._leaving is not None:
             self._leaving.finish()
             self._leaving = None

@@ -1,7 +1,7 @@
-"""Composable hooks for tensors that autograd saves, and counters of the memory that these tensors use.
+"""Hooks for saved tensors that can be nested, and counters of the memory that saved tensors use.
 
-torch calls only the innermost pair of ``saved_tensors_hooks``. Here all pairs are called in turn until one accepts the
-tensor. A tensor that no pair accepts is saved as autograd does, with its version.
+torch calls only the innermost pair of ``saved_tensors_hooks``. Here, all pairs are called in turn until one accepts the
+tensor. If no pair accepts a tensor, it is saved with its version, as autograd does.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class SavedTensorHooks:
-    """Pair of pack and unpack hooks for saved tensors that can be nested with other pairs.
+    """A pair of pack and unpack hooks for saved tensors, which can be nested with other pairs.
 
     The pair is active from ``enter`` to ``leave``.
 
     Args:
-        pack: Returns a replacement of a tensor, or None to leave it to other hooks.
-        unpack: Returns the tensor for its replacement.
-        goes_first: Whether to call this pair before the others. By default the innermost pair is called first.
+        pack: Returns a replacement for a tensor, or None to leave the tensor to other hooks.
+        unpack: Returns the original tensor for a replacement.
+        goes_first: Whether to call this pair before all others. By default the innermost pair is called first.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SavedTensorHooks:
     def leave(self) -> None:
         """Remove this pair of hooks from the stack of active hooks.
 
-        It may have any position, because an exception may have interrupted an inner pair before its removal.
+        The pair may not be on top, because an exception may have prevented the removal of an inner pair.
         """
         self.is_entered = False
         above: list[HookPair] = []
@@ -64,7 +64,7 @@ class SavedTensorHooks:
             torch_compat.push_saved_tensors_hooks(*pair)
 
     def _torch_hooks(self) -> HookPair:
-        """Return the pair of hooks to register in torch, wrapped so that torch.compile does not trace them."""
+        """Return the hooks to register in torch, wrapped so that ``torch.compile`` does not trace them."""
         if self._untraced is None and torch_compat.is_dynamo_loaded():
             self._untraced = torch.compiler.disable(self.pack), torch.compiler.disable(self.unpack)
         return self._untraced or (self.pack, self.unpack)
@@ -82,13 +82,13 @@ class SavedTensorHooks:
 
 
 def has_foreign_hooks() -> bool:
-    """Return whether other saved-tensor hooks are active, such as activation checkpointing or ``save_on_cpu``."""
+    """Return whether hooks of other code are active, such as activation checkpointing or ``save_on_cpu``."""
     top = torch_compat.top_saved_tensors_hooks()
     return top is not None and _get_hooks_object(top) is None
 
 
 def check_version(x: Tensor, version: int, shape: torch.Size | None = None) -> None:
-    """Raise RuntimeError, as autograd does, if a saved tensor was modified in place."""
+    """Raise the same RuntimeError as autograd if a saved tensor was modified in place."""
     if x._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -109,7 +109,7 @@ def _get_hooks_object(pair: HookPair | None) -> SavedTensorHooks | None:
 
 
 ON_DEVICE, COPYING_TO_HOST, PARTITIONED, FETCHED = "kept", "leaving", "parts", "brought"
-"""Kinds of bytes on the device: not moved, being copied to the host, local shards, fetched for the backward pass."""
+"""Kinds of bytes on the device: not moved, being copied to the host, sharded, or fetched for the backward pass."""
 
 
 def _format_bandwidth(value: float | None) -> str:
@@ -118,14 +118,14 @@ def _format_bandwidth(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class ActivationStats:
-    """Number of bytes of saved activations on the device and on the host.
+    """The memory, in bytes, that saved activations use on the device and on the host.
 
     Args:
         device: Bytes on the device by kind.
         host: Bytes on the host.
         most: Maximum bytes on the device since the last ``reset``.
         most_host: Maximum bytes on the host since the last ``reset``.
-        bandwidth: Measured bytes per second of copies by direction, None before the first copy.
+        bandwidth: Measured bytes per second of copies in each direction, or None before the first copy.
     """
 
     device: Mapping[str, int]
@@ -144,7 +144,7 @@ class ActivationStats:
 
 
 class ActivationCounter:
-    """Counts the bytes of saved activations on the device, by kind, and on the host."""
+    """A counter of the bytes that saved activations use on the device and on the host."""
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()
@@ -169,10 +169,10 @@ class ActivationCounter:
 
 @dataclass(eq=False)
 class ForwardRecord:
-    """Record of the tensor storages that autograd saved during one forward pass, in order.
+    """The list of tensor storages that autograd saved during one forward pass, in their order.
 
     Args:
-        fetched: Index from which all storages were fetched or are being fetched.
+        fetched: All storages from this index on were fetched or are being fetched.
     """
 
     order: list[ReferenceType[StoredStorage]] = field(default_factory=list)
@@ -180,19 +180,19 @@ class ForwardRecord:
 
 
 class StoredStorage:
-    """Byte range of a tensor storage that autograd saved, which may be moved to the host or sharded over ranks.
+    """A range of bytes of a saved tensor's storage, which can be moved to the host or sharded over ranks.
 
     Attributes:
         source: The storage. This reference prevents another storage from getting the same address.
         version_tensor: Tensor without memory that shares the version counter of the saved tensor.
         data: The stored bytes on the device, or this rank's shard of them. None while they are on the host.
         base: Offset in the original storage of the first byte that the backward pass receives.
-        number: Checksum of the full data if it is sharded.
-        name: Name of the layer whose input it is.
+        number: Checksum of the full data if the data are sharded.
+        name: Name of the layer whose input is stored.
         host: The stored bytes on the host.
-        copy: Copy of ``data`` in progress.
-        gathered: Full data of a sharded storage, while the backward pass needs it.
-        unread_handles: Handles that the backward pass has not read.
+        copy: Copy of ``data`` that is in progress.
+        gathered: Full data of a sharded storage, while the backward pass needs them.
+        unread_handles: Handles that the backward pass has not read yet.
         is_wanted: Whether the backward pass needs the data although they are being copied to the host.
     """
 
@@ -215,19 +215,19 @@ class StoredStorage:
         self.count(ON_DEVICE, self.size)
 
     def count(self, kind: str, size: int) -> None:
-        """Add bytes of one kind to the counters of this storage and of its model."""
+        """Add ``size`` bytes of one kind to the counters of this storage and of its model."""
         self._counted[kind] += size
         self.counter.add(kind, size)
 
     def count_data(self, kind: str) -> None:
-        """Count the stored bytes on the device as another kind, such as being copied to the host."""
+        """Count the stored bytes on the device as a different kind, for example as being copied to the host."""
         size = 0 if self.data is None else len(self.data)
         for was in (ON_DEVICE, COPYING_TO_HOST, PARTITIONED):
             self.count(was, -self._counted[was])
         self.count(kind, size)
 
     def keep_count_in_model(self, kind: str, size: int) -> None:
-        """Keep fetched bytes in the counter of the model after this storage is deleted."""
+        """Keep counting ``size`` fetched bytes for the model even after this storage is deleted."""
         self._counted[kind] -= size
 
     @property
@@ -247,7 +247,7 @@ class StoredStorage:
 
 
 class SavedTensorHandle:
-    """Handle that autograd saves in place of a tensor, with the position of the tensor in a stored storage.
+    """A handle that autograd saves instead of a tensor, and from which the tensor can be restored.
 
     Args:
         place: Index in the forward record.
@@ -263,7 +263,7 @@ class SavedTensorHandle:
         stored.unread_handles.add(id(self))
 
     def tensor(self, full: Tensor, base: int) -> Tensor:
-        """Return the saved tensor as a view of restored bytes, which start at byte ``base`` of its original storage."""
+        """Return the saved tensor as a view of ``full``, which starts at byte ``base`` of the original storage."""
         out = torch.empty(0, dtype=self.dtype, device=full.device)
         offset = (self.offset - base) // out.element_size()
         return out.set_(full.untyped_storage(), offset, self.shape, self.stride)
@@ -273,13 +273,13 @@ class SavedTensorHandle:
 
 
 def storage_range(x: Tensor) -> tuple[int, int]:
-    """Return the begin and end of the byte range that a tensor uses in its storage."""
+    """Return the range of bytes that a tensor uses in its storage, as (first byte, end)."""
     start = int(x.storage_offset())
     last = start + sum((int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True))
     return start * x.element_size(), (last + 1) * x.element_size()
 
 
 def is_dense(x: Tensor) -> bool:
-    """Return whether a tensor contains every element of its byte range in the storage exactly once."""
+    """Return whether a tensor uses a contiguous range of its storage without gaps or repeated elements."""
     start, end = storage_range(x)
     return end - start == x.nbytes and 0 not in x.stride()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _CallablePackage(ModuleType):
-    """Module class that still accepts the deprecated call ``shardformer.zero(optimizer, model)``."""
+    """A module that supports the deprecated call ``shardformer.zero(optimizer, model)``."""
 
     def __call__(self, optimizer: Any, model: Any, **options: Any) -> Any:
         import warnings

@@ -1,4 +1,4 @@
-"""Options of ``shard_optimizer``: stage, mixed precision, offload, gradient buckets and clipping."""
+"""The options of ``shard_optimizer``: ZeRO stage, mixed precision, offload, gradient buckets and clipping."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """Validated options of one ``shard_optimizer`` call."""
+    """The validated options of one call of ``shard_optimizer``."""
 
     stage: int = 1
     precision: MixedPrecision = field(default_factory=MixedPrecision)
@@ -39,26 +39,26 @@ class ZeroOptions:
         reshard = self.reshard_after_forward
         if not (reshard is None or reshard == FREE_MEMORY or (isinstance(reshard, int) and reshard >= 0)):
             raise ConfigError(
-                f"reshard_after_forward={reshard!r} is not a valid value.",
-                rule="Use True, False, a number of bytes to keep gathered for the backward pass, or 'free'.",
+                f"reshard_after_forward={reshard!r} is not supported.",
+                rule="It must be True, False, 'free', or a number of bytes to keep gathered for the backward pass.",
                 remedy="Omit reshard_after_forward to free each layer after its forward pass.",
             )
         if self.offload.to is not None and self.precision.rounding is not None:
             raise ConfigError(
                 f"MixedPrecision(master_weights={self.precision.master_weights!r}) does not support "
                 f"offload={self.offload.to!r}.",
-                remedy="Omit either master_weights or offload.",
+                remedy="Omit master_weights to use fp32 master weights, or omit offload.",
             )
         if self.offload.parameters and (self.stage < 3 or self.offload.to is None):
             raise ConfigError(
                 f"OffloadConfig({self.offload.to!r}, parameters=True) cannot be used with stage={self.stage}.",
-                rule="Only ZeRO stage 3 can keep parameters in host memory.",
+                rule="Parameters can be offloaded to host memory only with ZeRO stage 3.",
                 remedy="Use stage=3 with offload=OffloadConfig('cpu', parameters=True).",
             )
 
 
 def as_optimizer_list(optimizer: Any) -> list[Optimizer]:
-    """Convert an optimizer or a sequence of optimizers to a list. Raise ConfigError if an element is no optimizer."""
+    """Return one or more optimizers as a list. Raise ConfigError if an object is not an optimizer."""
     found = list(optimizer) if isinstance(optimizer, list | tuple) and optimizer else [optimizer]
     are_right = all(isinstance(getattr(each, "param_groups", None), list) for each in found)
     rule = "It must be an optimizer or a list of optimizers of the model's parameters"
@@ -69,5 +69,5 @@ def as_optimizer_list(optimizer: Any) -> list[Optimizer]:
 def offload_directory_error(folder: str, failure: str) -> ConfigError:
     return ConfigError(
         f"The optimizer state cannot be offloaded to files in {folder!r} (offload='nvme:{folder}'): {failure}.",
-        remedy="Choose an existing directory with enough free space; shardformer.estimate_memory computes the size.",
+        remedy="Use an existing directory with enough free space. shardformer.estimate_memory returns the size.",
     )

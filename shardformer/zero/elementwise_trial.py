@@ -1,4 +1,4 @@
-"""Trial that detects whether an optimizer is element-wise, or needs full matrices like Muon and Adafactor."""
+"""Test whether an optimizer is element-wise, like AdamW, or needs full matrices, like Muon and Adafactor."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _create_test_matrices() -> list[Tensor]:
 
 @without_fake_tensors()
 def needs_full_matrices(optimizer: Optimizer) -> bool:
-    """Test whether an optimizer updates a matrix differently from two slices of it, so that it needs full matrices.
+    """Return whether an optimizer needs full matrices, because slices of a matrix would get different updates.
 
-    The optimizer runs a few steps on small matrices, with the settings of each parameter group.
+    To find out, the optimizer runs a few steps on small matrices, with the settings of each parameter group.
 
     Raises:
-        ConfigError: The optimizer fails on these matrices, or its update of one depends on another.
+        ConfigError: The optimizer fails on these matrices, or its update of one matrix depends on another matrix.
     """
     return any([_group_needs_full_matrices(optimizer, group) for group in optimizer.param_groups])
 
@@ -43,10 +43,10 @@ def _group_needs_full_matrices(optimizer: Optimizer, group: dict[str, Any]) -> b
     except Exception as error:
         raise _failed_trial_error(optimizer, f"it raised {type(error).__name__}: {error!s:.120}") from error
     if (difference := _max_difference_of_lists(together, again)) >= BOUND:
-        raise _failed_trial_error(optimizer, f"two identical runs differ by {difference:.1e}, so the update is random")
+        raise _failed_trial_error(optimizer, f"its update is random, as two identical runs differ by {difference:.1e}")
     if (difference := _max_difference_of_lists(together, alone)) >= BOUND:
         raise _failed_trial_error(
-            optimizer, f"the update of one matrix differs by {difference:.1e} if it also steps another"
+            optimizer, f"its update of one matrix changes by {difference:.1e} if it also updates another matrix"
         )
     try:
         slices = _run_trial_steps(
@@ -59,10 +59,10 @@ def _group_needs_full_matrices(optimizer: Optimizer, group: dict[str, Any]) -> b
 
 @without_fake_tensors()
 def can_step_separately(optimizer: Optimizer) -> bool:
-    """Test whether an optimizer computes the same updates if it steps each parameter separately.
+    """Return whether an optimizer computes the same updates if it updates each parameter in a separate step.
 
-    This is false for an optimizer that counts steps globally or per group. It is also false for one with step hooks,
-    which would run several times.
+    This is False if the optimizer counts steps globally or per parameter group. It is also False if the optimizer has
+    step hooks, which would run several times.
     """
     if has_step_hooks(optimizer):
         return False
@@ -92,7 +92,7 @@ def _run_trial_steps(
     """Run a few steps of a copied optimizer on small test matrices, and return the updated matrices.
 
     Args:
-        full_matrices: Matrices of which ``values`` are slices. The slices get slices of their gradients.
+        full_matrices: The matrices of which ``values`` are slices. Slices of their gradients are used.
     """
     params = [nn.Parameter(value.clone()) for value in values]
     tried = _copy_optimizer(optimizer, group, params)
@@ -109,9 +109,9 @@ def _run_trial_steps(
 
 
 def _copy_optimizer(optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> Any:
-    """Create a copy of an optimizer that steps other parameters, without the state and hooks of the original.
+    """Create a copy of an optimizer with other parameters, but without the state and hooks of the original.
 
-    Instance attributes that replace methods are dropped: a scheduler's ``step`` would step the original optimizer.
+    Instance attributes that replace methods are dropped, because a scheduler's ``step`` would step the original.
     """
     kind = type(optimizer)
     own = {k: v for k, v in optimizer.__dict__.items() if not (callable(v) and hasattr(kind, k))}
@@ -136,10 +136,10 @@ def state_after_step(optimizer: Optimizer, group: dict[str, Any], value: Tensor)
 
 
 def state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, itemsize: int = 0) -> float:
-    """Estimate the bytes of optimizer state of one parameter, by a trial step on a smaller parameter.
+    """Estimate the size in bytes of a parameter's optimizer state, by running one step on a smaller parameter.
 
     Args:
-        itemsize: Bytes of an element that the optimizer updates. By default that of ``param``.
+        itemsize: Bytes per element of the weights that the optimizer updates. By default those of ``param``.
     """
     small = [min(n, 4) for n in param.shape]
     with without_fake_tensors():
@@ -153,9 +153,9 @@ def state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, item
 
 def _failed_trial_error(optimizer: Optimizer, reason: str) -> ConfigError:
     return ConfigError(
-        f"ZeRO cannot shard {type(optimizer).__name__}, which failed a trial on small matrices: {reason}.",
+        f"ZeRO cannot shard {type(optimizer).__name__}, which failed a test on small matrices: {reason}.",
         rule="ZeRO passes only some parameters to the optimizer of each rank, so the update of one parameter "
         "must not depend on the others.",
         remedy="Use SGD, AdamW, Muon, Adafactor or another optimizer with independent updates, or "
-        "use only data parallelism without ZeRO.",
+        "train with data parallelism but without ZeRO.",
     )

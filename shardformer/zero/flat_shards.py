@@ -1,4 +1,4 @@
-"""Local shard of a gradient bucket under ZeRO, with its reduced gradients, parameters and master weights.
+"""This rank's shard of a bucket under ZeRO: its parameters, reduced gradients and master weights.
 
 The parameters of a bucket are concatenated and split into equal shards, one for each rank of the reduction. A shard
 boundary can divide a parameter, so the optimizer of a rank receives slices of parameters, as 1-D tensors.
@@ -33,14 +33,14 @@ EDITS = 2**12
 
 @dataclass(eq=False)
 class ParamSlice:
-    """Contiguous slice of one parameter (or the full parameter) that this rank's optimizer updates.
+    """A slice of one parameter, or the full parameter, that this rank's optimizer updates.
 
     Args:
         number: Index of the parameter in its bucket.
-        param_range: Range in the flat parameter. In the flat full parameter if ranks store slices of it.
-        shard_range: Range in this rank's shard of the bucket.
-        value: The optimizer's parameter: a view of the shard, or a master weight if the shard has 16 bits or the
-            optimizer runs on the host.
+        param_range: Range of the slice in the flattened parameter (the full parameter if ranks store slices of it).
+        shard_range: Range of the slice in this rank's shard of the bucket.
+        value: The parameter that the optimizer updates. It is a view of the shard, or a master weight if the shard has
+            a 16-bit dtype or the optimizer runs on the host.
     """
 
     gradient: GradientSlot
@@ -60,7 +60,7 @@ class UnshardOptions:
 
     Args:
         memory: Allocates a buffer of (number of elements, dtype, device).
-        link: Copies the shard between host and device. None if the shard stays on the device.
+        link: Copies the shard between host and device, or None if the shard stays on the device.
     """
 
     memory: Callable[[int, torch.dtype, torch.device], Tensor]
@@ -78,9 +78,9 @@ class FlatShard:
 
     Args:
         dtype: New dtype of the parameters. None keeps their dtype.
-        gathered: Options of parameters that are gathered on demand (stage 3).
-        axis: Axis over which the bucket is sharded. By default the axis of the gradient reduction.
-        host: Where the optimizer's parameters and gradients are offloaded to. None keeps them on the device.
+        gathered: Options for parameters that are gathered on demand (stage 3).
+        axis: Axis over which the bucket is sharded. By default, the axis of the gradient reduction.
+        host: Host memory for the optimizer's parameters and gradients, or None to keep them on the device.
         rounding: "kahan" or "stochastic", for bf16 parameters without fp32 master weights.
     """
 
@@ -128,10 +128,10 @@ class FlatShard:
         self.sync_versions()
 
     def enable_rounding(self, keys: Mapping[int, int]) -> None:
-        """Start to round the bf16 parameters after each update, if the shard has no fp32 master weights.
+        """Enable rounding of bf16 parameters after each update if the shard has no fp32 master weights.
 
         Args:
-            keys: Seed of the random rounding of each ParamEntry, by its id.
+            keys: Seed for the random rounding of each ParamEntry, by the id of the entry.
         """
         if self.rounded is not None:
             self.rounded.set_slices(
@@ -140,7 +140,7 @@ class FlatShard:
 
     @property
     def masters(self) -> WeightStore:
-        """Storage that loads and evicts the master weights of this shard."""
+        """The storage that loads and evicts the master weights of this shard."""
         return self.host or self.rounded or self._always_loaded
 
     @property
@@ -150,12 +150,12 @@ class FlatShard:
 
     @property
     def sum(self) -> Tensor | None:
-        """Reduced gradients of this shard, or None if no parameter received a gradient."""
+        """The reduced gradients of this shard, or None if no parameter has received a gradient."""
         return self._sum if self.host is None else self.host.sum
 
     @property
     def has_gradient(self) -> list[bool]:
-        """Whether any rank had a gradient, for each parameter. On a GPU the first access synchronizes."""
+        """For each parameter, whether any rank had a gradient. The first access synchronizes with the GPU."""
         if self._counts is not None:
             counts: list[float] = to_list(self._counts)
             self._had, self._counts = [a or b > 0 for a, b in zip(self._had, counts, strict=True)], None
@@ -163,11 +163,11 @@ class FlatShard:
 
     @property
     def is_changed(self) -> bool:
-        """Whether any rank had a gradient for a parameter of the shard, even if the user discarded it."""
+        """Whether any rank had a gradient for a parameter of this shard, even if the user has discarded it."""
         return any(self.has_gradient) or self._is_discarded
 
     def find_param_with_moved_memory(self) -> str | None:
-        """Return the name of a parameter that no longer uses the memory of this shard, or None."""
+        """Return the name of the first parameter whose memory is no longer part of this shard, or None."""
         if self.full is None or not has_data(self.full):
             return None
         base, size = self.full.data_ptr(), self.full.element_size()
@@ -177,7 +177,7 @@ class FlatShard:
         return None
 
     def copy_written_params_to_shard(self) -> None:
-        """Copy parameters that changed outside the optimizer, as by ``model.load_state_dict``, into the shard.
+        """Copy parameters into the shard that were changed outside the optimizer, as by ``model.load_state_dict``.
 
         All ranks must write the same values. Parameters that are views of the shard are already up to date.
         """
@@ -202,7 +202,7 @@ class FlatShard:
             value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide)))
 
     def sync_versions(self) -> None:
-        """Record the versions of the parameters, which now have the same values as the shard."""
+        """Record the current versions of the parameters, in order to detect later changes outside the optimizer."""
         self._versions = [gradient.param._version for gradient in self.gradients]
 
     def _new(self, numel: int) -> Tensor:
@@ -214,7 +214,7 @@ class FlatShard:
         return slice(low - place.start, high - place.start) if low < high else slice(0, 0)
 
     def _add_param(self, number: int, gradient: GradientSlot) -> ParamSlice | None:
-        """Copy a parameter into the shard. Return this rank's slice of it, or None if this rank stores none.
+        """Copy a parameter into the shard, and return this rank's slice of it, or None if the rank has none.
 
         A parameter without elements gets a slice on every rank, as in a single process. Communicates one all-reduce if
         several ranks store slices of the parameter.
@@ -253,7 +253,7 @@ class FlatShard:
         """Accumulate this rank's shard of the reduced gradients, divided by the loss scale.
 
         Args:
-            gradient_counts: Number of ranks that had a gradient, for each parameter.
+            gradient_counts: For each parameter, the number of ranks that had a gradient.
         """
         self._counts = (
             gradient_counts.clone() if self._counts is None else self._counts + gradient_counts
@@ -265,7 +265,7 @@ class FlatShard:
         self._sum = reduced if self._sum is None else self._sum.add_(reduced)
 
     def set_optimizer_gradients(self) -> None:
-        """Set ``.grad`` of the optimizer's parameters, to None for parameters that have no gradient on any rank."""
+        """Set ``.grad`` of the optimizer's parameters to the reduced gradients, or None if no rank has a gradient."""
         total = self.sum
         for param_slice in self.slices:
             has_one = total is not None and self.has_gradient[param_slice.number]
@@ -278,7 +278,7 @@ class FlatShard:
     def show_gradients_to_user(self) -> None:
         """Set ``.grad`` of the model's and the optimizer's parameters to views of the reduced gradients.
 
-        On a GPU, missing gradients are zeros.
+        On a GPU, missing gradients become zeros.
         """
         if not has_data(self.local) or (total := self.sum) is None:
             return
@@ -297,7 +297,7 @@ class FlatShard:
         """Apply the user's edits of a gradient to the shard, and clear ``.grad`` for the next backward pass.
 
         Raises:
-            ConfigError: ``.grad`` was replaced by a tensor that was not computed from it.
+            ConfigError: ``.grad`` was replaced by a tensor that was not computed from the original ``.grad``.
         """
         gradient, grad = self.gradients[number], self.gradients[number].param.grad
         is_own = isinstance(grad, ShardedGradient) and grad.is_gradient_of(self, number)
@@ -326,7 +326,7 @@ class FlatShard:
             self.local_gradient(number).copy_(local.reshape(-1))
 
     def _assign_gradient(self, number: int, values: Tensor) -> None:
-        """Store a gradient that the user assigned to ``p.grad`` after zero_grad, computed from earlier gradients."""
+        """Store a gradient that was computed from earlier gradients and assigned to ``p.grad`` after ``zero_grad``."""
         self.gradients[number].param.grad = None
         self.record_edit(number, "put back")
         if self.sum is None:
@@ -344,15 +344,15 @@ class FlatShard:
             param_slice.value.grad = None
 
     def record_edit(self, number: int, edit: str) -> None:
-        """Add a user's edit of ``p.grad`` to the fingerprint of edits that the step compares across ranks."""
+        """Record that the user has edited ``p.grad``, so that the optimizer step can compare the edits of all ranks."""
         self.edits = (self.edits + crc32(f"{edit} {self.gradients[number].entry.name}".encode())) % EDITS
 
     def local_gradient(self, number: int) -> Tensor:
         """Return this rank's slice of the gradient of a parameter, as a flat tensor."""
         if (total := self.sum) is None:
             raise ConfigError(
-                f"The gradient of {self.gradients[number].entry.name} was accessed after zero_grad.",
-                remedy="Clone the gradient before zero_grad, or read p.grad after the next backward pass.",
+                f"The gradient of {self.gradients[number].entry.name} was accessed after zero_grad had cleared it.",
+                remedy="Clone the gradient before you call zero_grad, or read p.grad after the next backward pass.",
             )
         param_slice = self._slice_of.get(number)
         return total[param_slice.shard_range] if param_slice is not None else total[:0]
@@ -362,23 +362,23 @@ class FlatShard:
         return self.axis.size == 1 and not self.gradients[number].is_shared
 
     def local_slice_of(self, number: int, x: Tensor) -> Tensor:
-        """Return the slice of a parameter-shaped tensor that matches this rank's slice of the gradient."""
+        """Return the slice of ``x``, a tensor with the parameter's shape, that matches this rank's gradient slice."""
         gradient = self.gradients[number]
         if gradient.is_shared:
             raise ConfigError(
-                f"A tensor operand cannot be applied to the gradient of {gradient.entry.name} under ZeRO.",
-                rule="The gradient is on one rank, but each rank of the tensor has only its own shard.",
-                remedy="Use a scalar, or change the gradient in a hook of the parameter (register_hook).",
+                f"The gradient of {gradient.entry.name} cannot be combined with another tensor under ZeRO.",
+                rule="One rank has the gradient in its full shape, but each rank has only a shard of the other tensor.",
+                remedy="Use a scalar instead, or change the gradient in a hook of the parameter (register_hook).",
             )
         return x.reshape(-1)[self._get_local_range(number)]
 
     def zero(self) -> None:
-        """Set the gradients of the shard to zero, so that the optimizer still steps their parameters."""
+        """Set the gradients of this shard to zero. The optimizer then still updates their parameters."""
         if (total := self.sum) is not None:
             total.zero_()
 
     def clear_gradients(self) -> None:
-        """Discard the gradients of the shard, and set ``.grad`` of its parameters to None."""
+        """Discard the gradients of this shard, and set ``.grad`` of its parameters to None."""
         self._sum, self._counts, self._had = None, None, [False] * len(self.gradients)
         self._is_discarded, self.edits = False, 0
         if self.host is not None:
@@ -392,7 +392,7 @@ class FlatShard:
     # --- values
 
     def store(self) -> None:
-        """Start to copy updated master weights to this rank's shard of the parameters, in their dtype and device."""
+        """Start copying the updated master weights to this rank's shard of the parameters."""
         if self.host is not None and self._link is not None:
             self.local.copy_(self.host.values)
         elif self.host is not None:
@@ -404,7 +404,7 @@ class FlatShard:
                 self.local[param_slice.shard_range] = param_slice.value.detach().reshape(-1)
 
     def move_to_device(self) -> None:
-        """Move offloaded master weights to the device permanently. Call it between two steps."""
+        """Move offloaded master weights to the device permanently. Must be called between two optimizer steps."""
         assert self.host is not None
         self.host.load()
         self.host.wait()
@@ -417,7 +417,7 @@ class FlatShard:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Load the master weights, and save the changes that are made in this context. Use it between two steps."""
+        """Load the master weights for changes inside this context, and save them on exit. Use it between two steps."""
         self.masters.load()
         self.masters.wait()
         try:
@@ -426,7 +426,7 @@ class FlatShard:
             self.masters.save()
 
     def start_gather(self) -> PendingCollective:
-        """Start to all-gather the parameters of the bucket, in the dtype of the model."""
+        """Start an all-gather of the parameters of the bucket, in the dtype of the model."""
         if self._going_up is not None:
             self._going_up.wait()
             self._going_up = None
@@ -442,13 +442,13 @@ class FlatShard:
         return start_all_gather_into(full_buffer, local, self.axis, "parameters")
 
     def fetch_parameters(self) -> None:
-        """Start to copy this rank's shard of the parameters to the device, if it is offloaded to the host."""
+        """Start copying this rank's shard of the parameters to the device if it is offloaded to the host."""
         if self._link is not None and self._fetched is None:
             full_buffer = self._allocate_full()
             self._fetched = full_buffer, self._link.to_device(self._get_local_shard(full_buffer), self.local)
 
     def release_fetched_parameters(self) -> None:
-        """Free the device copy of the parameters that ``fetch_parameters`` made."""
+        """Free the copy of the parameters on the device that ``fetch_parameters`` has created."""
         if self._fetched is not None:
             self._fetched[1].finish()
             self._fetched = None
@@ -463,13 +463,13 @@ class FlatShard:
         return full[self.axis.rank * self.length : (self.axis.rank + 1) * self.length]
 
     def gather_gradient(self, number: int) -> Tensor | None:
-        """Return the full gradient of a parameter. Communicates one all-gather of the bucket."""
+        """Return the full gradient of a parameter. Communicates one all-gather of the whole bucket."""
         local = self.sum if self.sum is not None else torch.zeros(self.length, dtype=self.wide)
         full = start_all_gather(local.to(self.device), self.axis, 0, purpose="gradients").wait()
         return self.gradients[number].unpack(full[self.places[number]]) if self.has_gradient[number] else None
 
     def write(self, values: Tensor) -> None:
-        """Copy all-gathered values into the parameters that this rank stores only in part."""
+        """Copy this rank's slices of all-gathered values into parameters of which it stores only slices."""
         for gradient, place in zip(self.gradients, self.places, strict=True):
             if gradient.is_shared:
                 gradient.param.detach().copy_(gradient.unpack(values[place]))
@@ -478,7 +478,7 @@ class FlatShard:
 
 def assigned_gradient_error(name: str) -> ConfigError:
     return ConfigError(
-        f"The .grad of parameter {name} was not computed by a backward pass that ZeRO synchronized.",
+        f"The .grad of parameter {name} was not computed by a backward pass under ZeRO.",
         rule="Under ZeRO, p.grad is a view of the reduced gradient. You can assign None, or a tensor computed from the "
         "parameter's gradients with element-wise functions.",
         remedy="Change p.grad in place (p.grad.mul_(0.5)), or change the local gradient in a hook of the parameter "
@@ -487,7 +487,7 @@ def assigned_gradient_error(name: str) -> ConfigError:
 
 
 def _flatten(gradient: GradientSlot, value: Tensor) -> Tensor:
-    """Return a parameter or its optimizer state as a flat tensor in the order of the bucket.
+    """Flatten a parameter, or an optimizer state with its shape, into the order of elements in the bucket.
 
     Communicates one all-reduce if several ranks store slices of the parameter.
     """

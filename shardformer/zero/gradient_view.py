@@ -1,8 +1,8 @@
-"""``p.grad`` under ZeRO: a tensor with the shape of the parameter that stores only this rank's slice.
+"""The tensor class of ``p.grad`` under ZeRO, which has the parameter's shape but stores only this rank's slice.
 
 Training scripts scale, clamp, perturb and discard gradients between ``backward`` and ``step``. An element-wise function
-is applied to this rank's slice, which the step uses. Other functions, such as a norm or an index, need the full
-gradient: they work if this rank has it, and raise an error otherwise.
+is applied to this rank's slice, which the optimizer step uses. Other functions, such as a norm or an index, need the
+full gradient. They work if this rank has the full gradient, and raise an error otherwise.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shardformer.gradients.buckets import GradientSlot
 
 FOREACH = "_foreach_"
 UNTAGGED_ELEMENTWISE = frozenset({"zero_", "fill_", "copy_", "clone", "detach", "alias", "_to_copy", "zero", "copy"})
-"""Element-wise functions that torch does not tag as pointwise."""
+"""Element-wise functions that do not have torch's tag ``pointwise``."""
 
 
 class GradientStorage(Protocol):
-    """Protocol of the shard that stores the gradients of a bucket (``FlatShard``)."""
+    """The protocol of the class that stores the gradients of a bucket (``FlatShard``)."""
 
     @property
     def gradients(self) -> Sequence[GradientSlot]: ...
@@ -37,14 +37,14 @@ class GradientStorage(Protocol):
 
 
 class ShardedGradient(Tensor):
-    """Gradient in the shape of its parameter that stores only this rank's slice.
+    """A gradient with the shape of its parameter that stores only this rank's slice.
 
-    It is the gradient itself, or the result of an element-wise function of it.
+    It is the gradient itself, or the result of an element-wise function of the gradient.
 
     Attributes:
-        shard: Weak reference to the storage of the gradient. A strong one would be a cycle through the parameter.
+        shard: Weak reference to the storage of the gradient, because a strong one would create a reference cycle.
         param_index: Index of the gradient in the shard.
-        result: This rank's slice of a computed result. None for the gradient itself.
+        result: This rank's slice of a computed result, or None for the gradient itself.
     """
 
     shard: ref[GradientStorage]
@@ -72,7 +72,7 @@ class ShardedGradient(Tensor):
     def owner(self) -> GradientStorage:
         if (shard := self.shard()) is None:
             raise ConfigError(
-                "This gradient cannot be read, because its model or optimizer no longer exists.",
+                "This gradient cannot be read, because its model or optimizer has been deleted.",
                 remedy="Keep a reference to the optimizer, or clone optimizer.full_gradient(name).",
             )
         return shard
@@ -93,7 +93,7 @@ class ShardedGradient(Tensor):
             self.owner.record_edit(self.param_index, str(func))
 
     def slice_operand(self, x: Tensor, func: Any) -> Tensor:
-        """Return the slice of an operand that matches this rank's slice of the gradient."""
+        """Return the part of the other operand ``x`` that matches this rank's slice of the gradient."""
         local = self.local
         if isinstance(x, ShardedGradient):
             if not x.is_gradient_of(self.owner, self.param_index):
@@ -156,7 +156,7 @@ def _apply_elementwise(func: Any, first: ShardedGradient, args: Any, kwargs: Any
 
 
 def _apply_foreach(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a ``torch._foreach_`` function on this rank's slices of the gradients in its lists."""
+    """Apply a ``torch._foreach_`` function to this rank's slices of the gradients in its arguments."""
     lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))]
     firsts = [next((x for x in row if isinstance(x, ShardedGradient)), None) for row in zip(*lists, strict=False)]
 
@@ -176,14 +176,14 @@ def _apply_foreach(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """Replace a gradient by a tensor of the same shape, dtype and device that takes the memory of one element."""
+    """Return a tensor with the shape, dtype and device of a gradient that uses the memory of only one element."""
     return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape) if isinstance(x, ShardedGradient) else x
 
 
 def _unsupported_function(gradient: ShardedGradient, operation: str) -> ConfigError:
     name = gradient.owner.gradients[gradient.param_index].entry.name
     return ConfigError(
-        f"{operation} cannot be applied to the gradient of {name}, because this rank has only a shard of it.",
+        f"{operation} cannot be applied to the gradient of {name}, because this rank has only a shard of the gradient.",
         rule="Under ZeRO, p.grad supports element-wise functions such as mul_, clamp_ and add_.",
-        remedy=f"Call optimizer.full_gradient({name!r}) on all ranks, or grad_norm(model) for the norm.",
+        remedy=f"Call optimizer.full_gradient({name!r}) on all ranks, or grad_norm(model) for the gradient norm.",
     )

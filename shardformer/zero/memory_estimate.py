@@ -29,16 +29,16 @@ from shardformer.zero.stage3_parameters import ParamGroup, group_params
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Training memory of one rank in bytes, by kind of tensor. ``print`` shows a table.
+    """The training memory of one rank in bytes, for each kind of tensor. ``print`` shows a table.
 
     Args:
-        gathered: Stage 3: the largest two consecutive layers, which are gathered at the same time.
-        gradients: Full gradients for stages 0 and 1, which accumulate under ``no_sync``. For stages 2 and 3 this rank's
-            shard, in fp32 or wider.
+        gathered: Under stage 3, the largest two consecutive layers, which are gathered at the same time.
+        gradients: Full gradients for stages 0 and 1, which accumulate under ``no_sync``. For stages 2 and 3, this
+            rank's shard, in fp32 or wider.
         masters: Master weights of 16-bit parameters.
         states: Optimizer states.
-        host: Host memory: master weights, optimizer states, gradients and buffers; parameters if they are offloaded.
-        disk: Files: two copies of the master weights and the optimizer states.
+        host: Host memory for offloaded master weights, optimizer states, gradients, buffers and parameters.
+        disk: Files with two copies of the master weights and the optimizer states.
     """
 
     parameters: float
@@ -69,7 +69,9 @@ def estimate_memory(
     offload: str | OffloadConfig | None = None,
     data: int | None = None,
 ) -> MemoryEstimate:
-    """Estimate the memory of one rank under ``shard_optimizer`` with the same arguments. Communicates nothing.
+    """Estimate the training memory of one rank under ZeRO, before ``shard_optimizer`` is called.
+
+    Takes the same arguments as ``shard_optimizer``, and communicates nothing.
 
     >>> model = nn.Linear(1000, 1000, bias=False, device="meta")
     >>> print(estimate_memory(model, torch.optim.AdamW(model.parameters()), stage=2, precision="bf16", data=4))
@@ -80,8 +82,8 @@ def estimate_memory(
     total             6.0 MB
 
     Args:
-        model: A sharded or plain model. Its parameters may be on the meta device.
-        data: Number of data-parallel ranks. By default that of the model's mesh, or 1 for a plain model.
+        model: A sharded or unsharded model. Its parameters may be on the meta device.
+        data: Number of data-parallel ranks. By default, that of the model's mesh, or 1 for an unsharded model.
     """
     options = ZeroOptions(stage, MixedPrecision.of(precision), OffloadConfig.of(offload))
     check_module(model)
@@ -118,13 +120,13 @@ def estimate_memory(
 
 
 _MASTERS = {"fp32": 1.0, "kahan": 0.5, "stochastic": 0.0}
-"""Bytes relative to fp32 master weights."""
+"""Size of the master weights relative to fp32 master weights."""
 
 
 def _move_estimate_to_host(
     estimate: MemoryEstimate, options: ZeroOptions, wide_shard_bytes: float, shard_bytes: float
 ) -> MemoryEstimate:
-    """Return the estimate after moving master weights, optimizer states and gradients to host memory or files."""
+    """Return the estimate for the case that master weights, optimizer states and gradients are offloaded."""
     share = options.offload.on_device
     stays = share if isinstance(share, (int, float)) else 0.0
     parameters = estimate.parameters if options.offload.parameters else 0.0
@@ -142,7 +144,7 @@ def _move_estimate_to_host(
 
 
 def _ranks_per_parameter(model: nn.Module, data: int | None) -> dict[int, int]:
-    """Return a mapping from parameter ids to the number of ranks over which ZeRO shards the parameter."""
+    """Return the number of ranks over which ZeRO shards each parameter, by the id of the parameter."""
     state = model.__dict__.get(METADATA_ATTRIBUTE)
     if not isinstance(state, ShardingMetadata):
         return {id(p): data or 1 for p in model.parameters()}
@@ -157,7 +159,7 @@ def _ranks_per_parameter(model: nn.Module, data: int | None) -> dict[int, int]:
 def measure_memory(
     table: ShardingMetadata, shards: Sequence[FlatShard], units: Sequence[ParamGroup], optimizers: Sequence[Optimizer]
 ) -> MemoryEstimate:
-    """Measure the memory that the model and optimizer tensors of this rank use now. Shared storage counts once."""
+    """Measure the memory that the model and its optimizers currently use on this rank. Shared memory counts once."""
     unit_shards = [shard for unit in units for shard in unit.shards]
     in_units = {id(gradient.param) for shard in unit_shards for gradient in shard.gradients}
     params = [entry.param for entry in table.entries if id(entry.param) not in in_units]
@@ -197,7 +199,7 @@ def _state_tensors(optimizers: Sequence[Optimizer], shard: FlatShard) -> list[Te
 def format_memory_report(
     settings: ZeroOptions, optimizers: Sequence[Optimizer], memory: MemoryEstimate, host: HostMemory | None
 ) -> str:
-    """Return a report of ZeRO's options, memory and offload bandwidth for ``describe_sharding``."""
+    """Format the ZeRO options, memory use and offload bandwidth as text for ``describe_sharding``."""
     precision, offload = settings.precision, settings.offload
     title = [f"ZeRO stage {settings.stage}", precision.parameters, *(type(o).__name__ for o in optimizers)]
     if precision.rounding is not None:

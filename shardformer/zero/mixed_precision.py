@@ -1,6 +1,6 @@
 """Mixed precision: loss scaling, and bf16 parameters without fp32 master weights.
 
-Without master weights, the optimizer step widens each shard to fp32, updates it, and rounds it to bf16:
+Without master weights, the optimizer step converts each shard to fp32, updates it, and rounds it back to bf16:
 
 "kahan"       keeps the rounding error in 16 bits and adds it before the next update. This has 16 of the 24 bits of
               precision of a master weight, in half of its memory.
@@ -30,15 +30,15 @@ MASTER_WEIGHT_KINDS = ("fp32", "kahan", "stochastic")
 
 @dataclass
 class LossScale:
-    """Dynamic loss scale, which prevents underflow of small gradients in fp16.
+    """A dynamic loss scale, which prevents underflow of small gradients in fp16.
 
     All ranks skip a step whose gradients are not finite. Micikevicius et al., "Mixed Precision Training" (2018),
     section 3.2. The scale changes by the rule of ``torch.amp.GradScaler``.
 
     Args:
         value: Initial scale.
-        growth: Factor after ``growth_interval`` consecutive steps with finite gradients.
-        backoff: Factor after ``hysteresis`` steps with non-finite gradients since the scale last grew.
+        growth: Factor by which the scale grows after ``growth_interval`` consecutive steps with finite gradients.
+        backoff: Factor by which the scale shrinks after ``hysteresis`` non-finite steps since it last grew.
     """
 
     value: float = 2.0**16
@@ -56,7 +56,7 @@ class LossScale:
             check_int(f"LossScale.{name}", getattr(self, name), least, unit="steps")
 
     def update(self, is_finite: bool) -> None:
-        """Grow or reduce the loss scale after a step, depending on whether its gradients were finite."""
+        """Increase or reduce the loss scale after a step, depending on whether its gradients were finite."""
         if is_finite:
             self.good += 1
             if self.good == self.growth_interval:
@@ -70,16 +70,16 @@ class LossScale:
 @renamed_arguments({"masters": "master_weights"})
 @dataclass
 class MixedPrecision:
-    """Precision of parameters, gradients and master weights under ``shard_optimizer``.
+    """The precision of parameters, gradients and master weights for ``shard_optimizer``.
 
     Args:
         parameters: "fp32" keeps the dtype of the parameters. "bf16" or "fp16" converts them, and keeps fp32 master
             weights of each rank's shard.
-        gradients: "fp32" reduces gradients in fp32, which sends twice the bytes of 16 bits. None uses the dtype of the
-            parameters.
+        gradients: "fp32" reduces gradients in fp32, which sends twice as many bytes as 16 bits. None uses the dtype of
+            the parameters.
         loss_scale: Loss scale for fp16.
-        master_weights: "fp32", or for bf16 without master weights: "kahan" (keeps the rounding error in 16 bits) or
-            "stochastic" (rounds at random).
+        master_weights: "fp32", or, for bf16 without master weights, "kahan" (keeps the rounding error in 16 bits) or
+            "stochastic" (rounds up or down at random).
     """
 
     parameters: str = "fp32"
@@ -103,27 +103,27 @@ class MixedPrecision:
 
     @classmethod
     def of(cls, precision: Any) -> MixedPrecision:
-        """Convert the ``precision`` argument of ``shard_optimizer`` to options. Raise ConfigError if it is invalid."""
+        """Convert the ``precision`` argument of ``shard_optimizer`` to a ``MixedPrecision``, or raise ConfigError."""
         return precision if isinstance(precision, cls) else cls(precision)
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Dtype to which the parameters are converted, or None to keep their dtype."""
+        """The dtype to which the parameters are converted, or None to keep their dtype."""
         return PARAMETER_DTYPES[self.parameters]
 
     @property
     def rounding(self) -> str | None:
-        """Method that rounds updated parameters to bf16, or None if there are fp32 master weights."""
+        """The method for rounding updated parameters to bf16, or None if there are fp32 master weights."""
         return self.master_weights if self.master_weights != "fp32" else None
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """Dtype in which gradients are reduced, or None for the dtype of the gradients."""
+        """The dtype in which gradients are reduced, or None for the dtype of the gradients."""
         return torch.float32 if self.gradients else None
 
     @property
     def scale(self) -> float:
-        """Factor by which the loss is multiplied before the backward pass."""
+        """The factor by which the loss is multiplied before the backward pass."""
         return self.loss_scale.value if self.parameters == "fp16" else 1.0
 
 
@@ -133,13 +133,13 @@ _MIX = tuple(factor - 2**64 for factor in SPLITMIX64)  # as int64
 
 @dataclass(frozen=True, eq=False)
 class RoundedSlice:
-    """Slice of a bf16 parameter without master weights, which the optimizer updates in fp32.
+    """A slice of a bf16 parameter without master weights, which the optimizer updates in fp32.
 
     Args:
-        value: The optimizer's parameter.
-        at: Range in the shard.
-        first: Index in the parameter of the first element.
-        key: Seed of the stochastic rounding of the parameter.
+        value: The parameter that the optimizer updates.
+        at: Range of the slice in the shard.
+        first: Index of its first element in the parameter.
+        key: Seed for the stochastic rounding of the parameter.
     """
 
     value: nn.Parameter
@@ -149,11 +149,11 @@ class RoundedSlice:
 
 
 class RoundedWeights(WeightStore):
-    """Stores the bf16 weights of one shard, and converts them to fp32 only for the optimizer step.
+    """A store for the bf16 weights of a shard, which are converted to fp32 only for the optimizer step.
 
     Args:
         own: This rank's shard in bf16.
-        rests: Whether to keep the rounding error.
+        rests: Whether to keep the rounding errors.
     """
 
     def __init__(self, own: Tensor, *, rests: bool) -> None:
@@ -163,7 +163,7 @@ class RoundedWeights(WeightStore):
         self.step = 0  # number of stochastic roundings
 
     def set_slices(self, slices: Sequence[RoundedSlice]) -> None:
-        """Set the parameter slices of this shard, and round their fp32 values to bf16."""
+        """Assign parameter slices to this shard, and round their fp32 values to bf16."""
         self._slices = list(slices)
         self._values = torch.zeros_like(self._own, dtype=torch.float32)
         for param_slice in slices:
@@ -218,10 +218,10 @@ class RoundedWeights(WeightStore):
 
 
 def random_bits(like: Tensor, first: int, key: int, step: int) -> Tensor:
-    """Return 16 random bits for each element of a tensor, independent of the rank that stores the element.
+    """Return 16 random bits for each element of a tensor, independent of which rank stores the element.
 
     Args:
-        first: Index in the parameter of the first element.
+        first: Index of the first element in the parameter.
         key: Seed of the parameter.
     """
     seed = _mix_seed_bits(torch.tensor((key << 32) + step) * _MIX[0])
@@ -236,9 +236,9 @@ def _mix_seed_bits(x: Tensor) -> Tensor:
 
 
 def stochastic_round(wide: Tensor, bits: Tensor) -> Tensor:
-    """Round an fp32 tensor to bf16 up or down at random, so that the expected value does not change.
+    """Round an fp32 tensor to bf16 stochastically, so that the expected value does not change.
 
-    NaN and infinity are unchanged.
+    NaN and infinity remain unchanged.
     """
     rounded = ((wide.view(torch.int32) + bits) & -0x10000).view(torch.float32)
     return torch.where(torch.isfinite(wide), rounded, wide).to(torch.bfloat16)

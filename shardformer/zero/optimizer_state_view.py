@@ -1,4 +1,4 @@
-"""Access to sharded optimizer states: ``state``, ``state_dict``, ``load_state_dict`` and ``zero_grad``."""
+"""Access to sharded optimizer states with ``state``, ``state_dict``, ``load_state_dict`` and ``zero_grad``."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ State = dict[str, Any]
 
 @contextmanager
 def unchanged_on_error(optimizers: Sequence[Optimizer], schedulers_and_hooks: Sequence[Any] = ()) -> Iterator[None]:
-    """Restore optimizers, schedulers and hooks to their current state if the body of the context raises.
+    """Restore optimizers, schedulers and hooks to their current state if the code inside the context raises.
 
     Args:
-        optimizers: Restores their attributes, groups, lists of parameters and states, in place. Tensors are not copied:
-            in-place writes to them remain.
-        schedulers_and_hooks: Restores their attributes, and the lists, dicts and sets among these.
+        optimizers: Their attributes, groups, lists of parameters and states are restored in place. Tensors are not
+            copied, so in-place changes to them remain.
+        schedulers_and_hooks: Their attributes are restored, including the contents of lists, dicts and sets.
     """
     restores = [_snapshot(each) for each in optimizers]
     attributes = [
@@ -61,7 +61,7 @@ def _replace_content(target: State, content: State) -> None:
 
 
 def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
-    """Save the attributes, groups and states of an optimizer. Return a function that restores them in place."""
+    """Return a function that restores the current attributes, groups and states of an optimizer in place."""
     attributes, state = dict(vars(optimizer)), optimizer.state
     groups = [(group, dict(group), list(group["params"])) for group in optimizer.param_groups]
     states = [(param, each, _copy_container(each)) for param, each in state.items()]
@@ -83,11 +83,11 @@ def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
 
 
 ZERO_OPTIMIZER_ATTRIBUTE = "_shardformer_held_by"
-"""Attribute of an optimizer: a weak reference to the ZeroOptimizer that steps it."""
+"""Name of an optimizer's attribute with a weak reference to the ZeroOptimizer that steps it."""
 
 
 class ZeroGradMethod:
-    """Replacement of ``zero_grad()`` of a model or optimizer, which also clears the gradients that ZeRO stores.
+    """A replacement for ``zero_grad()`` of a model or optimizer that also clears the gradients stored by ZeRO.
 
     A copied model or optimizer gets the original method.
     """
@@ -108,34 +108,34 @@ class ZeroGradMethod:
 
 
 def attach_zero_optimizer(optimizer: Any, zero: Optimizer) -> None:
-    """Register ``zero`` as the ZeroOptimizer that steps ``optimizer``."""
+    """Record that the ZeroOptimizer ``zero`` steps ``optimizer``."""
     optimizer.__dict__.update(
         {ZERO_OPTIMIZER_ATTRIBUTE: weakref.ref(zero), "zero_grad": ZeroGradMethod(optimizer, zero)}
     )
 
 
 def detach_zero_optimizer(optimizer: Any) -> None:
-    """Detach an optimizer from its ZeroOptimizer, and restore its ``zero_grad``."""
+    """Detach an optimizer from its ZeroOptimizer, and restore its original ``zero_grad`` method."""
     if optimizer.__dict__.pop(ZERO_OPTIMIZER_ATTRIBUTE, None) is not None:
         optimizer.__dict__.pop("zero_grad", None)
 
 
 def zero_optimizer_of(optimizer: Any) -> Any:
-    """Return the ZeroOptimizer that steps an optimizer passed to ``shard_optimizer``, or None.
+    """Return the ZeroOptimizer to which an optimizer belongs, or None.
 
-    A copy of the optimizer has none.
+    A copy of an optimizer belongs to none.
     """
     zero = optimizer.__dict__[ZERO_OPTIMIZER_ATTRIBUTE]() if ZERO_OPTIMIZER_ATTRIBUTE in optimizer.__dict__ else None
     return zero if zero is not None and any(optimizer is each for each in zero.inner) else None
 
 
 COORDINATES_KEY = "shardformer_place"
-"""Key in ``state_dict()``: (size, rank) of each axis along which ranks have different shards of the state."""
+"""Key in ``state_dict()`` for the (size, rank) of each axis along which ranks have different shards of the state."""
 StateCoordinates = dict[str, tuple[int, int]]
 
 
 _IS_CHECKED: ContextVar[bool] = ContextVar("is_checked", default=False)
-"""Whether states are loaded without checking which rank saved them."""
+"""Whether states are loaded without a check of the rank that saved them."""
 
 
 def _patch_state_dict(original: Any) -> Any:
@@ -173,14 +173,14 @@ STATE_PATCHES: Mapping[Patch, Apply] = {
     Patch(
         "torch.optim.Optimizer.load_state_dict",
         "shardformer.zero.optimizer_state_view",
-        "shards the state of a plain model; raises on all ranks if another rank saved the state",
+        "shards the state of an unsharded model; raises on all ranks if another rank saved the state",
     ): lambda: replace_attribute(Optimizer, "load_state_dict", _patch_load_state_dict(Optimizer.load_state_dict)),
 }
 """Save the mesh coordinates of the rank with the state of torch's optimizers, and check them on load."""
 
 
 def _find_model_metadata(optimizer: Any) -> ShardingMetadata | None:
-    """Return the sharding metadata of the model that an optimizer steps, or None if all ranks have equal parameters."""
+    """Return the sharding metadata of an optimizer's model, or None if all ranks have the same parameters."""
     if (holder := zero_optimizer_of(optimizer)) is not None:
         return holder.table  # type: ignore[no-any-return]
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -192,7 +192,7 @@ def _find_model_metadata(optimizer: Any) -> ShardingMetadata | None:
 
 
 def state_coordinates(optimizer: Any) -> StateCoordinates:
-    """Return (size, rank) of each mesh axis over which the state of an optimizer is sharded."""
+    """Return the size of each mesh axis over which an optimizer's state is sharded, and this rank's position on it."""
     table, holder = _find_model_metadata(optimizer), zero_optimizer_of(optimizer)
     if table is None:
         return {}
@@ -206,12 +206,12 @@ def state_coordinates(optimizer: Any) -> StateCoordinates:
 
 
 def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
-    """Check that an optimizer state belongs to this rank, and shard it if it is the state of an unsharded model.
+    """Check that this rank saved an optimizer state, and shard a state that was saved from an unsharded model.
 
     Communicates one object, with the L1 norm of each state tensor if the state does not record its rank.
 
     Raises:
-        ConfigError: The state does not belong to this rank. Raised on all ranks.
+        ConfigError: A different rank saved the state. Raised on all ranks.
     """
     own, sums, problem, kind = state_coordinates(optimizer), list[float](), None, type(optimizer).__name__
     counts = [len(group["params"]) for group in optimizer.param_groups]
@@ -238,15 +238,15 @@ def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], table: Sh
     if problem is not None:
         raise ConfigError(
             problem,
-            rule="Each rank has its own shards of the parameters, and must load the state that it saved.",
-            remedy="Load on each rank the state that this rank saved with state_dict(), or use "
+            rule="Each rank has different shards of the parameters, so it must load the state that it saved itself.",
+            remedy="On each rank, load the state that this rank saved with state_dict(). Or use "
             "shardformer.save_checkpoint, whose checkpoints can be loaded under any layout.",
         )
     return state_dict
 
 
 def _shard_state(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
-    """Return this rank's shard of the optimizer state of an unsharded model. A sharded state is returned unchanged."""
+    """Shard the optimizer state of an unsharded model for this rank. A sharded state is returned unchanged."""
     pairs = _pair_keys_with_params(optimizer, state_dict)
     specs = {id(entry.param): entry.spec for entry in table.entries if entry.spec.is_sharded}
     states = {number: (state_dict["state"].get(number), specs.get(id(p)), p) for number, p in pairs}
@@ -269,7 +269,7 @@ def _is_full(state: Mapping[str, Any], spec: ShardSpec, param: Tensor) -> bool:
 
 
 def _pair_keys_with_params(optimizer: Any, state_dict: Mapping[str, Any]) -> list[tuple[Any, Tensor]]:
-    """Return pairs of a state key and the parameter that it belongs to, up to the end of the shorter list."""
+    """Pair each key of a saved optimizer state with its parameter, up to the end of the shorter list."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     return list(zip(numbers, params, strict=False))
@@ -282,7 +282,7 @@ def _describe_coordinates(coordinates: Any) -> str:
 
 
 def _compute_state_norms(optimizer: Any, state_dict: Mapping[str, Any], table: ShardingMetadata) -> list[float]:
-    """Return the L1 norm of each optimizer state tensor that differs between ranks, because it is sharded."""
+    """Compute the L1 norm of each optimizer state tensor that should differ between ranks because it is sharded."""
     cut = {id(entry.param) for entry in table.entries if entry.spec.is_sharded}
     states = [
         state_dict["state"].get(number, {})
@@ -294,9 +294,9 @@ def _compute_state_norms(optimizer: Any, state_dict: Mapping[str, Any], table: S
 
 
 class LiveState(MutableMapping[Tensor, State]):
-    """Mapping from parameters to the states of several optimizers, which can be used to change states.
+    """A mapping from parameters to their optimizer states, through which the states can also be changed.
 
-    A key may be a parameter of the model or this rank's slice of one. For a parameter without a slice on this rank the
+    A key is a parameter of the model or this rank's slice of one. For a parameter without a slice on this rank, the
     state contains empty tensors, so that a script can edit the states of all parameters on every rank.
     """
 
@@ -308,7 +308,7 @@ class LiveState(MutableMapping[Tensor, State]):
         self._slices |= {id(p.gradient.param): p for shard in shards for p in shard.slices}
 
     def _find(self, key: Tensor) -> tuple[Any, Tensor] | None:
-        """Return the optimizer's state and its parameter for a key, or None if this rank has no slice of it."""
+        """Return the state of the optimizer that updates ``key``, and the key in it, or None on other ranks."""
         if id(key) in self._slices:
             if (param_slice := self._slices[id(key)]) is None:
                 return None
@@ -353,7 +353,7 @@ class LiveState(MutableMapping[Tensor, State]):
 
 
 class RemoteState(dict[str, Any]):
-    """Placeholder for the optimizer state of a parameter that other ranks store. Every key returns an empty tensor."""
+    """A placeholder for the optimizer state of a parameter that other ranks store, with empty tensors as values."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
@@ -365,8 +365,8 @@ class RemoteState(dict[str, Any]):
 def load_in_place(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Load an optimizer state without replacing the dictionaries in ``optimizer.param_groups``.
 
-    torch replaces these dictionaries. Schedulers and scripts with a reference to the old ones would then have no
-    effect.
+    torch replaces these dictionaries, so that changes by schedulers and scripts with references to the old ones would
+    have no effect.
     """
     groups: list[dict[str, Any]] = optimizer.param_groups
     before = list(groups)

@@ -1,7 +1,7 @@
-"""Optimizer step under ZeRO: compute the gradient norm, update the shards and all-gather the parameters.
+"""Run the optimizer step under ZeRO: compute the gradient norm, update the shards, and all-gather the parameters.
 
-Shards on the device are updated first, in one call. On a GPU this overlaps with the host. Shards on the host follow one
-by one: while one is updated, the previous one is copied to the device and gathered.
+Shards on the device are updated first, in one call, which runs in parallel to the host on a GPU. Shards on the host
+follow one by one: while one is updated, the previous one is copied to the device and gathered.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from shardformer.zero.elementwise_trial import can_step_separately
 from shardformer.zero.flat_shards import EDITS, FlatShard
 
 MAX_UPDATES_IN_FLIGHT = 8
-"""Maximum number of all-gathers in flight, which bounds the memory of their buffers."""
+"""Maximum number of all-gathers in progress, which limits the memory of their buffers."""
 
 
 class OptimizerUpdate:
     """Updates this rank's shards of the parameters with one or more optimizers.
 
     Args:
-        host: Where shards are offloaded to. None if all are on the device.
+        host: Host memory of offloaded shards, or None if all shards are on the device.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class OptimizerUpdate:
         self._steps_separately = comes and all(can_step_separately(optimizer) for optimizer in optimizers)
 
     def run(self) -> None:
-        """Update this rank's shards that received gradients, and all-gather the updated parameters.
+        """Update all shards of this rank that have received gradients, and all-gather the updated parameters.
 
-        All ranks gather the shards in the same order, those on the device first. With files these come last, after all
-        ranks have confirmed that their files are written, which communicates one object over each axis.
+        All ranks gather the shards in the same order. Shards on the device come first. With offload to files, they come
+        last, after all ranks have confirmed that their files are written, which communicates one object over each axis.
 
         Raises:
-            InputError: A file could not be read or written. Raised on all ranks, with the previous weights restored.
+            InputError: A file could not be read or written. All ranks restore the previous weights and raise.
         """
         for shard in self._shards:
             shard.set_optimizer_gradients()
@@ -95,15 +95,15 @@ class OptimizerUpdate:
             all_gather.add([shard])
             shard.masters.discard()
         all_gather.finish()
-        what = f"The optimizer's files in {files.disk.folder} could not be read or written: {failure}"
+        what = f"The files with optimizer states in {files.disk.folder} could not be read or written: {failure}"
         if files.end_step([], self._context) is not None:
-            rule = "The previous state could not be read either, so the weights of some buckets are lost"
-            raise InputError(what, rule=rule, remedy="Resume from a checkpoint, with the files on another disk.")
-        rule = "The weights and states of the previous step were restored"
+            rule = "The previous optimizer states could not be read either, so the weights of some buckets are lost"
+            raise InputError(what, rule=rule, remedy="Resume from a checkpoint, and offload to another disk.")
+        rule = "The weights and optimizer states of the previous step were restored"
         raise InputError(what, rule=rule, remedy="Free disk space and continue with the next batch, or save the model.")
 
     def _step(self, shards: Sequence[FlatShard] | None) -> None:
-        """Step the optimizers on the parameters of some shards, or on all their parameters for None."""
+        """Step the optimizers for the parameters in ``shards``, or for all parameters if it is None."""
         if shards is None:
             for optimizer in self._optimizers:
                 optimizer.step()
@@ -123,7 +123,7 @@ class ParamAllGather:
         self._under_way: deque[tuple[FlatShard, PendingCollective]] = deque()
 
     def add(self, shards: Sequence[FlatShard]) -> None:
-        """Start to all-gather the shards of the previous call, and queue these shards for the next call."""
+        """Start all-gathers of the shards from the previous call, and keep ``shards`` for the next call."""
         for shard in self._stored:
             if not shard.keeps:  # the next forward pass gathers shards of stage 3
                 self._under_way.append((shard, shard.start_gather()))
@@ -136,14 +136,14 @@ class ParamAllGather:
             shard.write(values.wait())
 
     def finish(self) -> None:
-        """All-gather the remaining shards, and wait until the model's parameters have the updated values."""
+        """All-gather the remaining shards, and wait until all parameters of the model are up to date."""
         self.add(())
         self._finish_oldest(0)
 
 
 @contextmanager
 def restrict_params(optimizer: Optimizer, params: Collection[int]) -> Iterator[None]:
-    """Let an optimizer step only the parameters with these ids inside the context."""
+    """Make an optimizer update only the parameters with the ids ``params`` inside this context."""
     groups = optimizer.param_groups
     params_of_groups: list[list[Tensor]] = [group["params"] for group in groups]
     try:
@@ -158,9 +158,9 @@ def restrict_params(optimizer: Optimizer, params: Collection[int]) -> Iterator[N
 
 
 SHARED_GRADIENT_AXES = ("data", "sequence")
-"""Axes along which ranks have shards of the same gradients."""
+"""Names of the axes along which ranks have shards of the same gradients."""
 EDITS_DIFFER = 2.0**32
-"""Added to the number of ranks with an error if the edits of gradients differ between ranks."""
+"""Number that is added to the count of ranks with an error if ranks edited gradients differently."""
 
 
 def sharded_grad_norm(
@@ -172,13 +172,13 @@ def sharded_grad_norm(
     *,
     in_stage: bool = False,
 ) -> Tensor:
-    """Return the 2-norm of the model's sharded gradients, identical on all ranks.
+    """Return the 2-norm of a model's sharded gradients, which is identical on all ranks.
 
     Communicates one all-reduce of four numbers over each axis.
 
     Args:
-        problem: An error on this rank. Every rank then raises.
-        only: The ids of the parameters to include. None includes all.
+        problem: An error on this rank, which makes every rank raise.
+        only: The ids of the parameters to include, or None to include all.
         in_stage: Whether only the ranks of one pipeline stage call this function.
 
     Raises:
@@ -209,21 +209,21 @@ def sharded_grad_norm(
     total, problems = total[0], total[1]
     if has_data(problems) and bool(problems >= EDITS_DIFFER):
         raise ConfigError(
-            "Ranks edited gradients differently since the last zero_grad.",
+            "The gradients were edited differently on different ranks since the last zero_grad.",
             remedy="Apply the same edits to p.grad on all ranks. Look for edits under `if rank == 0:`, and for edits "
             "that depend on the rank's loss or batch.",
         )
     if has_data(problems) and bool(problems):
         raise ConfigError(
             "The optimizer step was skipped on all ranks, because another rank rejected its gradients or parameters.",
-            remedy="Read the error of that rank for the reason.",
+            remedy="See the error message of that rank for the reason.",
         )
     is_wide = any(entry.param.dtype in (torch.float64, torch.complex128) for entry in table.entries)
     return total.sqrt() if is_wide else total.sqrt().float()
 
 
 def _flag_different_edits(total: Tensor, count: int) -> Tensor:
-    """Set the error flag in the summed values if ``count`` ranks edited gradients differently.
+    """Set the error flag in the summed values if the ``count`` ranks did not edit their gradients in the same way.
 
     The fingerprints x of the edits differ if count * sum(x^2) > sum(x)^2.
     """
@@ -232,7 +232,7 @@ def _flag_different_edits(total: Tensor, count: int) -> Tensor:
 
 
 def _counts_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage: int) -> bool:
-    """Return whether this rank adds a gradient to the norm, as the first of the ranks that store the same values."""
+    """Return whether this rank adds a gradient to the norm, so that one of the ranks that store it counts it."""
     reduction, context = gradient.entry.reduction, table.context
     coords = context.coords
     if stage > 0:
@@ -247,7 +247,7 @@ def _counts_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage: int)
 
 
 def nonfinite_error(shards: Sequence[FlatShard], table: ShardingMetadata, norm: Tensor) -> InputError:
-    """Create the error that names the first parameter with a nonfinite gradient, and its rank. Call it on all ranks."""
+    """Create the error that reports the first parameter with a nonfinite gradient. Must be called on all ranks."""
     order = {id(entry): number for number, entry in enumerate(table.entries)}
     found = [
         (order[id(p.entry)], table.context.rank, p.entry.name)
@@ -261,5 +261,5 @@ def nonfinite_error(shards: Sequence[FlatShard], table: ShardingMetadata, norm: 
     return InputError(
         f"The gradient of {name} is not finite on rank {rank}, and the gradient norm is {norm}.",
         rule="The weights were not changed, because the step would make them NaN.",
-        remedy="Check the loss and the batch, then call optimizer.zero_grad(), or set on_nonfinite='skip'.",
+        remedy="Check the loss and the batch, and call optimizer.zero_grad(). Or set on_nonfinite='skip'.",
     )

@@ -14,11 +14,11 @@ from shardformer.offload.host import FREE_MEMORY
 
 
 class HybridAdam(Adam):
-    """Fused Adam of torch that keeps as many states on the GPU as fit, under ``shard_optimizer`` with ``offload``.
+    """An Adam optimizer that uses free GPU memory for its states, and offloads the other states to the host.
 
-    In the first step all states are on the host. Then as many as fit move to the free GPU memory, and the GPU and the
-    host update their states at the same time. Without a GPU or without ``offload`` it is the fused Adam of torch. For
-    any other optimizer use ``OffloadConfig("cpu", on_device=...)``.
+    Use it with ``shard_optimizer(..., offload=...)``. In the first step, all states are on the host. Afterward, as many
+    as fit move to the free GPU memory, and the GPU and the host update their states at the same time. Without a GPU or
+    without ``offload``, it is torch's fused Adam. For other optimizers, use ``OffloadConfig("cpu", on_device=...)``.
 
     Args:
         decoupled_weight_decay: True for AdamW, False for Adam.
@@ -47,12 +47,12 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]]
 
 
 class LAMB(Optimizer):
-    """Layer-wise adaptive Adam: the norm of each parameter's update is the learning rate times the parameter's norm.
+    """Adam with layer-wise learning rates, which make each update proportional to the norm of its parameter.
 
     You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2020), algorithm 2.
 
     Args:
-        lr: Norm of an update divided by the norm of its parameter.
+        lr: Norm of an update divided by the norm of the parameter.
         betas: Decay rates of the running means of the gradient and of its square.
         weight_decay: Decoupled weight decay, applied before the normalization.
     """
@@ -91,13 +91,13 @@ class LAMB(Optimizer):
 
 
 class LARS(Optimizer):
-    """SGD with momentum and a learning rate that is scaled by parameter norm / gradient norm for each parameter.
+    """SGD with momentum and layer-wise learning rates, which are scaled by parameter norm / gradient norm.
 
     You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017), section 4. 1-D parameters, such
     as biases and norms, and groups with ``trust=0`` use the plain learning rate.
 
     Args:
-        trust: Trust coefficient: norm of an update / norm of its parameter, at a learning rate of 1.
+        trust: Trust coefficient: the norm of an update divided by the parameter norm, at a learning rate of 1.
     """
 
     def __init__(
@@ -150,6 +150,6 @@ def _check_positive(**values: float) -> None:
     for name, value in values.items():
         if not value > 0:
             raise ConfigError(
-                f"{name}={value} is not greater than 0.",
-                remedy=f"Omit {name} to use the default, or pass a positive value.",
+                f"{name}={value} must be greater than 0.",
+                remedy=f"Pass a positive value, or omit {name} to use the default.",
             )

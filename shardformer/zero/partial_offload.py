@@ -1,8 +1,8 @@
-"""Keep as many offloaded optimizer shards and gathered ZeRO-3 layers in GPU memory as fit.
+"""Use free GPU memory for some of the offloaded optimizer shards and gathered ZeRO-3 layers.
 
 The user sets the amount, or ShardFormer measures the memory that is free after the first step. Optimizer shards whose
-gradients are reduced last stay on the device: the gradients of earlier shards can be copied to the host during the
-backward pass. The host and the device update their shards at the same time.
+gradients are reduced last stay on the device, because the gradients of earlier shards can be copied to the host during
+the backward pass. The host and the device update their shards at the same time.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from shardformer.zero.flat_shards import FlatShard
 from shardformer.zero.stage3_parameters import UnshardedCache
 
 MARGIN = 0.9
-"""Fraction of the free memory to use. The rest allows for fragmentation of the CUDA caching allocator."""
+"""Fraction of the free memory to use. The remaining fraction allows for memory fragmentation."""
 
 
 def check_free_memory_option(settings: ZeroOptions, device: torch.device) -> None:
-    """Raise ConfigError if an option is "free" on a device whose free memory cannot be measured."""
+    """Raise ConfigError if an option is "free" but the free memory of the device cannot be measured."""
     brings = settings.offload.on_device == FREE_MEMORY
     stays = settings.stage == 3 and settings.reshard_after_forward == FREE_MEMORY
     if (brings or stays) and device.type != "cuda":
         raise ConfigError(
             f"{'on_device' if brings else 'reshard_after_forward'}='free' is not supported on device {device}.",
             rule="Free memory can only be measured on a CUDA device.",
-            remedy="Set on_device to a fraction such as 0.5, or reshard_after_forward to bytes such as 2**30.",
+            remedy="Set on_device to a fraction such as 0.5, or reshard_after_forward to a size such as 2**30 bytes.",
         )
 
 
 class DevicePlacement:
-    """Keeps offloaded optimizer shards and gathered layers on the device, up to a memory limit.
+    """Moves offloaded optimizer shards and gathered layers to the device, up to a memory limit.
 
-    A limit that the user set applies immediately. "free" applies after the first step.
+    A limit that the user has set applies immediately. "free" applies after the first step.
 
     Args:
         shards: The offloaded shards, in reverse order of their gradient reduction.
-        unsharded_cache: Cache of the gathered layers of stage 3. None for other stages.
+        unsharded_cache: Cache for the gathered layers of stage 3, or None for other stages.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DevicePlacement:
             self._move_shards(on_device * sum(shard.length for shard in shards), [shard.length for shard in shards])
 
     def after_step(self) -> None:
-        """Move shards and layers into the free GPU memory, after the first step.
+        """Move optimizer shards and layers into the free GPU memory after the first step.
 
         Communicates, once, one number over each axis, and with ``on_device="free"`` one for each offloaded shard.
         """
@@ -83,7 +83,7 @@ class DevicePlacement:
             self._unsharded_cache.max_bytes = max_bytes
 
     def _move_shards(self, max_bytes: float, shard_sizes: Sequence[float]) -> float:
-        """Move the offloaded shards that fit into a memory budget to the device, and return the remaining budget."""
+        """Move the offloaded shards that fit into ``max_bytes`` to the device, and return the remaining bytes."""
         for shard, size in zip(self._shards, shard_sizes, strict=True):
             if size <= max_bytes:
                 max_bytes -= size
@@ -100,13 +100,13 @@ class DevicePlacement:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Return the number of bytes of GPU memory that were free when memory use was highest."""
+    """Return how many bytes of GPU memory remained free when memory use was highest."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
 
 
 def move_shard_to_device(shard: FlatShard, optimizers: Sequence[Optimizer]) -> None:
-    """Move the offloaded master weights and optimizer states of a shard to the device. Call it between two steps."""
+    """Move the offloaded master weights and optimizer states of a shard to the device between two steps."""
     shard.move_to_device()
     values = {id(p.value): p.value for p in shard.slices}
     for optimizer in optimizers:

@@ -1,4 +1,4 @@
-"""``shard_optimizer``: shard optimizer states, master weights, gradients and parameters over data ranks (ZeRO)."""
+"""Shard optimizer states, master weights, gradients and parameters over data-parallel ranks (ZeRO)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ACTION = "train with these optimizers"
 
 
 def _format_options_per_line(settings: tuple[list[Optimizer], ZeroOptions]) -> list[str]:
-    """Return the options and optimizer classes as lines of text, which must be equal on all ranks."""
+    """Format the options and optimizer classes as lines of text, in order to compare them between ranks."""
     optimizers, options = settings
     return [f"{name}={value!r}" for name, value in vars(options).items()] + [type(o).__name__ for o in optimizers]
 
@@ -61,7 +61,7 @@ def check_support(
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], table: ShardingMetadata) -> None:
-    """Raise ConfigError if the optimizers contain a parameter twice, or one that is not in the model."""
+    """Raise ConfigError if two optimizers contain the same parameter, or one that is not in the model."""
     if table.gradient_owner is not None:
         raise ConfigError(
             "shard_optimizer was called twice on this model.",
@@ -80,18 +80,18 @@ def check_optimizers(optimizers: Sequence[Optimizer], table: ShardingMetadata) -
                 remedy="Create the optimizer after shard_model, from model.parameters().",
             )
         if twice := next((names[id(p)] for p in given if id(p) in seen), None):
-            raise ConfigError(f"Two optimizers contain parameter {twice}.", remedy="Remove it from one of them.")
+            raise ConfigError(f"Two optimizers contain the parameter {twice}.", remedy="Remove it from one optimizer.")
         seen |= {id(p) for p in given}
 
 
 def check_params_share_no_memory(model: nn.Module, table: ShardingMetadata) -> None:
-    """Raise ConfigError if a parameter shares its memory with another parameter or tensor of the model."""
+    """Raise ConfigError if a parameter shares memory with another parameter or tensor of the model."""
     params = [(entry.name, entry.param) for entry in table.entries if has_data(entry.param)]
     rule = "ZeRO moves each parameter to its own range of a flat buffer"
     if group := next(iter(group_overlapping(params)), None):
         first, second, *_ = (name for name, _ in params if name in group)
         raise ConfigError(
-            f"Parameters {second} and {first} share the same memory.",
+            f"The parameters {second} and {first} share the same memory.",
             rule=rule,
             remedy="Tie them as one parameter (a.weight = b.weight), or separate their memory with .clone().",
         )
@@ -100,18 +100,18 @@ def check_params_share_no_memory(model: nn.Module, table: ShardingMetadata) -> N
         raise ConfigError(
             f"{view} is a view of the parameter {name}.",
             rule=f"{rule}, so {view} would no longer follow the parameter.",
-            remedy=f"Read {name} where {view} is read, or separate their memory with .clone().",
+            remedy=f"Use {name} instead of {view} in the model, or separate their memory with .clone().",
         )
 
 
 def check_file_offload(settings: ZeroOptions, optimizers: Sequence[Optimizer], table: ShardingMetadata) -> None:
-    """Raise ConfigError if the optimizers do not support offload to files, or their states do not fit on the disk."""
+    """Raise ConfigError if optimizers do not support offload to files, or if their states do not fit on the disk."""
     if (folder := settings.offload.folder) is None:
         return
     if not all(map(can_step_separately, optimizers)):
         raise ConfigError(
             f"offload='nvme:{folder}' does not support {', '.join(type(o).__name__ for o in optimizers)}.",
-            rule="With offload to files, buckets are updated one after the other, which changes the result of "
+            rule="With offload to files, buckets are updated one after the other, which would change the updates of "
             "this optimizer.",
             remedy="Use offload='cpu', or an optimizer that counts steps per parameter, such as torch.optim.AdamW.",
         )
@@ -133,10 +133,10 @@ WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
 def metadata_for_training(model: nn.Module, context: ParallelContext | None) -> ShardingMetadata:
-    """Return the sharding metadata of a model, or create it for an unsharded model.
+    """Return the sharding metadata of a model, and create it first if the model is not sharded.
 
     Raises:
-        ConfigError: The model is wrapped, for example in DistributedDataParallel, or it belongs to another context.
+        ConfigError: The model is wrapped, for example in DistributedDataParallel, or was sharded with another context.
     """
     check_module(model)
     wrapper = next((name for m in model.modules() for c in type(m).__mro__ if (name := c.__name__) in WRAPPERS), None)
@@ -148,8 +148,8 @@ def metadata_for_training(model: nn.Module, context: ParallelContext | None) -> 
     if isinstance(table := model.__dict__.get(METADATA_ATTRIBUTE), ShardingMetadata):
         if context is not None and context is not table.context:
             raise ConfigError(
-                "The context passed to shard_optimizer differs from the context that the model was sharded with.",
-                remedy="Omit context to use that of the model.",
+                "The context passed to shard_optimizer is not the context with which the model was sharded.",
+                remedy="Omit context= to use the context of the model.",
             )
         return table
     return _unsharded_metadata(model, context or _data_parallel_context())
@@ -165,8 +165,8 @@ def _unsharded_metadata(model: nn.Module, context: ParallelContext) -> ShardingM
     """Create the metadata of an unsharded model, and broadcast its parameters and buffers to all data ranks."""
     if any(axis.size > 1 for name, axis in context.axes.items() if name != "data"):
         raise ConfigError(
-            f"This {type(model).__name__} is not sharded, but the mesh is {context}.",
-            remedy="Call shardformer.shard_model(model, context=context) first.",
+            f"This {type(model).__name__} is not sharded, but context= is the mesh {context}.",
+            remedy="Call shardformer.shard_model(model, context=context) before shard_optimizer.",
         )
     install_all(TRAINING_PATCHES)
     packed = [checksum(t) for weight in find_packed_weights(model).values() for t in packed_tensors(weight)]
@@ -217,34 +217,34 @@ def shard_optimizer(
     overlap: bool = True,
     context: ParallelContext | None = None,
 ) -> ZeroOptimizer:
-    """Shard optimizer state, gradients and parameters over the ranks that reduce the gradients, usually the data axis.
+    """Shard the optimizer state, gradients and parameters of a model over its data-parallel ranks (ZeRO).
 
     >>> model = shardformer.shard_model(model, context=context)                                   # doctest: +SKIP
     >>> optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=2)       # doctest: +SKIP
 
     Args:
         optimizer: One or several optimizers of the parameters of ``model``. Element-wise optimizers get slices of
-            parameters. Others (Muon, Adafactor) get full parameters, each on one rank. A trial detects the kind.
-        model: The result of ``shard_model``, or any other module, which is then data parallel.
+            parameters. Others (Muon, Adafactor) get full parameters, each on one rank. A short test decides which.
+        model: The result of ``shard_model``, or any other module, which is then trained with data parallelism.
         stage: ZeRO stage. 0 shards nothing. 1 shards the optimizer state. 2 also shards gradients, which are then
             reduced in every backward pass. 3 also shards parameters, which are gathered layer by layer.
         precision: "fp32" keeps the dtype of the parameters. "bf16" and "fp16" use 16-bit parameters and fp32 master
             weights. A ``MixedPrecision`` has more options. With fp16, call ``optimizer.backward(loss)``.
         offload: "cpu" keeps master weights, optimizer state and gradients in host memory, and updates them there.
-            "nvme:DIR" keeps master weights and state in files. See ``OffloadConfig``.
-        max_grad_norm: Maximum gradient norm, to which ``step`` clips. None disables clipping.
+            "nvme:DIR" keeps master weights and optimizer state in files. See ``OffloadConfig``.
+        max_grad_norm: Maximum gradient norm, to which ``step`` clips the gradients. None disables clipping.
         on_nonfinite: Action of ``step`` if a gradient is NaN or infinite: "raise" InputError on all ranks before the
-            update, "skip" the step, or "ignore". With fp16 the step is skipped and the loss scale reduced.
+            update, "skip" the step, or "ignore". With fp16, the step is skipped and the loss scale reduced.
         keep_frozen: Whether stage 3 leaves frozen parameters unsharded.
         reshard_after_forward: Whether stage 3 frees a layer after its forward pass and gathers it again for the
             backward pass. False gathers once per step. None means True, or False in a pipeline. A number of bytes keeps
             that much of the last layers gathered. "free" uses the GPU memory that was free after the first step.
-        bucket_bytes: Bytes of gradients per bucket. None uses the value of ``shard_model``, by default 25 MB.
+        bucket_bytes: Size of a gradient bucket in bytes. None uses the value of ``shard_model``, by default 25 MB.
         overlap: Whether communication of gradients and of stage 3 layers overlaps with computation.
         context: Mesh of a model that was not sharded. None uses all processes as data-parallel ranks.
 
     Returns:
-        An optimizer that replaces the ones passed. For an unsharded model, communicates the weights of the first rank.
+        An optimizer that replaces yours. For an unsharded model, the weights of the first rank are communicated.
 
     Raises:
         ConfigError: A combination of arguments is not supported.

@@ -1,7 +1,7 @@
-"""Schedule of the ZeRO-3 all-gathers of parameters, identical on all ranks.
+"""Schedule the parameter all-gathers of ZeRO-3 in the same order on all ranks.
 
-The first forward and backward pass negotiate the order of the groups: before each all-gather, the ranks exchange which
-group they need next. Later passes follow the recorded order without this communication.
+In the first forward and backward pass, the ranks agree on the order of the parameter groups: before each all-gather,
+they exchange which group they need next. Later passes follow the recorded order without this communication.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from shardformer.zero.stage3_parameters import (
 )
 
 END = -1
-"""Index that marks the end of a pass."""
+"""Index that marks the end of a forward or backward pass."""
 
 
 @dataclass
 class GatherOrder:
-    """Order in which all ranks gather the parameter groups during a forward or backward pass.
+    """The order in which all ranks gather the parameter groups during a forward or backward pass.
 
     Args:
         units: Indices of the groups, in this order.
-        complete: Maps a position to the groups whose gradients are complete when the schedule leaves it.
-        unread: Groups that no rank read. They are inserted in the order of module registration.
-        is_open: Whether ranks differed, or all ranks left out layers. Later passes may then differ, so the ranks
-            compare their order at the end of each pass.
+        complete: Maps a position to the groups whose gradients are complete after this position.
+        unread: Groups that no rank has read. They are inserted in the order of module registration.
+        is_open: Whether the order differed between ranks, or all ranks skipped layers. Later passes may then differ,
+            so the ranks compare their order at the end of each pass.
     """
 
     units: list[int] = field(default_factory=list)
@@ -61,16 +61,16 @@ class GatherOrder:
     is_open: bool = False
 
     def insert(self, index: int, position: int) -> None:
-        """Insert a parameter group into the order before a position."""
+        """Insert a parameter group before a position of the order."""
         self.units.insert(position, index)
         self.complete = {n + (n >= position): found for n, found in self.complete.items()}
 
     def place(self, index: int, start: int) -> int:
-        """Return the next position of a parameter group at or after a position, or END if there is none."""
+        """Return the first position of a parameter group at or after ``start``, or END if there is none."""
         return next((n for n in range(max(start, 0), len(self.units)) if self.units[n] == index), END)
 
     def positions(self, read_indices: Sequence[int]) -> list[int]:
-        """Return the positions in the order at which one rank reads its parameter groups."""
+        """Return the positions at which a rank reads its parameter groups in this order."""
         positions, at = [], 0
         for index in read_indices:
             at = max(self.place(index, at), at)
@@ -78,7 +78,7 @@ class GatherOrder:
         return positions
 
     def insert_unread_forward_groups(self, units: Sequence[int], layers: Collection[int]) -> None:
-        """Insert each parameter group that no rank read in the forward pass after its predecessor in the model."""
+        """Insert each group that no rank has read in the forward pass after the group that precedes it in the model."""
         self.unread = [index for index in units if index not in self.units]
         self.is_open |= any(index in layers for index in self.unread)
         for index in self.unread:
@@ -86,7 +86,7 @@ class GatherOrder:
             self.insert(index, self.units.index(max(lower)) + 1 if lower else 0)
 
     def insert_unread_backward_groups(self, forward: GatherOrder) -> None:
-        """Insert each parameter group that no rank read in the forward pass after its successor in the model."""
+        """Insert each group that no rank has read in the forward pass after the group that follows it in the model."""
         self.unread, self.is_open = forward.unread, self.is_open or forward.is_open
         for index in (index for index in self.unread if index not in self.units):
             higher = [n for n in self.units if n > index]
@@ -96,12 +96,12 @@ class GatherOrder:
 def create_gather_order(
     gathered: Sequence[int], previous: GatherOrder | None, reports: Sequence[tuple[list[int], Mapping[int, int]]]
 ) -> GatherOrder:
-    """Create the order of all-gathers from the parameter groups that each rank read in a pass.
+    """Create the order of all-gathers from the parameter groups that each rank has read in a pass.
 
     Args:
         gathered: The groups in the order in which they were gathered.
-        previous: The previous order, from which a rank deviated. None in the first pass of a kind.
-        reports: For each rank the groups that it read, and for each group the index among these of its last gradient.
+        previous: The previous order, from which a rank deviated, or None in the first pass of a kind.
+        reports: For each rank, the groups that it read, and for each group the index of its last gradient among these.
     """
     plan = GatherOrder(list(gathered))
     if previous is not None:
@@ -121,7 +121,7 @@ def create_gather_order(
 
 
 def _merge_orders(first: list[int], second: list[int]) -> list[int]:
-    """Merge two sequences into one that contains both as subsequences."""
+    """Merge two lists into one list that contains both of them as subsequences."""
     out: list[int] = []
     for _, a, b, c, d in SequenceMatcher(None, first, second, autojunk=False).get_opcodes():
         out += first[a:b] if first[a:b] == second[c:d] else first[a:b] + second[c:d]
@@ -129,17 +129,17 @@ def _merge_orders(first: list[int], second: list[int]) -> list[int]:
 
 
 PassKind = tuple[Any, ...]
-"""Kind of a pass: (called module, pipeline position, training mode, grad mode), and "backward" for a backward pass."""
+"""Kind of a pass: (called module, pipeline position, training mode, grad mode), plus "backward" if it is one."""
 
 
 class GatherScheduler:
     """Gathers and frees the ZeRO-3 parameter groups of a model, and starts the reduction of their gradients.
 
     Args:
-        axis: Axis of all ranks that run the model together.
-        frees: Whether to free a group after its use. Otherwise it stays gathered until the end of the step.
-        gathers_ahead: Whether to gather the next group while one is used.
-        part: Returns the part of the model that a forward pass runs, for a model in pipeline stages.
+        axis: Axis that contains all ranks of the model.
+        frees: Whether to free a group after use. Otherwise, it stays gathered until the end of the step.
+        gathers_ahead: Whether to gather the next group while the current one is used.
+        part: Returns which part of the model a forward pass runs, for a model with pipeline stages.
     """
 
     def __init__(
@@ -178,9 +178,9 @@ class GatherScheduler:
     # --- start and end of a forward pass
 
     def _register_hooks(self, model: nn.Module) -> None:
-        """Register forward hooks on the model, and on each module that contains a full parameter group.
+        """Register forward hooks on the model, and on each module that contains all parameters of a group.
 
-        The outermost call of such a module is a forward pass.
+        The outermost call of such a module counts as a forward pass.
         """
         params_of_groups = [{id(p) for p in unit.params} for unit in self.units]
         for path, module in model.named_modules():
@@ -228,7 +228,7 @@ class GatherScheduler:
                     x.register_hook(self._register_end_callback)
 
     def end_forward_early(self, output: Any) -> None:
-        """End the current forward pass before the module that was called returns."""
+        """End the current forward pass before the called module returns."""
         assert self._caller is not None
         module = self._caller
         self._end_forward(module, (), output)
@@ -240,7 +240,7 @@ class GatherScheduler:
             self._saving = self._caller = None
 
     def gather(self, param: Tensor) -> None:
-        """Gather the parameter group that contains a parameter, and free the other groups. All ranks must call it."""
+        """Gather the group that contains a parameter, and free all other groups. Must be called on all ranks."""
         wanted = param.__dict__.get(GROUP_ATTRIBUTE)
         for unit in self.units:
             if unit is not wanted:
@@ -275,7 +275,7 @@ class GatherScheduler:
             self._gather_up_to(unit.index)
 
     def _gather_up_to(self, index: int) -> None:
-        """Gather all groups in the order up to this group, including groups that only other ranks need.
+        """Gather all groups up to the group ``index``, including groups that only other ranks need.
 
         For END, gather the remaining groups of the pass.
         """
@@ -289,7 +289,7 @@ class GatherScheduler:
             self._negotiate_and_gather(index)
 
     def _gather_in_recorded_order(self, plan: GatherOrder, index: int) -> None:
-        """Gather groups in the recorded order up to this group. Discard the order if a rank deviates from it."""
+        """Gather groups in the recorded order up to ``index``. Discard the order if a rank deviates from it."""
         end = len(plan.units) - 1 if index == END else plan.place(index, self._position)
         leaves = index != END and end == END
         if leaves and self.units[index].is_gathered:
@@ -306,7 +306,7 @@ class GatherScheduler:
             self._plan = None
 
     def _gather_next(self, index: int, next_indices: Sequence[int]) -> None:
-        """Gather a parameter group, free the previous group, reduce its gradients, and prefetch the next groups."""
+        """Gather one group, free the previous one, reduce complete gradients, and prefetch the next groups."""
         before, self._position = self._current_index, self._position + 1
         self.units[index].wait_for_unshard()
         self._record.units.append(index)
@@ -334,7 +334,7 @@ class GatherScheduler:
         return self._record.units[-1] if self._record.units else END
 
     def _end_pass(self) -> None:
-        """End the pass on this rank, after it has taken part in the remaining all-gathers of other ranks."""
+        """Participate in the remaining all-gathers of other ranks, and end the pass on this rank."""
         assert self._kind is not None
         self._keep = ()
         self._gather_up_to(END)
@@ -347,10 +347,10 @@ class GatherScheduler:
     # --- the first pass of a kind
 
     def _negotiate_and_gather(self, requested: int) -> None:
-        """Gather the groups that the ranks request, one by one, until the group that this rank requested is gathered.
+        """Agree with other ranks on the groups to gather, until the group that this rank requests is gathered.
 
-        For END, continue until no rank requests a group.
-        Each all-gather communicates one gather of the needed groups and of those with complete gradients.
+        For END, continue until no rank requests a group. Before each all-gather, one gather communicates the requested
+        groups and the groups with complete gradients.
         """
         while True:
             done = [unit.index for unit in self.units if self._is_backward and self.reducer.is_complete(unit)]
@@ -366,14 +366,14 @@ class GatherScheduler:
                 return
 
     def record_gradient(self, unit: ParamGroup) -> None:
-        """Record when a parameter of a group received its last gradient in the backward pass."""
+        """Record the position in the backward pass at which a group received its last gradient."""
         if self._kind is None or not self._is_backward:
             self._begin_backward(None)
         if self._plan is None:
             self._last_arrivals[unit.index] = len(self._read_indices) - 1
 
     def _reduce_remaining_groups(self) -> None:
-        """Reduce the gradients of the remaining parameter groups, in the same order on all ranks."""
+        """Reduce the gradients of the remaining parameter groups in the same order on all ranks."""
         rest = {unit.index for unit in self.units if unit.index not in self.reducer.sent}
         if not self.reducer.is_sealed:
             again = [unit.index for unit in self.units if self.reducer.has_unreduced_gradients(unit)]
@@ -383,7 +383,7 @@ class GatherScheduler:
         self.reducer.end_pass()
 
     def _record_plan(self, previous: GatherOrder | None) -> GatherOrder:
-        """Return the order of all-gathers that the ranks negotiated in this pass, for later passes of the same kind."""
+        """Return the order of all-gathers on which the ranks agreed in this pass, for later passes of the same kind."""
         assert self._kind is not None
         reports = all_gather_objects((self._read_indices, self._last_arrivals), self.axis)
         plan = create_gather_order(self._record.units, previous, reports)
@@ -414,7 +414,7 @@ class GatherScheduler:
         if torch.is_grad_enabled():
             raise InputError(
                 f"A backward pass with create_graph=True used the parameters of {packed.unit.name}.",
-                rule="ZeRO stage 3 does not support gradients of gradients.",
+                rule="ZeRO stage 3 does not support higher-order gradients.",
                 remedy="Use stage=2, or remove create_graph=True.",
             )
         if packed.param is not None:
@@ -425,7 +425,7 @@ class GatherScheduler:
     # --- start and end of a backward pass
 
     def _begin_backward(self, run: int | None) -> None:
-        """Begin a backward pass through the graph of a forward pass, by default the current or the last one."""
+        """Begin a backward pass through the graph of the forward pass ``run``, by default the current or last one."""
         if torch_compat.current_graph_task_id() < 0:
             return  # a saved tensor was read outside a backward pass
         if self._caller is not None and not self._is_backward:
@@ -447,8 +447,8 @@ class GatherScheduler:
     def _register_end_callback(self, grad: Tensor | None = None) -> None:
         """Register a callback that ends the backward pass after autograd has finished.
 
-        The model's output calls it first, so that it is not registered in the nested backward pass of a re-entrant
-        checkpoint.
+        A hook of the model's output calls this method first, so that the callback is not registered in the nested
+        backward pass of a re-entrant checkpoint.
         """
         if not self._is_ending:
             self._is_ending = True
@@ -468,13 +468,13 @@ def shard_for_stage3(
     end: ReduceScatterToShards,
     host: HostMemory | None,
 ) -> tuple[GatherScheduler, list[FlatShard]]:
-    """Shard the parameters of a model for ZeRO stage 3. Return the gather scheduler and the trainable shards.
+    """Shard the parameters of a model for ZeRO stage 3, and return the gather scheduler and the trainable shards.
 
     Parameters that several pipeline stages share keep their own reducer.
 
     Args:
         end: Reduction of the gradients.
-        host: Where master weights are offloaded to. None keeps them on the device.
+        host: Host memory for the master weights, or None to keep them on the device.
     """
     own = [r for r in table.reducers if isinstance(r, GradientReducer) and not _is_shared_by_stages(r)]
     rest = [r for r in table.reducers if r not in own]
@@ -539,7 +539,7 @@ def _make_param_groups(
 
 
 def _gathered_bytes(shard: FlatShard) -> int:
-    """Return the number of bytes of the larger buffer of a shard: gathered parameters, or gradients with counts."""
+    """Return the size in bytes of the larger buffer of a shard: gathered parameters, or gradients with counts."""
     return (shard.length + len(shard.gradients)) * shard.axis.size * shard.dtype.itemsize
 
 
@@ -576,7 +576,7 @@ def _should_shard(param: nn.Parameter, keep_frozen: bool) -> bool:
 
 
 def _make_buckets(gradients: Sequence[GradientSlot], dtype: torch.dtype | None) -> list[Bucket]:
-    """Group gradients into one bucket per axis, dtype and device, with separate buckets for frozen parameters."""
+    """Create one gradient bucket per axis, dtype and device, and separate buckets for frozen parameters."""
     found: dict[tuple[Any, ...], Bucket] = {}
     for gradient in gradients:
         param = gradient.param

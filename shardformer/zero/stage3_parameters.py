@@ -1,8 +1,8 @@
-"""ZeRO-3 parameter groups, whose full parameters are gathered only while they are used.
+"""Parameter groups of ZeRO-3, whose full parameters are gathered only while they are used.
 
 A parameter group contains the parameters of a layer, or of modules between layers. Each rank stores its shard of a
 group. The full parameters are gathered when one of them is read, and freed when the next group is used. The
-``nn.Parameter`` objects and their hooks remain. Between uses their values are NaN and their class is
+``nn.Parameter`` objects and their hooks remain. Between uses, their values are NaN and their class is
 ``UngatheredParameter``.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 5.3.
@@ -31,15 +31,14 @@ from shardformer.torch_compat import DisableTorchFunctionSubclass, has_data, mem
 from shardformer.zero.flat_shards import FlatShard
 
 GROUP_ATTRIBUTE = "_shardformer_unit"
-"""Attribute of a parameter: its ParamGroup."""
+"""Name of the parameter attribute that contains its ParamGroup."""
 
 
 class UngatheredParameter(nn.Parameter):
-    """Parameter whose full values are not on this rank until its parameter group is gathered.
+    """A parameter whose full values are not available on this rank until its parameter group is gathered.
 
-    An operation that reads the values gathers the group, or raises an error outside a forward or backward pass.
-
-    Shape, dtype, device, hooks and ``.grad`` are available without a gather.
+    An operation that reads the values gathers the group. Outside a forward or backward pass, it raises an error. Shape,
+    dtype, device, hooks and ``.grad`` are available without a gather.
     """
 
     @classmethod
@@ -70,7 +69,7 @@ def _keeps(convert: Any, param: Tensor, *args: Any, **kwargs: Any) -> bool:
 
 
 def gather_together(params: Iterable[nn.Parameter]) -> None:
-    """Gather all groups of these parameters for one operation that reads them, such as a compiled layer."""
+    """Gather the groups of all parameters that one operation reads, such as a compiled layer."""
     absent = [param.__dict__[GROUP_ATTRIBUTE] for param in params if isinstance(param, UngatheredParameter)]
     if absent:
         absent[0].on_read(list({unit.index: unit for unit in absent}.values()))
@@ -78,7 +77,7 @@ def gather_together(params: Iterable[nn.Parameter]) -> None:
 
 @cache
 def _functions_without_values() -> frozenset[Any]:
-    """Return the functions that can be called on an ungathered parameter, because they do not read tensor values."""
+    """Return the torch functions that can be called on a parameter without gathering its values."""
     getters = (
         "shape dtype device requires_grad grad is_leaf layout ndim grad_fn is_cuda is_cpu is_meta is_sparse "
         "is_quantized is_nested itemsize nbytes _version names output_nr retains_grad _backward_hooks "
@@ -104,7 +103,7 @@ def _conversions() -> frozenset[Any]:
 
 @cache
 def ungathered_class(kind: Any) -> Any:
-    """Return the subclass of a parameter class that represents its ungathered parameters."""
+    """Return the subclass of a parameter class that a parameter has while it is not gathered."""
     if issubclass(kind, UngatheredParameter):
         return kind
     if kind is nn.Parameter:
@@ -119,24 +118,24 @@ def gathered_class(kind: Any) -> Any:
 
 
 SMALL_GROUP_NUMEL = 2**15
-"""Modules outside layers with fewer elements share a group."""
+"""Modules outside layers that have fewer elements share a group."""
 LARGE = 0.25
-"""A layer with more than this fraction of the model is split if it contains layers."""
+"""A layer with more than this fraction of the model's parameters is split if it contains layers."""
 
 _without_inference_mode = torch.inference_mode(False)
-"""Tensors created in inference mode could not be used in later training steps."""
+"""Disables inference mode, because tensors created in it could not be used in later training steps."""
 
 
 class ParamGroup:
-    """Group of parameters that ZeRO stage 3 gathers and frees together, such as one layer.
+    """A group of parameters that ZeRO stage 3 gathers and frees together, such as one layer.
 
     Args:
-        index: Index among the model's groups, in the order of module registration.
+        index: Index among the groups of the model, in the order of module registration.
         name: Name of the group's first module.
 
     Attributes:
-        on_read: Called with the groups of all arguments before a parameter is read that is not gathered.
-        size: Bytes of the gathered parameters.
+        on_read: Called before an ungathered parameter is read, with the groups of all arguments of the operation.
+        size: Size of the gathered parameters in bytes.
         where: Maps the address of gathered memory to the group and the index of the base tensor.
         give_back: Called with the address of memory that is no longer used.
     """
@@ -157,14 +156,14 @@ class ParamGroup:
 
     @_without_inference_mode
     def prefetch(self) -> None:
-        """Start to copy offloaded shards of the parameters to the device, before ``unshard`` gathers them."""
+        """Start copying offloaded shards of the parameters to the device, so that ``unshard`` can gather them."""
         if not self.is_gathered and not self._pending:
             for shard in self.shards:
                 shard.fetch_parameters()
 
     @_without_inference_mode
     def unshard(self) -> None:
-        """Start to all-gather the full parameters. Communicates one all-gather for each shard."""
+        """Start an all-gather of the full parameters. Communicates one all-gather for each shard."""
         if not self.is_gathered and not self._pending:
             self._pending = [shard.start_gather() for shard in self.shards]
 
@@ -191,9 +190,9 @@ class ParamGroup:
         self.bases.append(values)
 
     def reshard(self) -> None:
-        """Free the full parameters, so that this rank stores only its shards."""
+        """Free the full parameters, so that this rank stores only its shards of them."""
         for pending in self._pending:
-            pending.wait()  # the all-gather started on all ranks but was not used
+            pending.wait()  # the all-gather was started on all ranks but not used
         self._pending = []
         for shard in self.shards:
             shard.release_fetched_parameters()
@@ -205,7 +204,7 @@ class ParamGroup:
             raise ConfigError(
                 f"A parameter of {self.name} was modified in place while it was gathered.",
                 rule="ZeRO stage 3 frees gathered parameters after use, so the change would be lost.",
-                remedy="Use stage=2 if something other than the optimizer changes parameters.",
+                remedy="Use stage=2 if code other than the optimizer changes parameters.",
             )
         memories = [memory_of(values) for values in self.bases]
         for memory in memories:
@@ -217,7 +216,7 @@ class ParamGroup:
 
     @_without_inference_mode
     def replace_with_placeholders(self) -> None:
-        """Replace each parameter by a NaN placeholder of the same shape."""
+        """Replace the values of each parameter by a NaN placeholder of the same shape."""
         for shard in self.shards:
             for gradient in shard.gradients:
                 param: Any = gradient.param
@@ -228,7 +227,7 @@ class ParamGroup:
 
 
 def group_params(model: nn.Module) -> list[tuple[str, list[nn.Parameter]]]:
-    """Divide the parameters of a model into named groups that are gathered together.
+    """Divide the parameters of a model into named groups that ZeRO stage 3 gathers together.
 
     Each layer is a group. Outside layers, each large module is a group, and consecutive small modules share one.
     Layers are the elements of ModuleList and Sequential. The order is that of module registration, which is identical
@@ -277,15 +276,15 @@ def _iterate_layers(module: nn.Module, path: str, model_numel: int) -> Iterator[
 
 MAX_FREE_BUFFERS = 3
 MIN_FILL = 0.5
-"""Minimum fraction of a buffer that a request must use."""
+"""Minimum fraction of a buffer that a request must use to get it."""
 UNSHARED_USE_COUNT = 2
-"""Reference count of a storage without other users: one from the buffer, one from the query."""
+"""Reference count of a storage that is used nowhere else: one from the buffer, one from the query."""
 
 
 class GatherBufferPool:
-    """Allocates and reuses buffers for gathered parameter groups and their gradients.
+    """A pool of reusable buffers for gathered parameter groups and their gradients.
 
-    Requests near the most frequent group size reuse buffers. Other requests allocate memory. A buffer that is still
+    Requests near the most frequent group size reuse buffers. Other requests allocate new memory. A buffer that is still
     referenced elsewhere is not reused.
     """
 
@@ -295,7 +294,7 @@ class GatherBufferPool:
         self._lent: dict[int, Tensor] = {}
 
     def fit(self, group_sizes: Sequence[int]) -> None:
-        """Set the size of the reused buffers to the most frequent of these sizes in bytes."""
+        """Set the size of the reused buffers to the most frequent group size, in bytes."""
         counts = Counter(group_sizes)
         self._size = max(counts, key=lambda size: (counts[size] * size, size), default=0)
 
@@ -312,14 +311,14 @@ class GatherBufferPool:
         return found[:size].view(dtype)
 
     def give_back(self, address: int) -> None:
-        """Return the buffer at a memory address (see ``memory_of``) to the pool."""
+        """Give the buffer at a memory address (see ``memory_of``) back to the pool."""
         chunk = self._lent.pop(address, None)
         if chunk is not None and len(self._free) < MAX_FREE_BUFFERS and storage_use_count(chunk) <= UNSHARED_USE_COUNT:
             self._free.append(chunk)
 
 
 class UnshardedCache(list[ParamGroup]):
-    """Cache of parameter groups that stay gathered after the forward pass, for the start of the backward pass.
+    """A cache of parameter groups that stay gathered between the forward pass and the backward pass.
 
     The backward pass starts with the last layer, so the least recently used group is evicted first.
 
@@ -330,7 +329,7 @@ class UnshardedCache(list[ParamGroup]):
     max_bytes: float = 0.0
 
     def add(self, unit: ParamGroup) -> list[ParamGroup]:
-        """Add a group to the cache after its use, and return the groups to free. They are identical on all ranks."""
+        """Add a group to the cache after its use, and return the groups to free, which are the same on all ranks."""
         if unit in self:
             self.remove(unit)
         self.append(unit)
@@ -344,11 +343,11 @@ class ParamGroupReducer(PausableReducer):
     """Reduces the gradients of ZeRO-3 parameter groups, one group at a time.
 
     Args:
-        buckets: The buckets of each group, by its index.
-        arrived: Called when a parameter of a group received a gradient.
-        entries: All parameters of the model. Those that are frozen now must stay frozen.
+        buckets: The buckets of each group, by the index of the group.
+        arrived: Called when a parameter of a group has received a gradient.
+        entries: All parameters of the model. Parameters that are frozen now must stay frozen.
         overlaps: Whether the reduction overlaps with computation.
-        memory: Pool of the bucket buffers.
+        memory: Pool for the buffers of the buckets.
     """
 
     def __init__(
@@ -385,26 +384,27 @@ class ParamGroupReducer(PausableReducer):
         if self.is_sealed and unit.index in self.sent:
             raise ConfigError(
                 f"A gradient of {gradient.entry.name} was computed after the gradients of {unit.name} were reduced.",
-                rule="ZeRO stage 3 reduces the gradients of a layer where the first backward pass reduced them.",
+                rule="ZeRO stage 3 reduces the gradients of a layer at the same point as in the first backward pass.",
                 remedy="Use stage=2, which waits for the end of the backward pass.",
             )
         self._arrived(unit)
 
     def is_complete(self, unit: ParamGroup) -> bool:
-        """Return whether all parameters of a group received gradients on this rank, and none were reduced yet."""
+        """Return whether all gradients of a group are available on this rank, and none has been reduced yet."""
         found = self._buckets.get(unit.index, ())
         return bool(found) and unit.index not in self.sent and all(g.arrived for b in found for g in b.gradients)
 
     def has_unreduced_gradients(self, unit: ParamGroup) -> bool:
-        """Return whether a group has gradients on this rank that were not reduced yet."""
+        """Return whether a group has gradients on this rank that have not been reduced yet."""
         return any(
             gradient.is_unreduced for bucket in self._buckets.get(unit.index, ()) for gradient in bucket.gradients
         )
 
     def send(self, unit: ParamGroup) -> None:
-        """Start to reduce the gradients of a parameter group.
+        """Start reducing the gradients of a parameter group over ranks.
 
-        All ranks must call it for the same groups in the same order. Communicates one reduce-scatter for each bucket.
+        All ranks must call this method for the same groups in the same order. Communicates one reduce-scatter for each
+        bucket.
         """
         self.wait()
         self.sent.add(unit.index)
@@ -417,7 +417,7 @@ class ParamGroupReducer(PausableReducer):
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the reduction in progress, and add its result to this rank's shards."""
+        """Wait for the reduction in progress, and add the reduced gradients to this rank's shards."""
         for bucket in self._under_way:
             self._end.finish(bucket)
             flat, bucket.flat, bucket.work = bucket.flat, None, None
@@ -428,7 +428,7 @@ class ParamGroupReducer(PausableReducer):
         self._under_way = []
 
     def end_pass(self) -> None:
-        """End a backward pass after the reduction of all its gradients was started."""
+        """End a backward pass in which the reduction of all gradients has been started."""
         self.wait()
         self.sent = set()
         for gradient in self._gradients():
@@ -436,7 +436,7 @@ class ParamGroupReducer(PausableReducer):
         self._end.end_pass()
 
     def start(self) -> None:
-        """Start to reduce the gradients that several backward passes accumulated without communication."""
+        """Start reducing the gradients that were accumulated without communication."""
         for unit in reversed(self._units):
             self.send(unit)
 
@@ -453,13 +453,13 @@ class ParamGroupReducer(PausableReducer):
         if late := next((entry.name for entry in self._frozen if entry.param.requires_grad), None):
             raise ConfigError(
                 f"{late} was unfrozen after shard_optimizer was called.",
-                remedy="Unfreeze it before creating the optimizer and calling shard_optimizer.",
+                remedy="Unfreeze it before you create the optimizer and call shard_optimizer.",
             )
 
 
 @dataclass
 class SavedParamView:
-    """Position in a parameter group of a gathered tensor that autograd saved for the backward pass."""
+    """The position of a gathered tensor in its parameter group, which autograd saves instead of the tensor."""
 
     run: int
     unit: ParamGroup

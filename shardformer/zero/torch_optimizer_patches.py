@@ -1,12 +1,12 @@
-"""The patches with which torch's optimizers, gradient scalers and gradient clipping support sharded models.
+"""Patches that make torch's optimizers, gradient scalers and gradient clipping work with sharded models.
 
-``torch.amp.GradScaler`` skips a step if gradients are not finite. Here all ranks of the model skip it if one rank has
-to, as torch's ``ShardedGradScaler`` does for FSDP.
+``torch.amp.GradScaler`` skips a step if gradients are not finite. With the patch, all ranks of the model skip the step
+if one rank has to, as torch's ``ShardedGradScaler`` does for FSDP.
 
-Before a step, gradients that ranks have not reduced are reduced or rejected: see ``check_gradients_before_step``.
+Before a step, gradients that were not reduced over ranks are reduced or rejected: see ``check_gradients_before_step``.
 
 An optimizer that is not element-wise (Adafactor, Muon, LAMB) computes a different update for a shard of a matrix. A
-warning reports this at the first step.
+warning at the first step reports this.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardformer.zero.optimizer_state_view import STATE_PATCHES, zero_optimizer_
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 CHECKED_ATTRIBUTE = "_shardformer_looked_at"
-"""Attribute of an optimizer that was checked at its first step."""
+"""Name of an attribute that marks optimizers that were checked at their first step."""
 
 
 def _apply_scaler_patch() -> Undo:
@@ -62,7 +62,7 @@ def _check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if (holder := zero_optimizer_of(optimizer)) is not None and not holder.is_stepping:
         raise ConfigError(
             f"step() was called on the original {type(optimizer).__name__} that was passed to shard_optimizer.",
-            remedy="Use the optimizer that it returns: optimizer = shardformer.shard_optimizer(model, optimizer).",
+            remedy="Use the returned optimizer instead: optimizer = shardformer.shard_optimizer(model, optimizer).",
         )
     if isinstance(optimizer, ZeroOptimizer):
         return
@@ -83,7 +83,7 @@ def _check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if reason is not None:
         warnings.warn(
             f"{type(optimizer).__name__} {reason}, but this rank has only a shard of {cut[0]}"
-            f"{' and other parameters' if len(cut) > 1 else ''}. Its steps differ from those on one device. Use "
+            f"{' and other parameters' if len(cut) > 1 else ''}. Its updates differ from those on one device. Use "
             "optimizer = shardformer.shard_optimizer(model, optimizer), which gathers full parameters.",
             stacklevel=4,
         )
@@ -104,4 +104,4 @@ TRAINING_PATCHES: Mapping[Patch, Apply] = {
     ): lambda: register_optimizer_step_pre_hook(_check_before_step).remove,
     **MONITOR_PATCHES,
 }
-"""Patches with which torch's gradient clipping, gradient scaler and optimizers support sharded models."""
+"""All patches of torch's gradient clipping, gradient scaler and optimizers."""

@@ -1,4 +1,4 @@
-"""ZeroOptimizer, the optimizer that ``shard_optimizer`` returns, which updates this rank's slices of the parameters."""
+"""The optimizer that ``shard_optimizer`` returns, which updates only this rank's slices of the parameters."""
 
 from __future__ import annotations
 
@@ -42,31 +42,31 @@ from shardformer.zero.stage3_parameters import ParamGroup
 
 
 def check_unmodified(model: nn.Module, table: ShardingMetadata, shards: Sequence[FlatShard]) -> None:
-    """Raise ConfigError if a parameter was replaced or moved, or its ``.grad`` was set, after shard_optimizer."""
+    """Raise ConfigError if a parameter was replaced, moved or assigned a gradient after ``shard_optimizer``."""
     here = {id(p) for p in model.parameters()}
-    rule = "ZeRO moves each parameter to a range of a flat buffer, and keeps the gradients itself"
+    rule = "ZeRO moves each parameter to a range of a flat buffer, and stores the gradients separately"
     for entry in table.entries:
         if id(entry.param) not in here:
             failure = f"{entry.name} was replaced by another parameter after shard_optimizer was called"
-            raise ConfigError(failure, rule=rule, remedy="Replace the parameter before calling shard_optimizer.")
+            raise ConfigError(failure, rule=rule, remedy="Replace the parameter before you call shard_optimizer.")
         if entry.param.grad is not None:
             raise assigned_gradient_error(entry.name)
     for shard in shards:
         if moved := shard.find_param_with_moved_memory():
             raise ConfigError(
-                f"The memory of {moved} changed after shard_optimizer was called (p.data = ..., model.to(...)).",
+                f"The memory of {moved} was replaced after shard_optimizer was called (p.data = ..., model.to(...)).",
                 rule=rule,
-                remedy="Write into it with p.copy_(values) under torch.no_grad(), or move the model first.",
+                remedy="Change values with p.copy_(values) under torch.no_grad(), or move the model before that call.",
             )
 
 
 class ZeroOptimizer(Optimizer):
-    """Optimizer with sharded states, returned by ``shard_optimizer`` and used like any other torch optimizer.
+    """A torch optimizer whose states are sharded over ranks, as returned by ``shard_optimizer``.
 
     Attributes:
-        grad_norm: Gradient norm of the last step before clipping. None if it was not computed.
+        grad_norm: Gradient norm of the last step before clipping, or None if it was not computed.
         skipped: Number of steps that were skipped because of non-finite gradients.
-        inner: The optimizers that were passed.
+        inner: The optimizers that were passed to ``shard_optimizer``.
         is_stepping: Whether the inner optimizers are in a step.
         shards: This rank's shards of all buckets. The inner optimizers step slices of them.
         model_params: The model's parameters in each group of the inner optimizers, in their original order.
@@ -125,7 +125,7 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the inner optimizers, with this rank's slices of the parameters."""
+        """The parameter groups of the inner optimizers, with this rank's slices of the parameters."""
         if self._is_initialized:
             self._groups[:] = [group for optimizer in self.inner for group in optimizer.param_groups]
         return self._groups
@@ -138,11 +138,11 @@ class ZeroOptimizer(Optimizer):
 
     @property  # type: ignore[override]  # torch has an attribute
     def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
-        """States of the inner optimizers. If they are in files, access it within ``readable_state()``."""
+        """The states of the inner optimizers. If they are in files, use this property inside ``readable_state()``."""
         if isinstance(self._host, FileStore) and not self._is_open:
             raise ConfigError(
                 f"optimizer.state cannot be accessed directly with offload='nvme:{self._host.disk.folder}'.",
-                remedy="Use `with optimizer.readable_state(): optimizer.state...` on all ranks.",
+                remedy="Use it inside `with optimizer.readable_state():` on all ranks.",
             )
         return self._state
 
@@ -154,7 +154,7 @@ class ZeroOptimizer(Optimizer):
             self.state.clear()
 
     def _create_shards(self, full_params: Collection[int]) -> list[FlatShard]:
-        """Shard all gradient buckets. Parameters without a gradient reduction get buckets on an axis of one rank."""
+        """Create a shard for each gradient bucket, including parameters whose gradients are not reduced over ranks."""
         table = self.table
         held = {id(gradient.param) for reducer in self._reducers() for gradient in reducer.gradients}
         if alone := [GradientSlot(e, Axis("none"), table.coords) for e in table.entries if id(e.param) not in held]:
@@ -177,7 +177,7 @@ class ZeroOptimizer(Optimizer):
         """Move this rank's master weights and optimizer states to a file.
 
         Raises:
-            ConfigError: The directory or the disk space is missing on a rank. Raised on all ranks.
+            ConfigError: The directory does not exist or its disk is full on a rank. Raised on all ranks.
         """
         held = {id(p): (o, group) for o in self.inner for group in o.param_groups for p in group["params"]}
 
@@ -203,7 +203,7 @@ class ZeroOptimizer(Optimizer):
             shard.show_gradients_to_user()
 
     def _replace_parameters(self) -> None:
-        """Replace the parameters and states of the inner optimizers by this rank's slices.
+        """Replace the parameters and states of the inner optimizers by this rank's slices of them.
 
         Communicates one all-reduce for each state tensor of which several ranks store slices.
         """
@@ -225,7 +225,7 @@ class ZeroOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Clip gradients, update this rank's shards and gather the new parameters on all ranks.
+        """Clip the gradients, update this rank's shards, and all-gather the updated parameters.
 
         Communicates one all-gather of the parameters that received a gradient, and one all-reduce of four numbers over
         each axis.
@@ -248,7 +248,7 @@ class ZeroOptimizer(Optimizer):
         return loss
 
     def _apply_gradient_edits(self) -> Exception | None:
-        """Apply the user's edits of ``p.grad`` to the shards. Return an error, which all ranks will raise, or None."""
+        """Apply the user's edits of ``p.grad`` to the shards. Return an error that all ranks must raise, or None."""
         try:
             for shard in self.shards:
                 for number in range(len(shard.gradients)):
@@ -259,11 +259,11 @@ class ZeroOptimizer(Optimizer):
         return None
 
     def _check_and_clip(self, problem: Exception | None) -> bool:
-        """Compute and clip the gradient norm. Return whether the optimizer should step.
+        """Compute the gradient norm, clip the gradients, and return whether the optimizer should step.
 
         Raises:
             InputError: A gradient is not finite, and ``on_nonfinite`` is "raise".
-            Exception: ``problem``, or on other ranks a ConfigError.
+            Exception: ``problem`` is raised on this rank, and a ConfigError on other ranks.
         """
         rules, scale = self._settings, self._precision.loss_scale
         is_scaled = self._precision.parameters == "fp16"
@@ -287,7 +287,7 @@ class ZeroOptimizer(Optimizer):
         return sharded_grad_norm(self.shards, self.table, self._stage, problem, only, in_stage=in_stage)
 
     def agree(self) -> None:
-        """Reduce the gradients that backward passes within ``no_sync`` accumulated. All ranks must call it."""
+        """Reduce the gradients that were accumulated inside ``no_sync``. Must be called on all ranks."""
         for reducer in self.table.reducers:
             if reducer.was_paused:
                 reducer.start()
@@ -300,7 +300,7 @@ class ZeroOptimizer(Optimizer):
         The norm is identical on all ranks. Communicates one all-reduce of four numbers over each axis.
 
         Args:
-            error_if_nonfinite: If the norm is not finite, leave the gradients unchanged. The caller raises.
+            error_if_nonfinite: Leave the gradients unchanged if the norm is not finite. The caller raises an error.
         """
         self.grad_norm = self.norm_of(None, norm_type)
         if not error_if_nonfinite or is_true(torch.isfinite(self.grad_norm)):
@@ -308,14 +308,14 @@ class ZeroOptimizer(Optimizer):
         return self.grad_norm
 
     def norm_of(self, params: Iterable[Tensor] | None, norm_type: float = 2.0) -> Tensor:
-        """Return the 2-norm of the gradients of some parameters, or of all parameters for None.
+        """Return the 2-norm of the gradients of some parameters, or of all parameters if ``params`` is None.
 
-        All ranks must call it, and receive the same norm. Communicates one all-reduce of four numbers per axis.
+        All ranks must call this method, and get the same norm. Communicates one all-reduce of four numbers per axis.
         """
         if norm_type != 2.0:
             raise ConfigError(
                 f"norm_type={norm_type} is not supported under ZeRO.",
-                rule="ZeRO only computes the 2-norm of the gradients.",
+                rule="ZeRO can compute only the 2-norm of the gradients.",
                 remedy="Omit norm_type to use the 2-norm.",
             )
         self.agree()
@@ -336,7 +336,7 @@ class ZeroOptimizer(Optimizer):
         """Clear all gradients, including those that were accumulated within ``no_sync``.
 
         Args:
-            set_to_none: False sets them to zero. The next step then still applies momentum and weight decay.
+            set_to_none: False sets gradients to zero, so that the next step still applies momentum and weight decay.
         """
         for shard in self.shards:
             shard.clear_gradients() if set_to_none else shard.zero()
@@ -348,21 +348,21 @@ class ZeroOptimizer(Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without reducing them, for all but the last backward pass of a step.
+        """Accumulate gradients without reducing them over ranks. Use it for all but the last backward pass of a step.
 
-        It has no effect in stages 2 and 3.
+        Stages 2 and 3 ignore this context manager and always reduce gradients.
         """
         with self.table.paused() if self._stage < 2 else nullcontext():
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of a loss, which is scaled in fp16."""
+        """Run the backward pass of a loss. With fp16 parameters, the loss is scaled first."""
         with self.scaled() as scale:
             (loss if scale == 1 else loss.float() * scale).backward()
 
     @contextmanager
     def scaled(self) -> Iterator[float]:
-        """Yield the loss scale, by which the caller multiplies the loss before ``loss.backward()`` in this context."""
+        """Yield the loss scale. Multiply the loss by it and call ``loss.backward()`` inside this context."""
         self._is_scaled = True
         try:
             yield self._precision.scale
@@ -373,22 +373,23 @@ class ZeroOptimizer(Optimizer):
         if self._precision.parameters == "fp16" and not self._is_scaled:
             raise ConfigError(
                 f"loss.backward() was called directly with fp16: {gradient.entry.name} received an unscaled gradient.",
-                rule="fp16 needs a scaled loss, because small gradients underflow.",
+                rule="The loss must be scaled with fp16, because small gradients would underflow.",
                 remedy="Call optimizer.backward(loss) instead of loss.backward(), without a GradScaler.",
             )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Attribute that ``torch.amp.GradScaler`` reads before a step. Raises, because ZeRO scales the loss."""
+        """Raise ConfigError if a ``torch.amp.GradScaler``, which reads this attribute, is used with ZeRO."""
         raise ConfigError(
-            "A GradScaler was used with the optimizer that shard_optimizer returned.",
+            "A GradScaler was used with an optimizer from shard_optimizer, which already scales the loss.",
             remedy="Remove the GradScaler, and call optimizer.backward(loss) and optimizer.step().",
         )
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """Return the reduced gradient of a parameter, in the shape of the parameter on this rank, or None.
+        """Return the reduced gradient of a parameter, or None if the parameter has no gradient.
 
-        All ranks of the parameter's pipeline stage call it. Communicates one all-gather of a bucket and a few numbers.
+        The gradient has the shape of the parameter on this rank. All ranks of the parameter's pipeline stage must call
+        this method. Communicates one all-gather of a bucket and a few numbers.
         """
         self.agree()
         self._norm(self._apply_gradient_edits(), (), in_stage=True)  # raises on all ranks if one has an error
@@ -399,11 +400,11 @@ class ZeroOptimizer(Optimizer):
                     return shard.gather_gradient(number)
         raise ConfigError(
             f"The model has no gradient named {name!r}.",
-            remedy="Choose one of [name for name, p in model.named_parameters() if p.requires_grad].",
+            remedy="Use one of the names in [name for name, p in model.named_parameters() if p.requires_grad].",
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shard of the optimizer states and master weights, which each rank saves separately."""
+        """Return this rank's shard of the optimizer states and master weights. Each rank must save its own."""
         return call_with_state_dict_hooks(self, self._state_dict)
 
     def _state_dict(self) -> dict[str, Any]:
@@ -422,10 +423,10 @@ class ZeroOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer state that the same rank saved with ``state_dict`` under the same layout.
 
-        All ranks must call it.
+        All ranks must call this method.
 
         Raises:
-            ConfigError: The state does not belong to this rank. Raised on all ranks, with nothing changed.
+            ConfigError: A different rank saved the state. Raised on all ranks before anything is changed.
         """
         call_with_load_hooks(self, state_dict, self._load_state_dict)
 
@@ -453,8 +454,8 @@ class ZeroOptimizer(Optimizer):
         is_dict = isinstance(state_dict, dict)
         if missing := [name for name in known if not is_dict or name not in state_dict]:
             raise ConfigError(
-                f"The state passed to load_state_dict has no {missing[0]!r}, so this optimizer did not save it.",
-                remedy="Load the result of optimizer.state_dict(). Load the state of a plain optimizer before calling "
+                f"The state passed to load_state_dict has no {missing[0]!r}, so it was not saved by this optimizer.",
+                remedy="Load the result of optimizer.state_dict(). Load the state of a torch optimizer before you call "
                 "shard_optimizer(model, optimizer). Or use save_checkpoint, which supports any layout.",
             )
         saved, axes = state_dict["place"], state_coordinates(self.inner[0])
@@ -466,8 +467,8 @@ class ZeroOptimizer(Optimizer):
         if not fits:
             place = {"sizes": context.sizes, "coords": context.coords}
             raise ConfigError(
-                f"The state of this optimizer was saved by the rank {saved}, but this rank is {place}.",
-                remedy="Load the state that this rank saved, with the same number of processes, or use "
+                f"The optimizer state was saved by the rank with mesh position {saved}, but this rank has {place}.",
+                remedy="Use the same number of processes, and load the state that this rank saved. Or use "
                 "shardformer.save_checkpoint, whose checkpoints can be loaded under any layout.",
             )
 
@@ -479,7 +480,7 @@ class ZeroOptimizer(Optimizer):
 
     @contextmanager
     def readable_state(self) -> Iterator[None]:
-        """Load the master weights and optimizer states of this rank for reading. Use it between two steps."""
+        """Make the master weights and optimizer states readable inside this context, between two optimizer steps."""
         for shard in self.shards:
             shard.masters.load()
         try:
@@ -491,11 +492,10 @@ class ZeroOptimizer(Optimizer):
 
     @contextmanager
     def writable_state(self) -> Iterator[None]:
-        """Allow changes to the master weights and optimizer states in this context. Use it between two steps.
+        """Allow changes to the master weights and optimizer states inside this context, between two optimizer steps.
 
-        All ranks enter it together.
-
-        On exit the parameters of all ranks get the new values, which communicates one all-gather.
+        All ranks must enter it together. On exit, the parameters of all ranks get the new values, which communicates
+        one all-gather.
         """
         with torch.no_grad(), ExitStack() as stack:
             for shard in self.shards:
@@ -527,12 +527,12 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def shards_states(self) -> bool:
-        """Whether ranks that store the same parameters store different shards of the optimizer state."""
+        """Whether ranks with the same parameters store different shards of the optimizer state."""
         return any(s.axis.size > 1 or any(gradient.is_shared for gradient in s.gradients) for s in self.shards)
 
     @property
     def rounding_counts(self) -> list[int]:
-        """Number of stochastic roundings of each shard, which seeds the next rounding."""
+        """Number of stochastic roundings of each shard so far, which seeds the next rounding."""
         return [shard.rounded.step for shard in self.shards if shard.rounded is not None]
 
     @rounding_counts.setter
@@ -542,7 +542,7 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def param_groups_stage3(self) -> Sequence[ParamGroup]:
-        """Groups of parameters that ZeRO stage 3 gathers together. Empty for other stages."""
+        """The groups of parameters that ZeRO stage 3 gathers together. Empty for other stages."""
         return self._scheduler.units if self._scheduler is not None else ()
 
     @property
@@ -550,7 +550,7 @@ class ZeroOptimizer(Optimizer):
         return self._precision.loss_scale
 
     def memory(self) -> MemoryEstimate:
-        """Measure the memory that the model and optimizer use on this rank, in bytes by kind."""
+        """Measure the memory that the model and optimizer use on this rank, in bytes for each kind of tensor."""
         return measure_memory(self.table, self.shards, self.param_groups_stage3, self.inner)
 
     def describe(self) -> str:
@@ -560,19 +560,19 @@ class ZeroOptimizer(Optimizer):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
             "The optimizer that shard_optimizer returned cannot be copied or pickled.",
-            remedy="Copy the model and call shard_optimizer for the copy, save optimizer.state_dict(), or use "
-            "shardformer.save_checkpoint.",
+            remedy="To copy it, copy the model and call shard_optimizer for the copy. To save it, save "
+            "optimizer.state_dict(), or use shardformer.save_checkpoint.",
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ConfigError, because parameters cannot be added after ``shard_optimizer``."""
+        """Raise ConfigError, because parameter groups cannot be added after ``shard_optimizer``."""
         if self._is_initialized:
             raise _unsupported_error("add_param_group was called on")
         super().add_param_group(param_group)
 
 
 def _get_saved_signature(state_dict: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the shapes, group sizes and keys of a saved optimizer state, to compare it with the current state."""
+    """Return the shapes, group sizes and keys of a saved optimizer state, for comparison with the current state."""
     shapes = [tuple(master.shape) for master in state_dict["masters"]]
     groups = [[len(group["params"]) for group in each["param_groups"]] for each in state_dict["optimizers"]]
     return shapes, groups, sorted(state_dict["loss_scale"]), len(state_dict["rounds"])
@@ -581,5 +581,5 @@ def _get_saved_signature(state_dict: dict[str, Any]) -> tuple[Any, ...]:
 def _unsupported_error(action: str) -> ConfigError:
     return ConfigError(
         f"{action} the optimizer that shard_optimizer returned.",
-        remedy="Change your optimizer before calling shard_optimizer, and use load_state_dict to load a state.",
+        remedy="Change your optimizer before you call shard_optimizer, and use load_state_dict to load a state.",
     )

@@ -382,7 +382,7 @@ def test_model_compiles_without_graph_breaks() -> None:
 def test_second_call_raises_and_remove_is_final() -> None:
     store = offload_activations(model := Net(), min_bytes=0)
     loss = model(X)
-    with pytest.raises(ConfigError, match="activations of this Net are already stored"):
+    with pytest.raises(ConfigError, match="offload_activations was already called for this Net"):
         offload_activations(model)
     store.remove()
     loss.backward()  # stored tensors remain available

@@ -425,8 +425,8 @@ def another_shape(rank: int, x: Tensor) -> tuple[list[TensorItem], list[TensorIt
     ("asked", "message"),
     [
         (no_such_name, r"Rank 1 requests layer.weihgt, but no rank stores it\. Did you mean 'layer.weight'\?"),
-        (a_missing_part, r"Rank 1 requests the box of shape \[2, 1\] at \[2, 5\] of x, but no rank stores it"),
-        (another_shape, r"x has the shape \(4, 6\) on rank 0 and \(6, 4\) on rank 1\. "),
+        (a_missing_part, r"Rank 1 requests the chunk of shape \[2, 1\] at \[2, 5\] of x, but no rank stores it"),
+        (another_shape, r"x has the shape \(4, 6\) on rank 0, but the shape \(6, 4\) on rank 1\. "),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -322,7 +322,7 @@ def test_gradient_edit_on_one_rank_raises_on_all_ranks(change: Any, on_nonfinite
         toy_loss(model, toy_batch(0)).backward()
         if context.rank == 0:
             change(next(model.parameters()))
-        with pytest.raises(ConfigError, match="Ranks edited gradients differently"):
+        with pytest.raises(ConfigError, match="The gradients were edited differently"):
             optimizer.step()
 
     run_as_threads(over, **layout)

@@ -321,7 +321,7 @@ def test_unusable_directory_raises_on_all_ranks(folder: str, tmp_path: Path, mon
         return str(error.value)
 
     for said in run_as_threads(refused, data=2):
-        assert "cannot be offloaded to files" in said and "Choose an existing directory" in said
+        assert "cannot be offloaded to files" in said and "Use an existing directory" in said
 
 
 def test_optimizer_with_a_global_step_count_cannot_use_files(tmp_path: Path) -> None:

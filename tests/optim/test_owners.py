@@ -203,7 +203,7 @@ def test_optimizer_with_coupled_parameters_is_rejected() -> None:
     model = nn.Linear(3, 3)
     with pytest.raises(
         ConfigError,
-        match=r"shard Coupled, which failed .* the update of one matrix differs by .* if it also steps another",
+        match=r"shard Coupled, which failed .* its update of one matrix changes by .* if it also updates another",
     ):
         shard_optimizer(model, Coupled(model.parameters()))
 
@@ -223,7 +223,7 @@ class Noisy(Optimizer):
 
 def test_optimizer_with_random_updates_is_rejected() -> None:
     model = nn.Linear(3, 3)
-    with pytest.raises(ConfigError, match=r"shard Noisy, .* two identical runs differ by .*, so the update is random"):
+    with pytest.raises(ConfigError, match=r"shard Noisy, .* its update is random, as two identical runs differ by"):
         shard_optimizer(model, Noisy(model.parameters()))
 
 

@@ -232,7 +232,7 @@ def test_unscaled_fp16_gradients_are_rejected() -> None:
     optimizer.zero_grad()
     scaler = torch.amp.GradScaler("cpu")
     optimizer.backward(scaler.scale(loss_of(model, 0, 0, torch.float16)))
-    with pytest.raises(ConfigError, match="A GradScaler was used with the optimizer"):
+    with pytest.raises(ConfigError, match="A GradScaler was used with an optimizer"):
         scaler.step(optimizer)
     with pytest.raises(ConfigError, match="on_nonfinite='stop'"):
         shard_optimizer(net(), torch.optim.AdamW(model.parameters()), on_nonfinite="stop")

@@ -330,7 +330,7 @@ def test_schedulers_closures_and_saved_states() -> None:
         scheduler.load_state_dict(rates)
         assert [step(), step()] == losses
         saved["place"]["coords"]["data"] += 1
-        with pytest.raises(ConfigError, match="The state of this optimizer was saved by the rank"):
+        with pytest.raises(ConfigError, match="The optimizer state was saved by the rank"):
             optimizer.load_state_dict(saved)
 
     over_ranks(use)
@@ -412,11 +412,11 @@ def sharing(model: Any) -> nn.Module:
         (adam, {"precision": "fp8"}, "precision='fp8'"),
         (lambda model: adam(net()), {}, "has a parameter of shape .7, 5. that is not a parameter of the model"),
         (lambda model: adam(sharing(model)), {}, "c.bias and a.weight share the same memory"),
-        (lambda model: [adam(model), adam(model)], {}, "Two optimizers contain parameter a.weight"),
+        (lambda model: [adam(model), adam(model)], {}, "Two optimizers contain the parameter a.weight"),
         (
             lambda model: torch.optim.LBFGS(model.parameters()),
             {},
-            "LBFGS, which failed a trial on small matrices: it raised",
+            "LBFGS, which failed a test on small matrices: it raised",
         ),
     ],
 )
@@ -563,7 +563,7 @@ def test_changes_that_zero_would_ignore_are_rejected() -> None:
         backward()
         kept = model.c.bias.data
         model.c.bias.data = kept.clone()
-        with pytest.raises(ConfigError, match=r"memory of c.bias changed after shard_optimizer was called"):
+        with pytest.raises(ConfigError, match=r"memory of c.bias was replaced after shard_optimizer was called"):
             optimizer.step()
         model.c.bias.data = kept
         model.c.weight = nn.Parameter(model.c.weight.detach().clone())

@@ -85,7 +85,7 @@ def test_ranks_average_is_the_mean_of_data_rank_losses() -> None:
 
 
 def test_manual_mean_in_model_raises() -> None:
-    with pytest.raises(ConfigError, match="The model divides the sum of cross_entropy by"):
+    with pytest.raises(ConfigError, match="The model divides the summed cross_entropy by"):
         run(BATCHES, own_mean, micro_batches=1)
 
 
@@ -97,7 +97,7 @@ def test_rank_without_label_count_does_not_block_other_ranks() -> None:
         return F.cross_entropy(output.flatten(0, 1), labels)
 
     with pytest.raises(
-        ShardFormerError, match=r"contains no tensor of shape .* with these labels|Another data rank could not count"
+        ShardFormerError, match=r"contains no tensor of shape .* with these labels|Another data rank failed to count"
     ):
         run(BATCHES, loss, micro_batches=2)
 

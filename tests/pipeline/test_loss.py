@@ -357,7 +357,7 @@ def mean_by_hand(x: Tensor, labels: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
-    "no loss": (lambda x, labels: x.square().mean(), "called no loss function of torch.nn.functional, but returned"),
+    "no loss": (lambda x, labels: x.square().mean(), "without calling a loss function of torch.nn.functional"),
     "no reduction": (
         lambda x, labels: F.cross_entropy(x.view(-1, 5), labels.view(-1), reduction="none").mean(),
         "except with reduction='none'",
@@ -391,7 +391,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     ),
     "another loss in some micro-batches": (
         lambda x, labels: LOSSES["elements" if len(x) == 1 else "filled"](x, labels),
-        "computes loss 0 of micro-batch 3 with .*, but with another",
+        "computes loss 0 of micro-batch 3 with .*, but uses a different",
     ),
 }
 
