@@ -447,7 +447,7 @@ def stepping(optimizer: str) -> Feature:
     return lambda model, family: stepped(model, family, optimizer)
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=4)
 @pytest.mark.parametrize("mode", ["plain", "sequence"])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_any_elementwise_optimizer(optimizer: str, mode: str) -> None:

@@ -70,6 +70,7 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[int, int, int]
 
 
 @pytest.mark.slow
+@pytest.mark.reduced(one_in=2)
 @pytest.mark.feature("flash attention")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_uses_the_kernel_and_equals_the_plain_model(family: str, scores: set[tuple[int, int, int]]) -> None:
