@@ -204,7 +204,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
     ("arguments", "message"),
     [
         (["bert", "--sequence-overlap"], "sequence_overlap=True has no effect without sequence_parallel=True"),
-        (["bert", "--head", "BertForNothing"], "bert has no head 'BertForNothing'"),
+        (["bert", "--head", "BertForNothing"], "bert has no head class 'BertForNothing'"),
         (["bert", "--head", "BertModel", "--all-heads"], "Remove one of the two"),
         (["bert", "--tensor", "0"], "tensor=0 is not a positive number.\n  Use --tensor 1 or more.\n"),
         (["llama", "--tensor", "7"], "exceeds the 6 attention heads"),

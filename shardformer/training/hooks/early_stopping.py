@@ -1,4 +1,4 @@
-"""``EarlyStopping``, a hook that ends a run whose validation metric no longer improves."""
+"""A hook that ends a run when its validation metric no longer improves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EarlyStopping(Hook):
     def __init__(
         self,
         metric: Annotated[
-            str, "Name in `trainer.values`. A hook that computes it, such as `Metrics`, must come before this hook."
+            str, "Name in `trainer.values`. The hook that computes it, such as `Metrics`, must come before this hook."
         ] = "validation/loss",
         patience: Annotated[int, "End the run after this number of consecutive validations without improvement."] = 3,
         mode: Annotated[Mode, "Whether a lower or a higher value is better."] = "min",
