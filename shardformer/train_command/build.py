@@ -134,7 +134,7 @@ def _group_parameters(
 
 
 def lr_factors_of(table: OptimizerTable, model: nn.Module) -> dict[str, float]:
-    """Return a dict from parameter names to the factors by which the learning rate is multiplied.
+    """Return a dict that maps each parameter name to the factor for its learning rate.
 
     ``layer_decay`` counts the layers of the longest ``ModuleList`` from its end. Lists inside a layer, such as
     experts, do not count. Parameters before the list in the order of registration, such as embeddings, belong to the
@@ -317,7 +317,7 @@ def count_warmup_steps(table: ScheduleTable, num_steps: int) -> int:
 
 
 def _to_steps(value: float, length: int) -> int:
-    """Convert a setting to a number of steps. A value below 1 is a fraction of ``length``."""
+    """Convert a number of steps, or a fraction of ``length`` that is below 1, to a number of steps."""
     return math.ceil(value * length) if value < 1 else round(value)
 
 
@@ -401,7 +401,7 @@ class HookArgument:
 
 
 def hook_arguments(hook_class: Any) -> dict[str, HookArgument]:
-    """Return the constructor arguments of a hook class by name. ``*names`` is a list. ``**options`` is left out."""
+    """Return the constructor arguments of a hook class by name, except ``**options``."""
     found = {}
     try:
         hints = get_type_hints(hook_class.__init__, include_extras=True)

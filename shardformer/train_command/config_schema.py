@@ -29,7 +29,7 @@ PATHS = ("folder", "name", "train", "validation", "tokenizer", "chat_template")
 
 
 class ConfigTable(BaseModel):
-    """Base class for the tables of a run configuration, which rejects unknown keys."""
+    """Base class for the tables of a run configuration. Unknown keys are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -317,7 +317,7 @@ class TrainConfig(ConfigTable):
             )
 
     def _check_no_unused_keys(self) -> None:
-        """Raise ConfigError if a key is set but has no effect with the values of the other keys."""
+        """Raise ConfigError if a key is set but has no effect, because of the values of other keys."""
         conditions = _conditions_of_keys(self)
         for key, (is_used, needed) in conditions.items():
             table, _, name = key.partition(".")
@@ -464,7 +464,7 @@ def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainCon
 
 
 def parse_config(tables: dict[str, Any], source: str) -> TrainConfig:
-    """Validate the tables of a run configuration. Errors mention ``source``, such as the path of the file."""
+    """Validate the tables of a run configuration, and convert them to a ``TrainConfig``. Errors mention ``source``."""
     try:
         return TrainConfig.model_validate(_rename_earlier_keys(tables))
     except ValidationError as error:

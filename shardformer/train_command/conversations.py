@@ -38,7 +38,7 @@ Message = Mapping[str, Any]
 
 
 def is_conversation(row: Mapping[str, Any], data: DataTable) -> bool:
-    """Return whether a row contains a conversation, or a prompt with an answer, rather than plain text."""
+    """Return whether a data set row contains a conversation, or a prompt with an answer, rather than plain text."""
     if data.prompt is not None:
         return True
     if row.get(data.text) is not None:  # a table has every field in every row
@@ -47,7 +47,7 @@ def is_conversation(row: Mapping[str, Any], data: DataTable) -> bool:
 
 
 def read_conversation(row: Mapping[str, Any], data: DataTable) -> list[Message]:
-    """Return the messages of a row, which has either a list of messages or a prompt with an answer.
+    """Return the messages of a data set row, which contains a list of messages or a prompt with an answer.
 
     Raises:
         InputError: The row has neither of them, or a message has no role or content.
@@ -93,7 +93,7 @@ def _read_pair(row: Mapping[str, Any], fields: tuple[str, str]) -> list[Message]
 
 
 def _add_system(messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
-    """Add the ``system`` field of a row to the messages, unless they already start with a system message."""
+    """Insert the ``system`` field of a row as the first message, unless there is already a system message."""
     system = row.get(SYSTEM)
     if not isinstance(system, str) or not system:
         return messages
@@ -109,7 +109,7 @@ def _add_system(messages: list[Message], row: Mapping[str, Any]) -> list[Message
 
 
 def read_answer(row: Mapping[str, Any], field: str, data: DataTable) -> list[Message]:
-    """Return the messages of a row whose answer, or whole conversation, is in ``field``.
+    """Return the prompt of a data set row and the answer in ``field`` as a list of messages.
 
     Raises:
         InputError: The row has no such answer.
@@ -122,7 +122,7 @@ def read_answer(row: Mapping[str, Any], field: str, data: DataTable) -> list[Mes
     if len(messages) < 2 or messages[-1]["role"] != ANSWER:
         raise InputError(
             f"The field {field!r} of a row contains {answer!r:.60}, which is not an answer to a prompt.",
-            rule="The field contains either the answer to the field 'prompt', or a conversation that includes the "
+            rule="This field must contain the answer to the field 'prompt', or a conversation that includes the "
             "prompt and ends with the answer.",
             remedy="Correct the data, or set data.prompt, data.chosen and data.rejected to the names of your fields.",
         )
@@ -130,7 +130,7 @@ def read_answer(row: Mapping[str, Any], field: str, data: DataTable) -> list[Mes
 
 
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tools of a row as variables of the chat template. The tools may be JSON strings."""
+    """Return the tools that a data set row passes to the chat template. The tools may be JSON strings."""
     tools = _from_json(row.get(TOOLS) or [])
     if not isinstance(tools, (list, tuple)) or not all(isinstance(_from_json(tool), Mapping) for tool in tools):
         raise InputError(
@@ -241,7 +241,7 @@ class ChatFormat:
 
     @classmethod
     def of(cls, data: DataTable, tokens: TextTokenizer) -> ChatFormat:
-        """Create the format with the configured chat template, or by default with that of the tokenizer."""
+        """Create a chat format with the configured chat template, or with the default template of the tokenizer."""
         template = _read_template(data.chat_template) or getattr(tokens.tokenizer, "chat_template", None)
         if isinstance(template, dict):
             template = template.get("default")
@@ -317,7 +317,7 @@ class ChatFormat:
         if ignored is not None:
             raise InputError(
                 f"The chat template ignores {ignored} of {list(messages)!r:.100}.",
-                remedy="Set data.chat_template to a template that includes it, or remove it from the data.",
+                remedy="Set data.chat_template to a template that renders it, or remove it from the data.",
             )
         self.checked.add(key)
 
@@ -344,7 +344,7 @@ class ChatFormat:
 
 
 def _is_trained(answer: Message) -> bool:
-    """Return whether the loss includes an answer. Empty answers and answers of weight 0 are excluded."""
+    """Return whether an answer contributes to the loss, unlike empty answers and answers of weight 0."""
     return answer.get(WEIGHT, 1) != 0 and bool(answer.get(CALLS) or (answer["content"] or "").strip())
 
 
@@ -374,7 +374,7 @@ def _compile_template(template: str) -> Any:
 
 
 def encode_conversations(rows: Iterable[Mapping[str, Any]], data: DataTable, chat: ChatFormat) -> Iterator[Sample]:
-    """Tokenize conversations, and leave out rows without a label in their first ``data.sequence_length`` tokens.
+    """Tokenize conversations, and skip those without a label in their first ``data.sequence_length`` tokens.
 
     Raises:
         InputError: No row has a label.

@@ -50,7 +50,7 @@ class ImageTransform:
         return cls(size, settings.get("image_mean") or HALF, settings.get("image_std") or HALF)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write a preprocessor_config.json, so that transformers processes images in the same way."""
+        """Write a preprocessor_config.json, so that transformers preprocesses images in the same way as this class."""
         side = {"height": self.size, "width": self.size}
         settings = {
             "image_processor_type": PROCESSOR, "do_resize": True, "size": side, "resample": BICUBIC,
@@ -249,7 +249,7 @@ class MixedDataset(Dataset[Any]):
 
 @dataclass(frozen=True, eq=False)
 class StreamedSamples(IterableDataset[Any]):
-    """Iterable data set that converts the rows of a stream to training samples with ``make``."""
+    """Iterable data set that converts the rows of a stream to training samples."""
 
     rows: Any
     make: Callable[[Iterable[Any]], Iterable[Any]]
@@ -358,5 +358,5 @@ def encode_labels(labels: Sequence[Any], classes: Sequence[Any], is_validation: 
 
 
 def encode_label_lists(labels: Sequence[Sequence[Any]], classes: Sequence[Any], is_validation: bool) -> list[list[int]]:
-    """Convert the labels of each row to their indices in ``classes``, for rows with several labels."""
+    """Convert each label to its index in ``classes``, for samples that have several labels."""
     return [encode_labels(row, classes, is_validation) for row in labels]

@@ -139,7 +139,7 @@ def _free_memory() -> tuple[str, int | None]:
 
 
 class _MemoryEstimator:
-    """Estimates the memory of single ranks with fake tensors, which need no memory themselves.
+    """Estimates the memory of single ranks with fake tensors, which do not allocate memory.
 
     Attributes:
         description: Describes how the first estimated rank shards the model.
@@ -153,7 +153,7 @@ class _MemoryEstimator:
         self.description = self.why_untraced = ""
 
     def estimate(self, layout: ParallelConfig, coords: dict[str, int]) -> RankMemory:
-        """Estimate the memory of the rank at ``coords``. Earlier pipeline stages must be estimated first."""
+        """Estimate the memory of the rank with the mesh coordinates ``coords``. Estimate earlier stages first."""
         sizes = {name: size or 1 for name, size in layout.sizes.items()}
         context = with_grid_axes(fake_context(coords, **sizes), layout.tensor)  # type: ignore[arg-type]
         with torch.random.fork_rng(devices=[]), fake_tensors():

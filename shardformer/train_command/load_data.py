@@ -100,7 +100,7 @@ class TrainingData:
         return length_or_none(self.train)
 
     def first_samples(self, count: int) -> list[Any]:
-        """Return the first ``count`` training samples, which are repeated if the data set has fewer."""
+        """Return the first ``count`` training samples, and repeat samples if the data set has fewer."""
         if self.num_samples is None:
             return list(islice(iter(self.train), count))
         return [self.train[index % len(self.train)] for index in range(count)]
@@ -166,7 +166,7 @@ def load_data(config: TrainConfig, image_size: int | None = None, model_classes:
 
 
 def _load_validation(config: TrainConfig, builder: _DatasetBuilder) -> Any:
-    """Return the validation data, or None. Errors mention that they concern the validation data."""
+    """Load the validation data of a run, or return None if the run has none. Errors name the validation data."""
     if not config.data.has_validation:
         return None
     try:
@@ -183,7 +183,7 @@ def _make_collator(task: str, tokens: TextTokenizer) -> PaddingCollator:
 
 
 def adds_end_token(config: TrainConfig) -> bool:
-    """Return whether a run tokenizes each text separately with special tokens, instead of joining texts to blocks."""
+    """Return whether a run tokenizes each text separately with special tokens, instead of concatenating all texts."""
     names, task = data_sources_of(config.data), config.model.task
     is_row = task == "sequence_to_sequence" and infer_format(config.data, names) != "text"
     return is_row or task in ("classification", "multi_label_classification", "regression")
@@ -349,7 +349,7 @@ def _stream_conversations(rows: Any, *, data: DataTable, chat: ChatFormat) -> An
 
 
 def _split_documents(texts: Sequence[str], tokens: TextTokenizer, length: int) -> list[Sample]:
-    """Tokenize texts with an end-of-sequence token each, and split texts that have more than ``length`` tokens."""
+    """Tokenize texts, add an end-of-sequence token to each, and split texts with more than ``length`` tokens."""
     end = [] if tokens.end is None else [tokens.end]
     rows = [torch.tensor([*tokens.encode(text), *end], dtype=torch.int32) for text in texts]
     pieces = [piece for row in rows for piece in row.split(length) if len(piece) > 1]

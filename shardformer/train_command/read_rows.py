@@ -300,7 +300,7 @@ def _parse_json_row(file: str, number: int, line: str) -> Mapping[str, Any]:
 
 
 def _to_numbers(rows: list[dict[str, str]], field: str, kind: type) -> DatasetRows:
-    """Convert the values of a field to the type ``kind`` if this is possible in all rows."""
+    """Convert a field to numbers of the type ``kind`` if this is possible in all rows."""
     try:
         return [{**row, field: kind(row[field])} for row in rows]
     except (KeyError, ValueError):

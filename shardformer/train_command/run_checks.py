@@ -104,7 +104,7 @@ class Resume(Hook):
 
     @staticmethod
     def _check_classes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Raise ConfigError if the model in the checkpoint was trained on other classes than the data has now."""
+        """Raise ConfigError if the classes of the data have changed since the checkpoint was saved."""
         old, new = before.get("id2label"), now.get("id2label")
         if before and old != new:
             what = [", ".join(map(str, (each or {}).values())) or "without names" for each in (new, old)]
@@ -144,7 +144,7 @@ def _lr_schedule(table: Mapping[str, Any], num_steps: int) -> Callable[[int], fl
 
 
 def _set_learning_rates(trainer: TrainerProtocol, lr_factor: Callable[[int], float]) -> None:
-    """Set the learning rates of the next step to those of the new schedule, instead of those from the checkpoint."""
+    """Replace the learning rates from the checkpoint by the learning rates of the new schedule."""
     for scheduler in trainer.engine.schedulers:
         assert isinstance(scheduler, LambdaLR)
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
@@ -191,7 +191,7 @@ def check_task(config: TrainConfig, model: Any) -> None:
 
 
 def _suggest_task(model: Any) -> str:
-    """Suggest the masked task, or ``is_decoder = true`` if it makes the attention of the model causal."""
+    """Suggest training on the masked task, or setting ``is_decoder`` if it makes the attention of the model causal."""
     masked = "Set model.task = 'masked'"
     if getattr(model.config, DECODER, True):
         return f"{masked}, or use a model that predicts the next token"

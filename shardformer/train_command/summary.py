@@ -62,7 +62,7 @@ class RunSummary:
 
     @classmethod
     def of(cls, config: TrainConfig, data: TrainingData, model: nn.Module) -> RunSummary:
-        """Create the summary of a run, whose ``model`` must not be sharded yet."""
+        """Create the summary of a run from its configuration, its data and its unsharded model."""
         num_steps = count_steps(config, data)
         samples = min(config.data.batch_size, data.num_samples or config.data.batch_size)
         schedule = config.schedule

@@ -41,7 +41,7 @@ SOURCES = "the folder of a run, a checkpoint, a folder that save_pretrained wrot
 
 @dataclass(frozen=True, eq=False)
 class TrainedModel:
-    """A trained model that can be loaded under any layout.
+    """A trained model that can be loaded under any parallel layout.
 
     Args:
         name: The path or name of the model that the user passed.
@@ -58,7 +58,7 @@ class TrainedModel:
     chat_template: str | None = None
 
     def with_changes(self, changes: Sequence[str]) -> TrainedModel:
-        """Return a copy whose run configuration is changed, as in ``with_changes(["parallel.tensor=2"])``."""
+        """Return a copy of this model with changes to its run configuration, such as ``parallel.tensor=2``."""
         assert self.run is not None
         tables = _without_none(self.run.model_dump())
         for change in changes:
@@ -109,7 +109,7 @@ class TrainedModel:
 
 
 def find_trained_model(source: str) -> TrainedModel:
-    """Find a trained model in the folder of a run, in a checkpoint, in a pretrained folder, or on the hub.
+    """Find a trained model by the path of a run, a checkpoint or a model folder, or by its name on the hub.
 
     Raises:
         ConfigError: There is no such model.
@@ -165,7 +165,7 @@ def _find_model_of_checkpoint(path: Path, source: str) -> TrainedModel:
 
 
 def _hook_states(checkpoint: Path) -> dict[str, Any]:
-    """Return a dict from the class names of hooks to their states in a checkpoint."""
+    """Return the states of the hooks in a checkpoint by the class names of the hooks."""
     extra = from_json(CheckpointIndex.read(checkpoint).values["extra"])
     user = extra.get(USER_STATE_KEY) if isinstance(extra, dict) else None
     return (user.get(HOOKS) if isinstance(user, dict) else None) or {}

@@ -146,9 +146,9 @@ class ShardedDataLoader:
         check_same_data(settings, self._source.size, self._source.read, self._context)
 
     def facts(self) -> dict[str, int]:
-        """Return hashes that must be equal on all ranks, of the data position and the last samples. 0 means unknown.
+        """Return hashes of the data position and the last samples, to check that they are equal on all ranks.
 
-        The position is unknown if a prefetching thread reads the batches ahead of the training step.
+        A hash is 0 if it is unknown, because a prefetching thread reads the batches ahead of the training step.
         """
         is_known = self._reading_thread in (0, threading.get_ident())
         position = hash_to_number((self.epoch, self.seen)) if is_known else 0
@@ -248,7 +248,7 @@ class ShardedDataLoader:
 
 
 def create_data_loader(source: Any, context: ParallelContext, **options: Any) -> ShardedDataLoader:
-    """Create a data loader on all ranks. If one rank fails or reads different data, all ranks raise an error."""
+    """Create a data loader on each rank, and raise an error on all ranks if one fails or reads different data."""
     make = partial(ShardedDataLoader, source, context, **options)
     loader: ShardedDataLoader = collective_call(context, make, action="create the data loader")
     loader.compare()
@@ -342,7 +342,7 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
 
 
 def wrap_loss_function(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
-    """Wrap a loss function of (output, target) or (output, batch), to call it with the output and a micro-batch."""
+    """Wrap a user's loss function so that it can be called with the model output and a micro-batch."""
 
     def loss(output: Any, micro_batch: Mapping[str, Any]) -> Any:
         try:

@@ -47,9 +47,9 @@ def pack_engine_state(steps: int, skipped: int, position: Any, extra: Any) -> di
 
 
 def unpack_engine_state(loaded: LoadedCheckpoint) -> tuple[int, int, Any, LoadedCheckpoint]:
-    """Return the step count, skipped steps and data position in a checkpoint, and the checkpoint for the user.
+    """Separate the state of the engine in a checkpoint from the values that the user stored.
 
-    A checkpoint that was not saved by an engine provides only its step.
+    Returns the number of steps and of skipped steps, the data position, and the checkpoint with only the user's values.
     """
     engine_state = loaded.extra
     if not isinstance(engine_state, dict) or engine_state.keys() != {POSITION_KEY, USER_STATE_KEY}:
@@ -161,7 +161,7 @@ class Engine:
         if self._data is None:
             raise ConfigError(
                 "The engine has no training data.",
-                remedy="Pass initialize(..., train_data=data, batch_size=32) or fit(train, batch_size=32).",
+                remedy="Call initialize(..., train_data=data, batch_size=32) or fit(train, batch_size=32).",
             )
         return self._data
 
@@ -286,7 +286,7 @@ class Engine:
             return self._average_over_data_ranks(self.pipeline.mean_loss(map(self._prepare_batch, several)))
 
     def _synchronized_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches, and check before each batch that all ranks have another batch."""
+        """Yield batches, and check before each batch that no rank has run out of batches."""
         for batch in batches:
             compare_step_call("engine.evaluate with another batch", self.world)
             yield batch

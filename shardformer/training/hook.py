@@ -126,7 +126,7 @@ class Hook:
         """Called after each training step. Read ``trainer.loss``, and add your own metrics to ``trainer.values``."""
 
     def before_validation(self, trainer: Any) -> None:
-        """Called before each evaluation of the validation data."""
+        """Called before the model is evaluated on the validation data."""
 
     def on_validation_batch(self, trainer: Any, batch: Any) -> None:
         """Called on all ranks after each validation batch, in eval mode."""
@@ -138,7 +138,7 @@ class Hook:
         """Called before a checkpoint is saved."""
 
     def after_save(self, trainer: Any) -> None:
-        """Called after a checkpoint is saved, or after a checkpoint starts to be saved in the background."""
+        """Called after a checkpoint is saved, or after saving it in the background has started."""
 
     def after_epoch(self, trainer: Any) -> None:
         """Called after the last batch of an epoch."""
@@ -147,19 +147,19 @@ class Hook:
         """Called on all ranks after any rank received SIGTERM or SIGINT. The run stops afterwards."""
 
     def on_exception(self, trainer: Any) -> None:
-        """Called when ``trainer.problem`` ends the run. Do not communicate, because some ranks may not call it."""
+        """Called when the error ``trainer.problem`` ends the run. Do not communicate: other ranks may not call it."""
 
     def after_train(self, trainer: Any) -> None:
-        """Called at the end of a run that was not ended by an error."""
+        """Called at the end of the run, unless the run failed with an error."""
 
     def after_fit(self, trainer: Any) -> None:
-        """Called after the last checkpoint of a run is written, unless an error ended the run."""
+        """Called after the last checkpoint is written, unless the run failed with an error."""
 
     def state(self) -> Any:
-        """Return the state of the hook for checkpoints as plain values, or None. The first rank's state is stored."""
+        """Return plain values to store in checkpoints, or None. Only the values of the first rank are stored."""
 
     def load_state(self, state: Any) -> None:
-        """Restore the state of the hook from a checkpoint. ``state`` contains the values that ``state()`` returned."""
+        """Restore the hook from the values in a checkpoint, which the method ``state`` returned."""
 
 
 _OTHERS = ("on_validation_batch", "state", "load_state")

@@ -135,7 +135,7 @@ def _to_json_line(record: MetricsRecord) -> str:
 
 
 def value_to_json(value: float) -> float | str:
-    """Convert a number for JSON. NaN and infinite numbers become strings, because JSON does not support them."""
+    """Convert a number to a JSON value. NaN and infinite numbers become strings, as JSON does not support them."""
     number = float(value)  # converts NumPy numbers and tensors with one element
     return number if math.isfinite(number) else str(number)
 

@@ -183,7 +183,10 @@ def describe_differences(runs: Runs) -> list[str]:
 
 
 def find_coinciding(runs: Runs, name: str) -> list[tuple[int, int]]:
-    """Find runs whose curves coincide. For each run, return its position among them and the number of such runs."""
+    """Find the runs whose curves for a metric coincide.
+
+    Returns, for each run, its position among the runs with the same curve, and the number of these runs.
+    """
     series = [dict(zip(*drop_nonfinite(metric_series(records, name)))) for records in runs.values()]
     values = [value for each in series for value in each.values()]
     bound = _COINCIDE * (max(values) - min(values)) if values else 0.0
@@ -225,7 +228,7 @@ def plot_metrics(*runs: str | Path, metrics: Sequence[str] | None = None) -> Fig
 
 
 def check_metric_names(names: Sequence[str], runs: Runs, argument: str) -> list[str]:
-    """Remove duplicate metric names. Raises ConfigError for a metric that was not recorded."""
+    """Check that metrics were recorded, and return their names without duplicates."""
     rule = "Only recorded metrics can be plotted. Validation metrics are plotted with those of training"
     check_names(names, list_metrics(runs), f"{argument} has no metric", rule)
     return list(dict.fromkeys(names))

@@ -82,7 +82,7 @@ class StreamedSource:
         self._reader = None
 
     def _get_reader(self, epoch: int, seed: int, start: int) -> _StreamReader:
-        """Return a new reader of the stream. For an iterator, which cannot restart, return the existing reader."""
+        """Return a new reader of the stream, or the existing reader if the stream is an iterator and cannot restart."""
         if not isinstance(self._source, Iterator):
             return _StreamReader(self._source, epoch, seed)
         if self._reader is None:

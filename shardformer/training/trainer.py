@@ -414,7 +414,7 @@ class Trainer:
         self._synchronizer.exchange_requests(self.engine)
 
     def _call_hooks_synchronized(self, event: str) -> None:
-        """Call a method of all hooks between two steps. If a hook fails on any rank, all ranks raise the error."""
+        """Call a method of all hooks, and raise an error on all ranks if a hook failed on any rank."""
         self._call_hooks(event)
         self.agree()
 

@@ -636,12 +636,11 @@ def _min_vocab_size(config: Any) -> int | None:
 
 
 def _check_class_exists(head: str, title: str) -> None:
-    transformers = load_transformers()
-
     if model_class(head) is None:
+        hint = _suggest_names(head, {*dir(load_transformers())} - {head})
         raise ConfigError(
             f"transformers has no class {head!r}, which {title} specifies" if head else f"{title} specifies no class",
-            remedy=f"{_suggest_names(head, {*dir(transformers)} - {head})}For your own class, pass module:function.",
+            remedy=f"{hint}To use your own class, pass module:function.",
         )
 
 

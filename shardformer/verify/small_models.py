@@ -258,7 +258,7 @@ def _mask_patches(head: str, generator: Generator, settings: Mapping[str, Any], 
 
 
 def sam_batch(generator: Generator, settings: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
-    """Return a random batch for SAM. Each image has two prompts of points, boxes and masks."""
+    """Return a random batch for the Segment Anything Model (SAM), with two prompts per image."""
     vision = settings["vision_config"]
     size, grid = vision["image_size"], vision["image_size"] // vision["patch_size"]
     kinds_BQK = torch.tensor([1, 0, -1, -10]).expand(batch, 2, 4).clone()
@@ -417,7 +417,7 @@ class RandomBatches:
 
 
 def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return the model's own loss. If it has none, return the mean squared distance of its outputs from a cosine.
+    """Return the loss of a model, or the mean squared distance of its outputs from a cosine if it has no loss.
 
     The cosine is the same in every row, so the loss of a batch is the mean of the losses of its shards. It is not
     constant, because the distance of a normalized output from a constant has no gradient.
@@ -432,7 +432,7 @@ def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     if not distances:
         raise ConfigError(
             f"{type(model).__name__} returned no loss: its output, a {type(output).__name__}, has no field 'loss'.",
-            remedy="Pass a loss function that is called as loss_fn(output, batch).",
+            remedy="Pass loss_fn=, a function that is called as loss_fn(output, batch).",
         )
     return torch.stack([x.double() for x in distances]).sum()
 

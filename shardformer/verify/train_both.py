@@ -209,7 +209,7 @@ def _split_micro_batches(job: VerifyJob, part: Mapping[str, Any]) -> list[dict[s
 
 
 class PrecomputedForward(nn.Module):
-    """Module that returns the output of a pipeline, which is passed to ``loss_fn`` in place of the model."""
+    """Module that a pipeline passes to ``loss_fn`` in place of the model, and that returns a precomputed output."""
 
     def __init__(self, model: nn.Module, output: Any, part: Mapping[str, Any]) -> None:
         super().__init__()

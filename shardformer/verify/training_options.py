@@ -182,7 +182,7 @@ class ReferenceOptimizers:
 
 
 def make_verify_optimizers(params: Iterable[nn.Parameter], training: VerifyTraining) -> list[Optimizer]:
-    """Create the optimizers of a model. Without ZeRO, they are SGD with momentum."""
+    """Create the configured optimizers for the parameters of a model, or SGD with momentum if ZeRO is not used."""
     trainable = [p for p in params if p.requires_grad]
     if training.zero_stage is None or not trainable:  # a stage may have no trainable parameters
         return [torch.optim.SGD([{"params": trainable}], lr=LEARNING_RATE, momentum=0.9)]

@@ -161,7 +161,7 @@ def _worst_weight_difference(
 
 
 def _is_only_rounding(plain: TrainingTrace, name: str) -> bool:
-    """Return whether a gradient consists of rounding errors, as for the bias of attention keys, and is not compared."""
+    """Return whether a gradient contains only rounding errors, as is the case for the bias of attention keys."""
     grads = [grad for step in plain.grads if (grad := step.get(name)) is not None and grad.numel()]
     return plain.noise.get(name, 0.0) > 1e-3 * max((float(grad.abs().max()) for grad in grads), default=0.0)
 
@@ -187,7 +187,7 @@ NOTE_VARIABLE = "SHARDFORMER_UNGUARDED"
 
 
 def check_main_guard() -> None:
-    """Exit or raise ConfigError if a worker calls ``verify``, because it imports a script without a main guard."""
+    """Stop a worker that calls ``verify`` because it imports a script without a main guard."""
     if not getattr(process.current_process(), "_inheriting", False):
         return
     place = _main_module_location()
@@ -327,6 +327,6 @@ def _non_default_options(config: Mapping[str, Any] | ShardConfig | None) -> dict
 
 
 def run_job_and_report(job: VerifyJob) -> Report | None:
-    """Train both models on this worker. Return the report on the first worker, and None on the other workers."""
+    """Train both models on this worker, and return the report on the first worker, and None on other workers."""
     plain, sharded, name, layout = run_job(job)
     return compare(job, plain, sharded, name, layout) if plain is not None else None

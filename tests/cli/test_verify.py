@@ -247,7 +247,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["bert", "--pipe", "2", "--micro-batches", "1000000"], "need over 1,048,576 actions"),
         (
             ["bert", "--pipe", "2", "--schedule", "interleaved", "--num-model-chunks", "10000"],
-            "The limit is 256 layers",
+            "The maximum is 256 layers",
         ),
         (["bert", "--pipe", "2", "--partition", "1,99999999999"], "--partition 3,5"),
         (["bert", "--frozen", "("], "regular expression"),

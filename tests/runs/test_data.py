@@ -128,7 +128,7 @@ def test_data_sets_of_the_datasets_library(tmp_path: Path) -> None:
         ({"train": "rows.xlsx"}, "classification", r"cannot be inferred from the name.*pandas.read_excel"),
         ({"train": "missing.csv"}, "classification", r"'missing.csv' cannot be read: No such file"),
         ({"train": "bad.csv"}, "classification", r"Row 1 of 'bad.csv' has 4 fields.*data.delimiter"),
-        ({"train": "latin.txt"}, "causal", r"'latin.txt' is not valid UTF-8: .* at byte 1.*Convert it"),
+        ({"train": "latin.txt"}, "causal", r"'latin.txt' is not valid UTF-8: .* at byte 1.*Convert the file"),
         (
             {"train": "rows.jsonl", "text": "score"},
             "causal",

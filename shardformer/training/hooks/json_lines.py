@@ -40,7 +40,7 @@ class MetricsHook(Hook):
     on_exception = after_train
 
     def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
-        """Write metric values with the writer that subclasses open in ``before_train`` on the first rank."""
+        """Write metric values. Subclasses open their writer in ``before_train`` on the first rank."""
 
 
 @renamed_arguments(RENAMED_DIRECTORY, attributes=RENAMED_DIRECTORY)

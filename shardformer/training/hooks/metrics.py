@@ -142,7 +142,7 @@ def _get_logits(output: Any) -> Tensor:
 
 
 def _get_labels(batch: Any, model: Any) -> Tensor:
-    """Return the labels of a batch, which are its item ``labels``, or the last item of a tuple."""
+    """Return the labels of a batch, from the item ``labels`` of a dict or from the last item of a tuple."""
     named = to_forward_arguments(batch, model, has_target=True)
     found = named.get("labels", named.get(TARGET_KEY))
     if not isinstance(found, Tensor):
