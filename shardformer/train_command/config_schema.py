@@ -70,7 +70,7 @@ class ModelTable(ConfigTable):
     freeze: list[str] = _config_key(
         "Name patterns of parameters that are not trained, such as `model.embed_tokens.*`.", []
     )
-    trust_remote_code: bool = _config_key("Allow running the Python code of models outside transformers.", False)
+    trust_remote_code: bool = _config_key("Allow running Python code that comes with a model.", False)
 
 
 class DataTable(ConfigTable):
@@ -105,7 +105,7 @@ class DataTable(ConfigTable):
     streaming: bool = _config_key(
         "Read the data during training instead of before it. `training.steps` must be set.", False
     )
-    batch_size: int = _config_key("Global batch size: samples per step over all processes.", 8, ge=1)
+    batch_size: int = _config_key("Global batch size: the number of samples per step over all processes.", 8, ge=1)
     sequence_length: int = _config_key("Maximum number of tokens per sample.", 128, ge=2)
     tokenizer: str | None = _config_key(
         "A folder, a name on the hub, or `bytes` to use each byte as a token. By default, the tokenizer of the model, "
@@ -115,7 +115,7 @@ class DataTable(ConfigTable):
     text: str = _config_key(
         "The field that contains the text, or the list of words for `token_classification`.", "text"
     )
-    pair: str | None = _config_key("The field of the second text, for `classification` of pairs.", None)
+    pair: str | None = _config_key("The field of the second text, for `classification` of text pairs.", None)
     target: str = _config_key(
         "The field of the target text, for `sequence_to_sequence`, or of the answer to `prompt`.", "target"
     )
@@ -128,8 +128,8 @@ class DataTable(ConfigTable):
         "messages",
     )
     prompt: str | None = _config_key(
-        "The field of a prompt that `target` answers, for `causal`. Rows with `prompt` and `completion`, `instruction` "
-        "and `output` or `question` and `answer` need no setting.",
+        "The field of a prompt that `target` answers, for `causal`. The fields `prompt` and `completion`, "
+        "`instruction` and `output`, and `question` and `answer` are found automatically.",
         None,
     )
     chosen: str = _config_key("The field of the better answer, for `preference`.", "chosen")
@@ -140,7 +140,7 @@ class DataTable(ConfigTable):
         None,
     )
     train_on: Literal["answers", "last", "all"] = _config_key(
-        "The tokens of a conversation that have labels: those of all answers, of the last answer, or all tokens.",
+        "The tokens of a conversation that contribute to the loss: all answers, only the last answer, or all tokens.",
         "answers",
     )
     packing: bool = _config_key(
@@ -154,7 +154,7 @@ class DataTable(ConfigTable):
     )
     shuffle: bool = _config_key("Shuffle the samples in each epoch.", True)
     drop_last: bool = _config_key("Drop the last batch of an epoch if it is incomplete.", False)
-    num_workers: int = _config_key("Data loading processes per training process.", 0, ge=0)
+    num_workers: int = _config_key("Number of data loading processes per training process.", 0, ge=0)
 
     @property
     def has_validation(self) -> bool:
@@ -177,16 +177,16 @@ class OptimizerTable(ConfigTable):
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
-    name: str = _config_key("A class of `torch.optim`, or `LAMB`, `LARS`, `HybridAdam`.", "AdamW")
+    name: str = _config_key("A class of `torch.optim`, or `LAMB`, `LARS` or `HybridAdam`.", "AdamW")
     lr: float = _config_key("The learning rate.", 1e-4, gt=0)
-    decay_biases_and_norms: bool = _config_key("Apply `weight_decay` to biases and norm weights too.", False)
+    decay_biases_and_norms: bool = _config_key("Also apply `weight_decay` to biases and normalization weights.", False)
     lr_factors: dict[str, float] = _config_key(
-        "Factors of the learning rate by patterns of parameter names, such as `{ 'lm_head.*' = 10 }`. The first "
-        "pattern that matches applies.",
+        "Factors for the learning rate by patterns of parameter names, such as `{ 'lm_head.*' = 10 }`. The first "
+        "matching pattern applies.",
         {},
     )
     layer_decay: float = _config_key(
-        "Factor of the learning rate from each layer to the layer before it. The last layer and the head have `lr`.",
+        "Factor between the learning rates of a layer and of the next layer. The last layer and the head use `lr`.",
         1.0,
         gt=0,
         le=1,
@@ -232,9 +232,11 @@ class LoraTable(ConfigTable):
     modules_to_save: list[str] | None = _config_key(
         "Names of modules to train in full and save with the adapters.", None
     )
-    use_rslora: bool = _config_key("Scale by `alpha / sqrt(rank)`.", False)
+    use_rslora: bool = _config_key("Multiply the adapters by `alpha / sqrt(rank)` instead (rsLoRA).", False)
     use_dora: bool = _config_key("Also train the norm of each row of a weight (DoRA).", False)
-    merge: bool = _config_key("Export the model with merged adapters instead of the adapters alone.", False)
+    merge: bool = _config_key(
+        "Merge the adapters into the exported model, instead of exporting only the adapters.", False
+    )
 
 
 class TrainingTable(ConfigTable):
@@ -244,7 +246,7 @@ class TrainingTable(ConfigTable):
     epochs: float | None = _config_key(
         "Number of epochs, such as 3 or 0.5. By default 1 if `steps` is not set.", None, gt=0
     )
-    validate_every: int | None = _config_key("Steps between validations. By default one epoch.", None, ge=1)
+    validate_every: int | None = _config_key("Number of steps between validations. By default, one epoch.", None, ge=1)
     export: bool = _config_key("Export the trained model to `folder/model`, for `from_pretrained`.", False)
 
 
@@ -252,7 +254,7 @@ class TrainConfig(ConfigTable):
     """Complete configuration of a training run."""
 
     folder: str = _config_key("Folder for logs, checkpoints and the trained model.", "run")
-    seed: int = _config_key("Seed of weights, data order and all random numbers.", 0, ge=0, lt=2**63)
+    seed: int = _config_key("Seed for the weights, the data order and all random numbers.", 0, ge=0, lt=2**63)
     model: ModelTable
     data: DataTable
     parallel: ParallelTable = ParallelTable()  # type: ignore[valid-type]

@@ -434,7 +434,9 @@ def _compute_loss(job: VerifyJob, model: nn.Module, batch: Mapping[str, Any]) ->
         needs_labels = hasattr(output, "loss")  # outputs with this field have a loss if the batch has labels
         field = "" if needs_labels else f": its output, a {type(output).__name__}, has no field 'loss'"
         remedy = (
-            "Add labels to the batch, or pass loss_fn=" if needs_labels else "Pass a function loss_fn(output, batch)"
+            "Add labels to the batch, or pass loss_fn="
+            if needs_labels
+            else "Pass loss_fn=, a function of (output, batch)"
         )
         raise ConfigError(f"{type(model).__name__} returned no loss{field}.", remedy=remedy)
     return loss

@@ -56,7 +56,9 @@ class Checkpoint(Hook):
         self,
         directory: Annotated[str | Path, "Directory of the checkpoints, which are called `directory/step-00000123`."],
         every_steps: Annotated[int | None, "Number of steps between checkpoints. None disables them."] = None,
-        every_minutes: Annotated[float | None, "Minutes between checkpoints. inf or None disables them."] = 10.0,
+        every_minutes: Annotated[
+            float | None, "Number of minutes between checkpoints. inf or None disables them."
+        ] = 10.0,
         every_epoch: Annotated[bool, "Save after each epoch."] = False,
         at_end: Annotated[bool, "Save after the last step, and when a hook stops the run."] = True,
         on_signal: Annotated[bool, "Save after the step during which SIGTERM or SIGINT (Ctrl-C) arrives."] = True,
@@ -64,7 +66,7 @@ class Checkpoint(Hook):
             CheckpointRetention | int | None,
             "Number of checkpoints to keep, or a table of the fields of `CheckpointRetention`. {} keeps all.",
         ] = 3,
-        in_background: Annotated[bool, "Write in a thread while training continues."] = True,
+        in_background: Annotated[bool, "Write checkpoints in a background thread while training continues."] = True,
         resume: Annotated[
             bool, "Resume from the checkpoints in the directory. If false, it must not contain checkpoints."
         ] = True,

@@ -29,7 +29,9 @@ class EarlyStopping(Hook):
         ] = "validation/loss",
         patience: Annotated[int, "End the run after this number of consecutive validations without improvement."] = 3,
         mode: Annotated[Mode, "Whether a lower or a higher value is better."] = "min",
-        min_delta: Annotated[float, "Only a larger change counts as an improvement."] = 0.0,
+        min_delta: Annotated[
+            float, "A change of the metric must be larger than this to count as an improvement."
+        ] = 0.0,
     ) -> None:
         check_choice("EarlyStopping.mode", mode, get_args(Mode))
         check_int("EarlyStopping.patience", patience, unit="validations", example=3)
