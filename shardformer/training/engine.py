@@ -521,10 +521,11 @@ class Engine:
     def reshard(self, parallel: ParallelConfig | dict[str, Any]) -> ReshardStats:
         """Change the parallel layout during training, without writing a checkpoint.
 
-        The result is the same as saving a checkpoint and loading it under the new layout. A rank copies values that it
-        has under both layouts, and receives each of its other values once. ``engine.model`` and ``engine.pipeline``
-        become new objects, while your optimizers and scheduler stay the same objects. During the transfer, a rank keeps
-        its shards of both layouts in memory. All ranks must make this call, between two steps.
+        Weights, master weights, optimizer states and random state are converted as if they were saved and loaded. A
+        rank copies values that it has under both layouts, and receives each of its other values once. ``engine.model``
+        and ``engine.pipeline`` become new objects, while your optimizers and scheduler stay the same objects. During
+        the transfer, a rank keeps its shards of both layouts in memory. All ranks must make this call, between two
+        steps.
 
         Returns:
             Number of bytes that this rank sent, received and copied.
