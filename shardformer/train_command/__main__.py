@@ -1,4 +1,7 @@
-"""Worker process of ``shardformer train``: ``python -m shardformer.train_command run.toml parallel.tensor=2``."""
+"""Runs one worker process of ``shardformer train``.
+
+Usage: ``python -m shardformer.train_command run.toml parallel.tensor=2``
+"""
 
 from __future__ import annotations
 

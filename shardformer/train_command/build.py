@@ -1,4 +1,4 @@
-"""Builds the model, optimizer, scheduler and hooks of a run configuration."""
+"""Builds the model, optimizer, learning-rate scheduler and hooks that a run configuration specifies."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
     known = {name: kind for name, kind in {**known, **PACKAGE_OPTIMIZERS}.items() if name != "Optimizer"}
     if table.name not in known:
         raise ConfigError(
-            f"optimizer.name = {table.name!r} is not a class of torch.optim, or one of "
+            f"optimizer.name = {table.name!r} is neither a class of torch.optim nor one of "
             f"{', '.join(PACKAGE_OPTIMIZERS)}.",
             remedy=did_you_mean(table.name, known),
         )
@@ -77,7 +77,7 @@ def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
     has_decay = bool(arguments.get(WEIGHT_DECAY, default.default if default is not None else 0))
     if table.decay_biases_and_norms and not has_decay:
         raise ConfigError(
-            f"optimizer.decay_biases_and_norms = true has no effect, because {kind.__name__} has no {WEIGHT_DECAY}.",
+            f"optimizer.decay_biases_and_norms = true has no effect, because {kind.__name__} has no weight decay.",
             remedy=f"Set optimizer.{WEIGHT_DECAY} = 0.01, or remove decay_biases_and_norms.",
         )
 
@@ -88,7 +88,8 @@ def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
         except Exception as error:  # classes raise different errors
             shown = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
             raise ConfigError(
-                f"{kind.__name__} does not accept {shown}: {first_line(error)}.", remedy="Correct the value."
+                f"{kind.__name__} does not accept {shown}: {first_line(error)}.",
+                remedy="Correct these values in [optimizer].",
             ) from error
 
     make(list, [nn.Parameter(torch.zeros(1))])  # raises for invalid values before anything is loaded
@@ -99,7 +100,7 @@ def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
 def _group_parameters(
     table: OptimizerTable, model: nn.Module, has_decay: bool
 ) -> Callable[[Iterable[nn.Parameter]], list[dict[str, Any]]]:
-    """Return a function that splits local parameters into groups of equal weight decay and learning rate.
+    """Return a function that splits parameters into optimizer groups by their weight decay and learning rate.
 
     The names are taken from the model before sharding, so that the groups are the same under every layout. All groups
     exist on every pipeline stage, even if empty, because a checkpoint contains the groups of all stages.
@@ -133,7 +134,7 @@ def _group_parameters(
 
 
 def lr_factors_of(table: OptimizerTable, model: nn.Module) -> dict[str, float]:
-    """Return the factor of the learning rate of each parameter.
+    """Return a dict that maps each parameter name to the factor for its learning rate.
 
     ``layer_decay`` counts the layers of the longest ``ModuleList`` from its end. Lists inside a layer, such as
     experts, do not count. Parameters before the list in the order of registration, such as embeddings, belong to the
@@ -146,7 +147,7 @@ def lr_factors_of(table: OptimizerTable, model: nn.Module) -> dict[str, float]:
     for pattern in table.lr_factors:
         if not fnmatch.filter(names, pattern):
             raise ConfigError(
-                f"optimizer.lr_factors has {pattern!r}, which matches no parameter.",
+                f"The pattern {pattern!r} in optimizer.lr_factors matches no parameter.",
                 remedy=did_you_mean(pattern, names),
             )
     depths = _layer_depths(model, names) if table.layer_decay != 1 else dict.fromkeys(names, 0)
@@ -158,7 +159,7 @@ def lr_factors_of(table: OptimizerTable, model: nn.Module) -> dict[str, float]:
 
 
 def _layer_depths(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
-    """Return the number of layers between each parameter and the end of the longest stack of layers."""
+    """Count how many layers of the model's longest ``ModuleList`` come after each parameter."""
     stacks: dict[str, nn.ModuleList] = {}
     for path, module in model.named_modules():
         is_in_layer = any(len(stack) > 1 and path.startswith(f"{outer}.") for outer, stack in stacks.items())
@@ -168,7 +169,7 @@ def _layer_depths(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
     if path is None or len(stacks[path]) < 2:
         raise ConfigError(
             f"optimizer.layer_decay has no effect, because {type(model).__name__} has no ModuleList of layers.",
-            remedy="Remove it, or set optimizer.lr_factors.",
+            remedy="Remove layer_decay, or set the factors by parameter name with optimizer.lr_factors.",
         )
     count, prefix = len(stacks[path]), f"{path}."
     is_before, depths = True, {}
@@ -182,10 +183,10 @@ def _layer_depths(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
 
 
 def has_weight_decay(model: nn.Module, name: str) -> bool:
-    """Return whether weight decay applies to a parameter, which is not the case for biases and parameters of norms.
+    """Return False for biases and for parameters of normalization layers, and True for all other parameters.
 
-    The rule is that of ``Trainer.get_decay_parameter_names`` in transformers, extended to all modules whose class name
-    contains "norm", such as ``BatchNorm2d``.
+    ``Trainer.get_decay_parameter_names`` in transformers uses the same rule. Here, it also applies to all modules whose
+    class name contains "norm", such as ``BatchNorm2d``.
     """
     owner = type(model.get_submodule(name.rpartition(".")[0]))
     is_norm = any("norm" in kind.__name__.lower() for kind in owner.__mro__)
@@ -193,7 +194,7 @@ def has_weight_decay(model: nn.Module, name: str) -> bool:
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Set ``requires_grad = False`` for the parameters whose names match one of the patterns, such as ``wte.*``.
+    """Freeze the parameters whose names match one of the patterns, such as ``wte.*``.
 
     Raises:
         ConfigError: A pattern matches no parameter, or all parameters match.
@@ -202,19 +203,19 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             near = did_you_mean(pattern.removesuffix(".*"), {name.rpartition(".")[0] for name in names} | {*names})
-            raise ConfigError(f"model.freeze has {pattern!r}, which matches no parameter.", remedy=near)
+            raise ConfigError(f"The pattern {pattern!r} in model.freeze matches no parameter.", remedy=near)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            f"model.freeze = {list(patterns)} matches all parameters of the model, so nothing is trained.",
-            remedy="Remove a pattern.",
+            f"model.freeze = {list(patterns)} matches all parameters of the model, so nothing would be trained.",
+            remedy="Remove at least one pattern.",
         )
 
 
 def prepare_model(config: TrainConfig, model: nn.Module) -> nn.Module:
-    """Freeze the parameters that a run does not train, and add its adapters."""
+    """Freeze the parameters that match ``model.freeze``, and add LoRA adapters if the ``lora`` table is set."""
     freeze_parameters(model, config.model.freeze)
     return model if config.lora is None else add_adapters(config.lora, model, config.model.task)
 
@@ -228,10 +229,10 @@ LORA_TASKS = {
 
 
 def add_adapters(table: LoraTable, model: nn.Module, task: str) -> nn.Module:
-    """Add adapters of PEFT to a model that is not sharded, and freeze its other parameters.
+    """Add PEFT adapters to an unsharded model, and freeze its other parameters.
 
     Raises:
-        ConfigError: PEFT is not installed, or does not accept the table for this model.
+        ConfigError: PEFT is not installed, or does not accept the settings in ``table`` for this model.
     """
     peft = import_optional("peft", "The table lora", "peft")
     try:
@@ -263,26 +264,26 @@ IN_PLACE = Patch(
 
 
 def _adapters_in_place(model: nn.Module) -> AbstractContextManager[Any]:
-    """Keep adapters with fake tensors on the device on which they are created."""
+    """Disable ``Module.to`` while PEFT adds adapters to fake tensors, which torch cannot move."""
     if not isinstance(next(model.parameters()), FakeTensor):
         return nullcontext()
     return temporarily(IN_PLACE, lambda: replace_attribute(nn.Module, "to", lambda self, *args, **kwargs: self))
 
 
 def check_arguments(cls: Any, arguments: Mapping[str, Any], table: str, ignored: Iterable[str] = ()) -> None:
-    """Raise ConfigError if a class does not accept one of the arguments, or requires an argument that is missing."""
+    """Raise ConfigError if a class does not accept one of the arguments, or if a required argument is missing."""
     parameters = inspect.signature(cls).parameters
     known = [name for name in parameters if name not in ignored]
     for name in arguments:
         if name not in known:
             raise ConfigError(
-                f"{table}.{name} = {arguments[name]!r} is not an argument of {cls.__name__}.",
+                f"{table}.{name} = {arguments[name]!r} is set, but {cls.__name__} has no argument {name!r}.",
                 remedy=suggest_key(name, known),
             )
     for name in known:
         p = parameters[name]
         if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and name not in arguments:
-            raise ConfigError(f"{table} has no {name}, but {cls.__name__} requires one.", remedy=f"Set {table}.{name}.")
+            raise ConfigError(f"{cls.__name__} requires the argument {name!r}.", remedy=f"Set {table}.{name}.")
 
 
 def count_steps(config: TrainConfig, data: TrainingData) -> int:
@@ -293,35 +294,35 @@ def count_steps(config: TrainConfig, data: TrainingData) -> int:
 
 
 def count_epoch_steps(config: TrainConfig, data: TrainingData) -> int:
-    """Return the number of training steps per epoch."""
+    """Return the number of training steps in one epoch."""
     samples, size = data.num_samples, config.data.batch_size
     assert samples is not None  # a stream requires training.steps
     return samples // size if config.data.drop_last else -(-samples // size)
 
 
 def build_scheduler(table: ScheduleTable, num_steps: int) -> Callable[[Optimizer], LambdaLR]:
-    """Return a function that creates the learning-rate scheduler of an optimizer, for ``num_steps`` steps."""
+    """Return a function that creates a learning-rate scheduler for an optimizer and a run of ``num_steps`` steps."""
     return partial(LambdaLR, lr_lambda=lr_schedule(table, num_steps))
 
 
 def lr_schedule(table: ScheduleTable, num_steps: int) -> Callable[[int], float]:
-    """Return a function from a step, counted from 0, to the factor by which ``optimizer.lr`` is multiplied."""
+    """Return a function that maps a step, counted from 0, to its learning-rate factor."""
     length = num_steps if table.steps is None else table.steps
     return partial(lr_factor, table, count_warmup_steps(table, num_steps), length)
 
 
 def count_warmup_steps(table: ScheduleTable, num_steps: int) -> int:
-    """Return the number of warm-up steps of a schedule, for a run of ``num_steps`` steps."""
+    """Return the number of warm-up steps of a learning-rate schedule in a run of ``num_steps`` steps."""
     return _to_steps(table.warmup, num_steps if table.steps is None else table.steps)
 
 
 def _to_steps(value: float, length: int) -> int:
-    """Convert a number of steps, or a fraction of all steps if it is below 1, to a number of steps."""
+    """Convert a number of steps, or a fraction of ``length`` that is below 1, to a number of steps."""
     return math.ceil(value * length) if value < 1 else round(value)
 
 
 def lr_factor(table: ScheduleTable, warmup: int, num_steps: int, step: int) -> float:
-    """Return the factor by which the base learning rate is multiplied in a step, counted from 0.
+    """Return the factor by which the schedule multiplies the base learning rate at ``step``, counted from 0.
 
     >>> [round(lr_factor(ScheduleTable(name="linear"), 2, 6, step), 2) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
@@ -357,7 +358,7 @@ KNOWN_HOOKS = hook_classes()
 
 
 def build_hooks(config: TrainConfig) -> list[Hook]:
-    """Create the hooks of a run, ordered so that hooks that compute metrics come before hooks that write them."""
+    """Create the hooks that a run configuration enables. Hooks that write metrics come last."""
     options: dict[str, Any] = {**dict.fromkeys(DEFAULTS, True), **config.hooks}
     wanted = {name: arguments for name, arguments in options.items() if arguments is not False}
     order = sorted(wanted, key=lambda name: WRITING_HOOKS.index(name) if name in WRITING_HOOKS else -1)
@@ -365,7 +366,7 @@ def build_hooks(config: TrainConfig) -> list[Hook]:
 
 
 def hook_folder(config: TrainConfig, name: str) -> Path | None:
-    """Return the folder of a hook that is enabled by default, such as ``checkpoint``, or None if it is disabled."""
+    """Return the output folder of a default hook such as ``checkpoint``, or None if the run disables the hook."""
     arguments = config.hooks.get(name, True)
     if arguments is False:
         return None
@@ -392,7 +393,7 @@ def _make_hook(config: TrainConfig, name: str, arguments: dict[str, Any]) -> Hoo
 
 @dataclass(frozen=True)
 class HookArgument:
-    """One argument of a hook class, as its annotation ``Annotated[type, description]`` specifies it."""
+    """Type, default value and description of one argument of a hook class."""
 
     annotation: Any
     default: Any = PydanticUndefined
@@ -400,7 +401,7 @@ class HookArgument:
 
 
 def hook_arguments(hook_class: Any) -> dict[str, HookArgument]:
-    """Return the arguments of a hook class by name. ``*names`` is a list, and ``**options`` is left out."""
+    """Return the constructor arguments of a hook class by name, except ``**options``."""
     found = {}
     try:
         hints = get_type_hints(hook_class.__init__, include_extras=True)
@@ -417,7 +418,7 @@ def hook_arguments(hook_class: Any) -> dict[str, HookArgument]:
 
 
 def _validate_argument_types(hook_class: Any, arguments: dict[str, Any], table: str) -> dict[str, Any]:
-    """Return the arguments with the types that the hook's class declares. Raise ConfigError for a wrong type."""
+    """Validate the arguments of a hook against the types that its class declares, and return them."""
     known, found = hook_arguments(hook_class), dict(arguments)
     for name, value in arguments.items():
         try:
@@ -443,14 +444,14 @@ def _find_hook_class(hook_name: str) -> Any:
     if not colon:
         raise ConfigError(
             f"There is no hook called {hook_name!r}.",
-            rule='Write your own hook with its file and class as "my_hooks.py:MyHook".',
+            rule='To use your own hook, specify its file and class, as in "my_hooks.py:MyHook".',
             remedy=suggest_key(hook_name, KNOWN_HOOKS),
         )
     found = getattr(_import_hook_file(file, hook_name), attribute, None)
     if not (isinstance(found, type) and issubclass(found, Hook)):
         raise ConfigError(
             f"{file} contains no subclass of Hook called {attribute!r}.",
-            remedy=f"Correct the name in hooks.{hook_name!r}.",
+            remedy=f"Correct the class name in hooks.{hook_name!r}.",
         )
     return found
 
@@ -460,8 +461,8 @@ def _import_hook_file(file: str, hook_name: str) -> Any:
     spec = importlib.util.spec_from_file_location(Path(file).stem, file) if Path(file).is_file() else None
     if spec is None or spec.loader is None:
         raise ConfigError(
-            f"The file {file!r} of hooks.{hook_name!r} does not exist.",
-            remedy='Correct the path; the form is "my_hooks.py:MyHook".',
+            f"The file {file!r} in hooks.{hook_name!r} does not exist.",
+            remedy='Correct the path. Specify a hook as in "my_hooks.py:MyHook".',
         )
     module = importlib.util.module_from_spec(spec)
     try:
@@ -491,7 +492,11 @@ POSITION_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_lengt
 
 
 def model_class_for(config: TrainConfig) -> Any:
-    """Return the transformers class that builds the model, or raise ConfigError if transformers has no such class."""
+    """Return the transformers model class for the head or the task of a run configuration.
+
+    Raises:
+        ConfigError: transformers has no such class.
+    """
     transformers = load_transformers()
 
     name = config.model.head or AUTO_CLASSES[config.model.task]
@@ -499,19 +504,18 @@ def model_class_for(config: TrainConfig) -> Any:
     is_model = isinstance(kind, type) and (issubclass(kind, nn.Module) or config_classes_of(kind) is not None)
     if not is_model or not hasattr(kind, "from_pretrained"):
         known = [n for n in dir(transformers) if re.search(r"For[A-Z]|Model$", n)]
-        raise ConfigError(
-            f"model.head = {name!r} is not a model class of transformers.", remedy=did_you_mean(name, known)
-        )
+        raise ConfigError(f"model.head = {name!r} is not a transformers model class.", remedy=did_you_mean(name, known))
     return kind
 
 
 def build_model(
     config: TrainConfig, data: TrainingData, saved: Any, *, lazy: bool = True, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Build the model of a run with weights in ``dtype``. The dtype of a step is set by ``parallel.precision``.
+    """Build the model of a run, with its weights in ``dtype``.
 
-    ``saved`` is its config without the fields that depend on the data. If ``lazy`` is False, the weights are not
-    initialized, even if the run loads a checkpoint.
+    ``parallel.precision`` determines the dtype of the training steps. ``saved`` is the config of the model without the
+    fields that depend on the data. If ``lazy`` is False, the weights are not initialized, even if the run loads a
+    checkpoint.
     """
     complete = load_model_config(config, derive_fields_from_data(config, data, saved))
     _check_data_fits_model(config, data, complete)
@@ -543,13 +547,13 @@ def build_model(
     if kind.__module__.startswith("transformers.") and "labels" not in inspect.signature(kind.forward).parameters:
         raise ConfigError(
             f"model.head builds a {kind.__name__}, which accepts no labels and returns no loss.",
-            remedy="Remove model.head, or specify a class with a loss, such as AutoModelForCausalLM.",
+            remedy="Remove model.head, or set it to a class that computes a loss, such as AutoModelForCausalLM.",
         )
     return model
 
 
 def create_model(model_class: Any, model_config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
-    """Build a model of transformers with random weights."""
+    """Build a transformers model with random weights."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -563,7 +567,7 @@ def create_model(model_class: Any, model_config: Any, dtype: torch.dtype, trust_
 
 
 def _check_task_support(config: TrainConfig, model_config: Any, model_class: Any) -> None:
-    """Raise ConfigError if transformers has no class for this model type and task."""
+    """Raise ConfigError if transformers has no model class for this model type and task."""
     known = config_classes_of(model_class)
     if (
         known is None
@@ -579,13 +583,14 @@ def _check_task_support(config: TrainConfig, model_config: Any, model_class: Any
     ]
     raise ConfigError(
         f"model.{'head' if config.model.head else 'task'} = {config.model.head or config.model.task!r} does not "
-        f"support {config.model.name!r}: {model_class.__name__} has no model of type {model_config.model_type}.",
+        f"support {config.model.name!r}, because {model_class.__name__} has no class for the model type "
+        f"{model_config.model_type!r}.",
         remedy=f"Set model.task = {' or '.join(map(repr, tasks))}" if tasks else "Use another model",
     )
 
 
 def max_positions(model_config: Any) -> int | None:
-    """Return the maximum number of positions in the text config of a model, or None if it has no limit."""
+    """Return the maximum sequence length that the config of a model specifies, or None if it specifies no limit."""
     text = model_config.get_text_config()
     return next((n for name in POSITION_FIELDS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
 
@@ -598,12 +603,13 @@ def _check_data_fits_model(config: TrainConfig, data: TrainingData, model_config
     if size is not None and data.tokens.size > size:
         raise ConfigError(
             f"The tokenizer {data.tokens.name!r} has {data.tokens.size} tokens, but the model has vocab_size={size}.",
-            remedy="Use the tokenizer of the model, or with model.random = true set model.config.vocab_size = "
-            f"{data.tokens.size}.",
+            remedy="Use the tokenizer of the model. For a model with random weights, you can also set "
+            f"model.config.vocab_size = {data.tokens.size}.",
         )
     most = max_positions(model_config)
     if most is not None and config.data.sequence_length > most:
         raise ConfigError(
-            f"data.sequence_length = {config.data.sequence_length} exceeds the {most} positions of the model.",
-            remedy=f"Use {most} or less, or for rotary position embeddings (RoPE) increase the limit in model.config.",
+            f"data.sequence_length = {config.data.sequence_length} exceeds the model's maximum of {most} positions.",
+            remedy=f"Use {most} or less. If the model has rotary position embeddings (RoPE), you can also increase the "
+            "limit in model.config.",
         )

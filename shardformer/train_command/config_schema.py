@@ -1,4 +1,4 @@
-"""Schema of the run configuration, and functions that read and validate the TOML file."""
+"""Defines the schema of the run configuration, and reads and validates the TOML file that contains it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PATHS = ("folder", "name", "train", "validation", "tokenizer", "chat_template")
 
 
 class ConfigTable(BaseModel):
-    """Base class of the tables in a run configuration. Unknown keys are errors."""
+    """Base class for the tables of a run configuration. Unknown keys are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -51,53 +51,53 @@ def _config_key(description: str, default: Any = ..., **limits: Any) -> Any:
 
 
 class ModelTable(ConfigTable):
-    """The model."""
+    """The model to train."""
 
     name: str = _config_key(
-        "A folder that `save_pretrained` wrote, a name on the Hugging Face hub, a `config.json`, or with `random` a "
-        "model type of transformers, such as `llama`."
+        "A folder that `save_pretrained` wrote, a name on the Hugging Face hub, a `config.json`, or, if `random` is "
+        "set, a transformers model type such as `llama`."
     )
     task: Task = _config_key(
         "`causal`: predict the next token; `masked`: predict masked tokens; `sequence_to_sequence`: generate a target "
         "text from a source text; `classification` of texts; `multi_label_classification`: any number of classes per "
         "text; `token_classification`: one class per word; `regression`: one number per text; `preference`: prefer "
-        "one answer to another one (DPO); `image_classification`.",
+        "one answer over another (DPO); `image_classification`.",
         "causal",
     )
-    head: str | None = _config_key("The transformers class. By default that of the task.", None)
+    head: str | None = _config_key("The transformers model class. By default, the task determines it.", None)
     random: bool = _config_key("Initialize the weights at random instead of loading them.", False)
-    config: dict[str, Any] = _config_key("Changed fields of the model's config.", {})
+    config: dict[str, Any] = _config_key("Fields to change in the model's config.", {})
     freeze: list[str] = _config_key(
-        "Parameters that are not trained: patterns of their names, such as `model.embed_tokens.*`.", []
+        "Name patterns of parameters that are not trained, such as `model.embed_tokens.*`.", []
     )
-    trust_remote_code: bool = _config_key("Allow Python code of models that transformers does not contain.", False)
+    trust_remote_code: bool = _config_key("Allow running Python code that comes with a model.", False)
 
 
 class DataTable(ConfigTable):
-    """The training data."""
+    """The training and validation data."""
 
     train: str | list[str] = _config_key(
         "A file, a list of files, a pattern of files such as `data/*.parquet`, a folder with one subfolder of images "
         "per class, or the name of a data set. See `format`."
     )
     weights: list[float] | None = _config_key(
-        "One number per item of `train`, to mix them in this proportion. An epoch ends when each item was read at "
-        "least once.",
+        "One number per item of `train`, to mix the items in this proportion. An epoch ends when each item has been "
+        "read at least once.",
         None,
     )
     validation: str | list[str] | None = _config_key("Validation data in the same format.", None)
     validation_fraction: float | None = _config_key(
-        "Fraction of the training rows to validate on instead of training on them.", None, gt=0, lt=1
+        "Fraction of the training rows to use for validation instead of training.", None, gt=0, lt=1
     )
     format: Format | None = _config_key(
         "`text`: plain text; `jsonl`: JSON objects, one per line or in one list; `csv`: a table whose first line has "
         "the names of the fields (includes .tsv files); `parquet`; `datasets`: the name or the folder of a data set of "
-        "the library `datasets`; `images`. By default it follows from the suffix, and a folder contains images.",
+        "the `datasets` library; `images`. By default, it is inferred from the suffix, and a folder contains images.",
         None,
     )
     delimiter: str | None = _config_key(
-        "The character between the fields of `csv`. By default a tab in .tsv files, where quotes are part of the "
-        "text, and a comma in others, where quotes may enclose a field.",
+        "The character between the fields of a `csv` file. By default, a tab in .tsv files, where quotes are part of "
+        "the text, and a comma in other files, where quotes may enclose a field.",
         None,
         max_length=1,
     )
@@ -105,56 +105,56 @@ class DataTable(ConfigTable):
     streaming: bool = _config_key(
         "Read the data during training instead of before it. `training.steps` must be set.", False
     )
-    batch_size: int = _config_key("Global batch size: samples per step over all processes.", 8, ge=1)
+    batch_size: int = _config_key("Global batch size: the number of samples per step over all processes.", 8, ge=1)
     sequence_length: int = _config_key("Maximum number of tokens per sample.", 128, ge=2)
     tokenizer: str | None = _config_key(
-        "A folder, a name on the hub, or `bytes`: each byte is a token. By default that of the model, or `bytes` if "
-        "the weights are random.",
+        "A folder, a name on the hub, or `bytes` to use each byte as a token. By default, the tokenizer of the model, "
+        "or `bytes` if the weights are random.",
         None,
     )
     text: str = _config_key(
         "The field that contains the text, or the list of words for `token_classification`.", "text"
     )
-    pair: str | None = _config_key("The field of the second text, for `classification` of pairs.", None)
+    pair: str | None = _config_key("The field of the second text, for `classification` of text pairs.", None)
     target: str = _config_key(
         "The field of the target text, for `sequence_to_sequence`, or of the answer to `prompt`.", "target"
     )
     label: str = _config_key(
-        "The field of the class label, the list of labels, or the number, for classification and regression.", "label"
+        "The field of the class label or list of labels for classification, or of the number for regression.", "label"
     )
     messages: str = _config_key(
         "The field of a conversation, for `causal`: a list of messages with `role` and `content`, or `from` and "
-        "`value`. It is used for rows without a text.",
+        "`value`. It is used for rows without a `text` field.",
         "messages",
     )
     prompt: str | None = _config_key(
-        "The field of a prompt that `target` answers, for `causal`. Rows with `prompt` and `completion`, `instruction` "
-        "and `output` or `question` and `answer` need no setting.",
+        "The field of a prompt that `target` answers, for `causal`. The fields `prompt` and `completion`, "
+        "`instruction` and `output`, and `question` and `answer` are found automatically.",
         None,
     )
     chosen: str = _config_key("The field of the better answer, for `preference`.", "chosen")
     rejected: str = _config_key("The field of the worse answer, for `preference`.", "rejected")
     chat_template: str | None = _config_key(
-        "The template of conversations: a file in Jinja, `chatml`, or `none` to concatenate the texts. By default that "
-        "of the tokenizer, or `chatml` for bytes.",
+        "The template of conversations: a Jinja file, `chatml`, or `none` to concatenate the texts. By default, the "
+        "template of the tokenizer, or `chatml` for `bytes`.",
         None,
     )
     train_on: Literal["answers", "last", "all"] = _config_key(
-        "The tokens of a conversation that have labels: those of all answers, of the last answer, or all tokens.",
+        "The tokens of a conversation that contribute to the loss: all answers, only the last answer, or all tokens.",
         "answers",
     )
     packing: bool = _config_key(
-        "Put several texts or conversations into one row, for `causal`. No text attends to another one.", False
+        "Pack several texts or conversations into one row, for `causal`. No text attends to another text.", False
     )
     group_by_length: bool = _config_key("Put samples of similar length into the same batch.", False)
     image: str = _config_key("The field of the image in `datasets`, or of its path in other formats.", "image")
     split: str = _config_key("The split of `datasets` to train on.", "train")
     validation_split: str | None = _config_key(
-        "The split to validate on, of `validation` or by default of `train`.", None
+        "The split to validate on. It is a split of `validation`, or by default of `train`.", None
     )
     shuffle: bool = _config_key("Shuffle the samples in each epoch.", True)
     drop_last: bool = _config_key("Drop the last batch of an epoch if it is incomplete.", False)
-    num_workers: int = _config_key("Data loading processes per training process.", 0, ge=0)
+    num_workers: int = _config_key("Number of data loading processes per training process.", 0, ge=0)
 
     @property
     def has_validation(self) -> bool:
@@ -177,16 +177,16 @@ class OptimizerTable(ConfigTable):
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
-    name: str = _config_key("A class of `torch.optim`, or `LAMB`, `LARS`, `HybridAdam`.", "AdamW")
+    name: str = _config_key("A class of `torch.optim`, or `LAMB`, `LARS` or `HybridAdam`.", "AdamW")
     lr: float = _config_key("The learning rate.", 1e-4, gt=0)
-    decay_biases_and_norms: bool = _config_key("Apply `weight_decay` to biases and norm weights too.", False)
+    decay_biases_and_norms: bool = _config_key("Also apply `weight_decay` to biases and normalization weights.", False)
     lr_factors: dict[str, float] = _config_key(
-        "Factors of the learning rate by patterns of parameter names, such as `{ 'lm_head.*' = 10 }`. The first "
-        "pattern that matches applies.",
+        "Factors for the learning rate by patterns of parameter names, such as `{ 'lm_head.*' = 10 }`. The first "
+        "matching pattern applies.",
         {},
     )
     layer_decay: float = _config_key(
-        "Factor of the learning rate from each layer to the layer before it. The last layer and the head have `lr`.",
+        "Factor between the learning rates of a layer and of the next layer. The last layer and the head use `lr`.",
         1.0,
         gt=0,
         le=1,
@@ -194,63 +194,67 @@ class OptimizerTable(ConfigTable):
 
 
 class ScheduleTable(ConfigTable):
-    """The learning-rate schedule."""
+    """The learning-rate schedule, with warm-up and decay."""
 
     name: Literal["constant", "linear", "cosine", "cosine_with_restarts", "warmup_stable_decay", "inverse_sqrt"] = (
         _config_key("The decay after warm-up.", "constant")
     )
-    warmup: float = _config_key("Warm-up steps, or below 1 their fraction of all steps.", 0, ge=0)
-    min_lr_rate: float = _config_key("The final rate as a fraction of `optimizer.lr`.", 0, ge=0, le=1)
+    warmup: float = _config_key("Number of warm-up steps. A value below 1 is a fraction of all steps.", 0, ge=0)
+    min_lr_rate: float = _config_key("The final learning rate as a fraction of `optimizer.lr`.", 0, ge=0, le=1)
     cycles: int = _config_key("Number of cosine cycles of `cosine_with_restarts`.", 1, ge=1)
     decay: float = _config_key(
-        "Steps of the decay at the end of `warmup_stable_decay`, or below 1 their fraction of all steps.", 0.1, gt=0
+        "Steps of the final decay of `warmup_stable_decay`. A value below 1 is a fraction of all steps.", 0.1, gt=0
     )
     steps: int | None = _config_key(
-        "The length of the schedule, after which the learning rate is constant. By default that of the run. It is "
-        "required to resume a run with another length, if that would change learning rates.",
+        "The number of steps after which the learning rate is constant. By default, the number of steps of the run. It "
+        "is required to resume a run with another length, if that would change learning rates.",
         None,
         ge=1,
     )
 
 
 class PreferenceTable(ConfigTable):
-    """The loss of `task = "preference"`."""
+    """Options of the DPO loss for `task = "preference"`."""
 
     beta: float = _config_key("Strength of the penalty on differences from the initial model.", 0.1, gt=0)
     label_smoothing: float = _config_key("Probability that a preference is wrong.", 0.0, ge=0, lt=0.5)
 
 
 class LoraTable(ConfigTable):
-    """Adapters of PEFT. If this table exists, only adapters are trained."""
+    """LoRA adapters from PEFT. If this table exists, only the adapters are trained."""
 
     rank: int = _config_key("Rank of the adapters.", 8, ge=1)
-    alpha: float = _config_key("Scale of the adapters; they are multiplied by `alpha / rank`.", 16.0, gt=0)
+    alpha: float = _config_key("Scale of the adapters, which are multiplied by `alpha / rank`.", 16.0, gt=0)
     dropout: float = _config_key("Dropout on the inputs of the adapters.", 0.0, ge=0, lt=1)
     target_modules: str | list[str] = _config_key(
         "Names of the linear layers with adapters, or `all-linear` for all except the head.", "all-linear"
     )
-    modules_to_save: list[str] | None = _config_key("Names of further modules to train and save completely.", None)
-    use_rslora: bool = _config_key("Scale by `alpha / sqrt(rank)`.", False)
+    modules_to_save: list[str] | None = _config_key(
+        "Names of modules to train in full and save with the adapters.", None
+    )
+    use_rslora: bool = _config_key("Multiply the adapters by `alpha / sqrt(rank)` instead (rsLoRA).", False)
     use_dora: bool = _config_key("Also train the norm of each row of a weight (DoRA).", False)
-    merge: bool = _config_key("Export the model with merged adapters instead of the adapters alone.", False)
+    merge: bool = _config_key(
+        "Merge the adapters into the exported model, instead of exporting only the adapters.", False
+    )
 
 
 class TrainingTable(ConfigTable):
-    """The length of the run, and validation."""
+    """The length of the run, the validation interval, and whether the trained model is exported."""
 
     steps: int | None = _config_key("Number of optimizer steps.", None, ge=1)
     epochs: float | None = _config_key(
         "Number of epochs, such as 3 or 0.5. By default 1 if `steps` is not set.", None, gt=0
     )
-    validate_every: int | None = _config_key("Steps between validations. By default one epoch.", None, ge=1)
-    export: bool = _config_key("Write `folder/model` for `from_pretrained` after training.", False)
+    validate_every: int | None = _config_key("Number of steps between validations. By default, one epoch.", None, ge=1)
+    export: bool = _config_key("Export the trained model to `folder/model`, for `from_pretrained`.", False)
 
 
 class TrainConfig(ConfigTable):
-    """A complete run configuration."""
+    """Complete configuration of a training run."""
 
     folder: str = _config_key("Folder for logs, checkpoints and the trained model.", "run")
-    seed: int = _config_key("Seed of weights, data order and all random numbers.", 0, ge=0, lt=2**63)
+    seed: int = _config_key("Seed for the weights, the data order and all random numbers.", 0, ge=0, lt=2**63)
     model: ModelTable
     data: DataTable
     parallel: ParallelTable = ParallelTable()  # type: ignore[valid-type]
@@ -272,25 +276,24 @@ class TrainConfig(ConfigTable):
         if training.steps is not None and training.epochs is not None:
             raise ConfigError(
                 f"training.steps = {training.steps} and training.epochs = {training.epochs:g} cannot both be set.",
-                remedy="Remove one of them; on the command line, --set training.epochs= removes a key.",
+                remedy="Remove one of them. On the command line, --set training.epochs= removes a key.",
             )
         if training.validate_every is not None and not data.has_validation:
             raise ConfigError(
-                f"training.validate_every = {training.validate_every} requires data.validation.",
+                f"training.validate_every = {training.validate_every} requires validation data.",
                 remedy="Set data.validation, or remove validate_every.",
             )
         self._check_data()
         self._check_no_unused_keys()
 
     def _check_data(self) -> None:
-        """Raise ConfigError if options of the data contradict each other."""
+        """Raise ConfigError if the options in ``[data]`` contradict each other."""
         data = self.data
         count = 1 if isinstance(data.train, str) else len(data.train)
         if data.weights is not None and (len(data.weights) != count or min(data.weights) <= 0):
             raise ConfigError(
-                f"data.weights = {data.weights} does not fit data.train, which has {count} item{'s' * (count > 1)}.",
-                rule="Each item needs one positive weight.",
-                remedy="Correct the weights.",
+                f"data.weights = {data.weights} does not match data.train, which has {count} item{'s' * (count > 1)}.",
+                remedy="Specify one positive weight per item.",
             )
         if data.validation_fraction is not None and (data.validation or data.validation_split):
             raise ConfigError(
@@ -323,7 +326,7 @@ class TrainConfig(ConfigTable):
             tables: BaseModel = getattr(self, table)
             value = getattr(tables, name)
             if not is_used and value != type(tables).model_fields[name].default:
-                raise ConfigError(f"{key} = {value!r} has no effect without {needed}.", remedy="Remove it.")
+                raise ConfigError(f"{key} = {value!r} has no effect without {needed}.", remedy=f"Remove {key}.")
 
     @property
     def layout(self) -> ParallelConfig:
@@ -332,12 +335,12 @@ class TrainConfig(ConfigTable):
 
     @property
     def path(self) -> Path:
-        """Path of the folder of the run."""
+        """Output folder of the run."""
         return Path(self.folder)
 
 
 def _conditions_of_keys(config: TrainConfig) -> dict[str, tuple[bool, str]]:
-    """Return which of the optional keys this run uses, and what each of these keys requires."""
+    """Return for each optional key whether the run uses it, and which setting it requires."""
     task, layout = config.model.task, config.layout
     is_image_task, tensor_ranks = task == "image_classification", num_ranks(layout.tensor, "tensor")
     has_changing_rate = config.schedule.name != "constant" or 0 < config.schedule.warmup < 1
@@ -391,7 +394,7 @@ def _conditions_of_keys(config: TrainConfig) -> dict[str, tuple[bool, str]]:
 
 
 def remote_code_hint(remedy: str, error: Exception) -> str:
-    """Return ``remedy``, or advise to set ``trust_remote_code`` if the error of transformers mentions it."""
+    """Advise setting ``trust_remote_code`` if an error of transformers mentions it, and otherwise return ``remedy``."""
     needs_code = "trust_remote_code" in str(error)
     return "Review that code, and set model.trust_remote_code = true to run it" if needs_code else remedy
 
@@ -437,8 +440,8 @@ def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainCon
 
     Args:
         file: Path of the file.
-        changes: Changed keys, such as ``parallel.tensor=2``. A value that is not valid TOML is a string.
-            ``training.epochs=`` removes a key.
+        changes: Keys to change, such as ``parallel.tensor=2``. A value that is not valid TOML is used as a string.
+            An empty value, as in ``training.epochs=``, removes the key.
     """
     path = Path(file)
     try:
@@ -454,7 +457,7 @@ def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainCon
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"The configuration file {str(file)!r} is not valid TOML: {error}.",
-            rule='A table starts with its name in brackets, and its lines have the form steps = 100 or name = "gpt2".',
+            rule='A table starts with its name in brackets, followed by lines such as steps = 100 or name = "gpt2".',
             remedy="Correct the line.",
         ) from error
     for change in changes:
@@ -463,7 +466,7 @@ def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainCon
 
 
 def parse_config(tables: dict[str, Any], source: str) -> TrainConfig:
-    """Validate the tables of a run configuration. ``source`` names their origin in errors, such as the file."""
+    """Validate the tables of a run configuration, and convert them to a ``TrainConfig``. Errors mention ``source``."""
     try:
         return TrainConfig.model_validate(_rename_earlier_keys(tables))
     except ValidationError as error:
@@ -471,7 +474,7 @@ def parse_config(tables: dict[str, Any], source: str) -> TrainConfig:
 
 
 def _rename_earlier_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace earlier names of keys by their current names, with a warning.
+    """Replace deprecated key names by their current names, with a warning.
 
     If a table has both names, validation reports the earlier name.
     """
@@ -490,11 +493,13 @@ def _rename_earlier_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apply_command_line_change(tables: dict[str, Any], change: str) -> None:
-    """Set or remove a key of the tables of a run configuration, as in ``parallel.tensor=2``, in place."""
+    """Apply a command-line change such as ``parallel.tensor=2`` to the tables of a run configuration, in place."""
     key, equals, text = change.partition("=")
     *parents, name = (part.strip() for part in key.split("."))
     if not equals or not name or not all(parents):
-        raise ConfigError(f"--set {change} does not have the form key=value.", remedy="Write --set parallel.tensor=2.")
+        raise ConfigError(
+            f"--set {change} does not have the form key=value.", remedy="For example, write --set parallel.tensor=2."
+        )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -504,8 +509,8 @@ def apply_command_line_change(tables: dict[str, Any], change: str) -> None:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             raise ConfigError(
-                f"--set {change} requires a table {part!r}, which is a value in the file.",
-                remedy=f"Write [{part}] in the file.",
+                f"--set {change} cannot be applied, because {part!r} is not a table in the file.",
+                remedy=f"Replace {part!r} in the file by a table [{part}].",
             )
     if text.strip():
         table[name] = value
@@ -514,7 +519,7 @@ def apply_command_line_change(tables: dict[str, Any], change: str) -> None:
 
 
 def _to_config_error(error: ValidationError, source: str) -> ConfigError:
-    """Convert the first error of pydantic to a ConfigError that suggests known keys and values."""
+    """Convert the first error that pydantic reports to a ConfigError that suggests a correct key or value."""
     first = error.errors()[0]
     key_path = [str(part) for part in first["loc"]]
     table, name = _find_table(key_path), key_path[-1]
@@ -558,9 +563,10 @@ def _suggest_value(error: Mapping[str, Any]) -> str:
 
 
 def suggest_key(name: str, known: Iterable[str]) -> str:
-    """Suggest the correct key for an unknown key, which may be in the wrong table or from ``TrainingArguments``.
+    """Suggest a correct key for an unknown configuration key.
 
-    ``known`` are the names that are valid in its place.
+    The unknown key may be in the wrong table, or may be an argument of ``TrainingArguments`` in transformers.
+    ``known`` contains the names that are valid in its place.
     """
     tables = {key: _find_table([key, ""]) for key in TrainConfig.model_fields}
     all_keys = [f"{key}.{field}" for key, each in tables.items() if each is not None for field in each.model_fields]
@@ -578,7 +584,7 @@ def suggest_key(name: str, known: Iterable[str]) -> str:
 
 
 def hook_classes() -> dict[str, Any]:
-    """Return the hooks of the package by their names in a run configuration, such as ``early_stopping``."""
+    """Return the built-in hook classes by their names in a run configuration, such as ``early_stopping``."""
     from shardformer.training import hooks
 
     return {
@@ -589,7 +595,7 @@ def hook_classes() -> dict[str, Any]:
 
 
 def _remove_union_types(key_path: Iterable[str]) -> list[str]:
-    """Remove the type names that pydantic adds to the location of an error in a union."""
+    """Remove the type names, such as ``str``, that pydantic adds to an error location inside a union."""
     return [
         part for part in key_path if part.replace("_", "").isalnum() and part not in ("str", "int", "bool", "float")
     ]
@@ -612,7 +618,7 @@ def _describe_key(table: type[BaseModel] | None, name: str) -> str:
 
 
 def format_toml(tables: Mapping[str, Any]) -> str:
-    """Format the tables of a configuration as TOML. Values that are None are left out."""
+    """Format the tables of a configuration as TOML, and leave out values that are None."""
 
     def format_tables(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
         inner = {key: value for key, value in values.items() if isinstance(value, Mapping)}

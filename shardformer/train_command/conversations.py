@@ -1,4 +1,4 @@
-"""Tokenizes conversations with a chat template, with labels on the answers only."""
+"""Tokenizes conversations with a chat template, and masks the labels of all tokens outside the answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Message = Mapping[str, Any]
 
 
 def is_conversation(row: Mapping[str, Any], data: DataTable) -> bool:
-    """Return whether a row contains a conversation or a prompt with an answer, rather than a text."""
+    """Return whether a data set row contains a conversation, or a prompt with an answer, rather than plain text."""
     if data.prompt is not None:
         return True
     if row.get(data.text) is not None:  # a table has every field in every row
@@ -47,10 +47,10 @@ def is_conversation(row: Mapping[str, Any], data: DataTable) -> bool:
 
 
 def read_conversation(row: Mapping[str, Any], data: DataTable) -> list[Message]:
-    """Return the messages of a row, from its list of messages or from its prompt and answer.
+    """Return the messages of a data set row, which contains a list of messages or a prompt with an answer.
 
     Raises:
-        InputError: The row has none of these, or a message has no role and content.
+        InputError: The row has neither of them, or a message has no role or content.
     """
     field = None if data.prompt is not None else _messages_field(row, data)
     if field is not None:
@@ -59,15 +59,15 @@ def read_conversation(row: Mapping[str, Any], data: DataTable) -> list[Message]:
     if pair is None and data.prompt is None and data.messages in row:
         raise InputError(
             f"A row has {row[data.messages]!r:.60} in the field {data.messages!r}, which is not a list of messages.",
-            rule='A conversation is a list such as [{"role": "user", "content": "words"}], and not its text as JSON.',
+            rule='Write a list such as [{"role": "user", "content": "words"}], and not a string that contains JSON.',
             remedy="Correct or remove that row.",
         )
     if pair is None:
         known = ", ".join(f"{prompt!r} and {answer!r}" for prompt, answer in PAIRS)
         raise InputError(
-            f"The fields {', '.join(map(repr, row))} of a row do not contain a conversation.",
-            rule=f"A conversation is a list of messages in {data.messages!r} or 'conversations', or has {known}.",
-            remedy="Set data.messages, or data.prompt and data.target, to the names of the fields.",
+            f"A row has the fields {', '.join(map(repr, row))}, which do not contain a conversation.",
+            rule=f"A row needs a list of messages in {data.messages!r} or 'conversations', or the fields {known}.",
+            remedy="Set data.messages, or data.prompt and data.target, to the names of your fields.",
         )
     return _read_pair(row, pair)
 
@@ -93,7 +93,7 @@ def _read_pair(row: Mapping[str, Any], fields: tuple[str, str]) -> list[Message]
 
 
 def _add_system(messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
-    """Put the text of the field ``system`` before a conversation that does not start with a system message."""
+    """Insert the ``system`` field of a row as the first message, unless there is already a system message."""
     system = row.get(SYSTEM)
     if not isinstance(system, str) or not system:
         return messages
@@ -101,14 +101,15 @@ def _add_system(messages: list[Message], row: Mapping[str, Any]) -> list[Message
         return [{"role": SYSTEM, "content": system}, *messages]
     if messages[0]["content"] != system:
         raise InputError(
-            f"A row has the system message {messages[0]['content']!r:.60}, but {system!r:.60} in the field {SYSTEM!r}.",
+            f"A row has two different system messages: {messages[0]['content']!r:.60} in its conversation, and "
+            f"{system!r:.60} in the field {SYSTEM!r}.",
             remedy="Remove one of them.",
         )
     return messages
 
 
 def read_answer(row: Mapping[str, Any], field: str, data: DataTable) -> list[Message]:
-    """Return the messages of a row whose answer is in ``field``: its prompt and the answer, or a whole conversation.
+    """Return the prompt of a data set row and the answer in ``field`` as a list of messages.
 
     Raises:
         InputError: The row has no such answer.
@@ -121,26 +122,26 @@ def read_answer(row: Mapping[str, Any], field: str, data: DataTable) -> list[Mes
     if len(messages) < 2 or messages[-1]["role"] != ANSWER:
         raise InputError(
             f"The field {field!r} of a row contains {answer!r:.60}, which is not an answer to a prompt.",
-            rule="An answer is a text or messages after the field 'prompt', or a conversation that contains the "
-            "prompt.",
-            remedy="Correct the data, or set data.prompt, data.chosen and data.rejected to the names of the fields.",
+            rule="This field must contain the answer to the field 'prompt', or a conversation that includes the "
+            "prompt and ends with the answer.",
+            remedy="Correct the data, or set data.prompt, data.chosen and data.rejected to the names of your fields.",
         )
     return _add_system(messages, row)
 
 
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables of the chat template that a row sets: its tools, which may be JSON."""
+    """Return the tools that a data set row passes to the chat template. The tools may be JSON strings."""
     tools = _from_json(row.get(TOOLS) or [])
     if not isinstance(tools, (list, tuple)) or not all(isinstance(_from_json(tool), Mapping) for tool in tools):
         raise InputError(
             f"A row has {row[TOOLS]!r:.60} in the field {TOOLS!r}, which is not a list of functions.",
-            remedy="Write a list of JSON schemas, or remove the field.",
+            remedy="Write the functions as a list of JSON schemas, or remove the field.",
         )
     return {TOOLS: [_from_json(tool) for tool in tools]} if tools else {}
 
 
 def _from_json(value: Any) -> Any:
-    """Return the object or list of a string that contains JSON, and any other value unchanged."""
+    """Parse a string that contains a JSON object or list, and return any other value unchanged."""
     if isinstance(value, str):
         with suppress(ValueError):
             found = json.loads(value)
@@ -149,7 +150,7 @@ def _from_json(value: Any) -> Any:
 
 
 def clean_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield rows without the fields that only other rows have, which the library ``datasets`` sets to None."""
+    """Yield rows without the None values that the ``datasets`` library inserts for missing fields."""
     return iter(rows) if isinstance(rows, list) else map(_drop_none, rows)
 
 
@@ -173,8 +174,8 @@ def _read_messages(messages: Sequence[Any], field: str) -> list[Message]:
         calls = message.get(CALLS) if isinstance(message, Mapping) else None
         if not isinstance(role, str) or not (isinstance(content, (str, list)) or (content is None and calls)):
             raise InputError(
-                f"A message in the field {field!r} is {message!r:.80}.",
-                rule='A message has a role and a text, such as {"role": "user", "content": "words"}.',
+                f"The field {field!r} contains an invalid message: {message!r:.80}.",
+                rule='A message needs a role and a text, as in {"role": "user", "content": "words"}.',
                 remedy="Correct the data.",
             )
         assert isinstance(message, Mapping)
@@ -185,7 +186,7 @@ def _read_messages(messages: Sequence[Any], field: str) -> list[Message]:
         if others.get(WEIGHT, 1) not in (0, 1):
             raise InputError(
                 f"A message in the field {field!r} has {WEIGHT} = {others[WEIGHT]!r}: {message!r:.60}.",
-                rule="Answers of weight 0 have no labels.",
+                rule="Only the weights 0 and 1 are supported. The loss ignores answers of weight 0.",
                 remedy="Use the weight 0 or 1.",
             )
         found.append({**others, "role": ROLES.get(role, role), "content": content})
@@ -193,27 +194,27 @@ def _read_messages(messages: Sequence[Any], field: str) -> list[Message]:
 
 
 def _read_call(call: Any) -> Any:
-    """Return a call of a tool with its arguments as an object, which templates expect, instead of as JSON."""
+    """Parse the JSON arguments of a tool call, because chat templates expect an object."""
     if not isinstance(call, Mapping):
         return call
     return {name: _from_json(v) if name == "arguments" else _read_call(v) for name, v in call.items()}
 
 
 def _join_parts(parts: Sequence[Any], message: Message, field: str) -> str:
-    """Return the text of a message that consists of several texts. Raises InputError for other parts, as images."""
+    """Join the text parts of a message. Raises InputError for other parts, such as images."""
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise InputError(
-            f"A message in the field {field!r} has a part that is not a text: {message!r:.80}.",
-            rule="Conversations consist of texts.",
-            remedy="Remove other parts, such as images.",
+            f"A message in the field {field!r} has a part that is not text: {message!r:.80}.",
+            rule="Only text is supported in conversations.",
+            remedy="Remove all other parts, such as images.",
         )
     return "".join(cast(list[str], texts))
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Token ids and labels of a sample, both of shape (S,) with dtype int32."""
+    """Token ids and labels of one training sample, as int32 tensors of shape (S,)."""
 
     ids_S: torch.Tensor
     labels_S: torch.Tensor
@@ -221,14 +222,15 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class ChatFormat:
-    """Converts conversations to token ids and labels.
+    """Converts conversations to token ids and labels with a chat template.
 
     Args:
         tokens: Tokenizer.
         template: Jinja template of a conversation.
-        train_on: "answers": labels on all messages of the assistant; "last": on the last message; "all": on all tokens.
+        train_on: Tokens with labels. "answers": all messages of the assistant; "last": the last message, if it is an
+            answer; "all": all tokens.
         max_length: Maximum number of tokens. Further tokens are dropped.
-        checked: Sequences of roles that the template renders completely.
+        checked: Sequences of roles that are known to be rendered completely by the template.
     """
 
     tokens: TextTokenizer
@@ -239,7 +241,7 @@ class ChatFormat:
 
     @classmethod
     def of(cls, data: DataTable, tokens: TextTokenizer) -> ChatFormat:
-        """Create the format of a run, or raise ConfigError if neither the run nor the tokenizer has a chat template."""
+        """Create a chat format with the configured chat template, or with the default template of the tokenizer."""
         template = _read_template(data.chat_template) or getattr(tokens.tokenizer, "chat_template", None)
         if isinstance(template, dict):
             template = template.get("default")
@@ -249,15 +251,15 @@ class ChatFormat:
             raise ConfigError(
                 f"The tokenizer {tokens.name!r} has no chat template, which conversations require.",
                 rule="The template defines the text between messages, and must be the same in training and inference.",
-                remedy="Set data.chat_template = 'chatml', 'none' (the texts without separators) or a file with a "
-                "Jinja template.",
+                remedy="Set data.chat_template to 'chatml', to 'none' for texts without separators, or to a file with "
+                "a Jinja template.",
             )
         if tokens.tokenizer is not None:
             tokens.tokenizer.chat_template = template
         return cls(tokens, template, data.train_on, data.sequence_length)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **options: Any) -> str:
-        """Return the text of a conversation, with the start of the next answer if ``add_generation_prompt`` is True."""
+        """Render a conversation as text. If ``add_generation_prompt`` is True, the start of an answer is added."""
         try:
             if self.tokens.tokenizer is None:
                 compiled = _compile_template(self.template)
@@ -270,11 +272,11 @@ class ChatFormat:
         except Exception as error:  # templates raise their own errors
             raise InputError(
                 f"The chat template does not accept the conversation {list(messages)!r:.120}: {first_line(error)}.",
-                remedy="Correct the data, such as the order of the roles, or set data.chat_template.",
+                remedy="Correct the data, for example the order of the roles, or set another data.chat_template.",
             ) from error
 
     def encode(self, messages: Sequence[Message], **options: Any) -> tuple[list[int], list[int]]:
-        """Return the token ids of a conversation, and its labels, which are -100 outside the trained messages.
+        """Return the token ids and labels of a conversation. Labels are -100 outside the trained messages.
 
         Args:
             messages: Conversation.
@@ -296,7 +298,7 @@ class ChatFormat:
         return ids[: self.max_length], labels[: self.max_length]
 
     def _check_is_complete(self, messages: Sequence[Message], text: str, options: dict[str, Any]) -> None:
-        """Raise InputError if the text of a conversation does not depend on one of its messages, or on its tools."""
+        """Raise InputError if the chat template ignores one of the messages or the tools."""
         key = (*((message["role"], bool(message.get(CALLS))) for message in messages), *options)
         if key in self.checked:
             return
@@ -315,12 +317,12 @@ class ChatFormat:
         if ignored is not None:
             raise InputError(
                 f"The chat template ignores {ignored} of {list(messages)!r:.100}.",
-                remedy="Set data.chat_template to a template that includes it, or remove it from the data.",
+                remedy="Set data.chat_template to a template that renders it, or remove it from the data.",
             )
         self.checked.add(key)
 
     def _find_answers(self, messages: Sequence[Message], text: str, options: dict[str, Any]) -> list[tuple[int, int]]:
-        """Return the character spans of the answers in the text of a conversation, with their end markers."""
+        """Return the character spans of the answers in a rendered conversation, including their end markers."""
         answers = [index for index, message in enumerate(messages) if message["role"] == ANSWER]
         if self.train_on == "last":
             answers = answers[-1:] if answers and answers[-1] == len(messages) - 1 else []
@@ -333,7 +335,7 @@ class ChatFormat:
                 raise InputError(
                     f"The chat template changes earlier text when it adds message {index + 1} of "
                     f"{list(messages)!r:.120}.",
-                    rule="The labels of an answer are found by comparing the text with and without the answer.",
+                    rule="To find the labels of an answer, the text with the answer is compared to the text before it.",
                     remedy="Set data.train_on = 'last' or 'all', or use a data.chat_template that keeps earlier "
                     "text unchanged.",
                 )
@@ -342,7 +344,7 @@ class ChatFormat:
 
 
 def _is_trained(answer: Message) -> bool:
-    """Return whether an answer has labels, which is not the case for weight 0 and for empty answers."""
+    """Return whether an answer contributes to the loss, unlike empty answers and answers of weight 0."""
     return answer.get(WEIGHT, 1) != 0 and bool(answer.get(CALLS) or (answer["content"] or "").strip())
 
 
@@ -354,7 +356,7 @@ def _read_template(name: str | None) -> str | None:
     except OSError as error:
         raise ConfigError(
             f"data.chat_template = {name!r} cannot be read: {error.strerror or error}.",
-            remedy=f"Pass a file with a Jinja template, or {', '.join(map(repr, TEMPLATES))}.",
+            remedy=f"Set it to a file with a Jinja template, or to {' or '.join(map(repr, TEMPLATES))}.",
         ) from error
 
 
@@ -372,10 +374,10 @@ def _compile_template(template: str) -> Any:
 
 
 def encode_conversations(rows: Iterable[Mapping[str, Any]], data: DataTable, chat: ChatFormat) -> Iterator[Sample]:
-    """Tokenize conversations. Rows without a trained token within ``data.sequence_length`` are left out.
+    """Tokenize conversations, and skip those without a label in their first ``data.sequence_length`` tokens.
 
     Raises:
-        InputError: No row has a trained token.
+        InputError: No row has a label.
     """
     has_any = False
     for number, row in enumerate(clean_rows(rows), start=1):
@@ -390,6 +392,6 @@ def encode_conversations(rows: Iterable[Mapping[str, Any]], data: DataTable, cha
             yield Sample(torch.tensor(ids, dtype=torch.int32), torch.tensor(labels, dtype=torch.int32))
     if not has_any and torch.utils.data.get_worker_info() is None:  # a data loading process reads a part of a stream
         raise InputError(
-            f"No row has an answer within its first data.sequence_length = {data.sequence_length} tokens.",
+            f"No row has an answer within its first {data.sequence_length} tokens (data.sequence_length).",
             remedy="Increase data.sequence_length, or set data.train_on = 'all'.",
         )

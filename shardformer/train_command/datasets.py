@@ -1,4 +1,4 @@
-"""Data sets of training samples: token blocks, texts, tagged words and images; and the function that collates them."""
+"""Data sets for the tasks of ``shardformer train``, and the function that collates their samples."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class ImageTransform:
 
     @classmethod
     def of(cls, model: str, size: int | None) -> ImageTransform:
-        """Create the transform of a model with mean and standard deviation from its preprocessor_config.json.
+        """Create the transform of a model, with the mean and standard deviation from its preprocessor_config.json.
 
-        ``size`` is the image size in pixels of the model's config, or None for 224.
+        ``size`` is the image size in pixels from the model's config, or None for the default of 224.
         """
         size = size or IMAGE_SIZE
         file = Path(model) / FILE
@@ -50,7 +50,7 @@ class ImageTransform:
         return cls(size, settings.get("image_mean") or HALF, settings.get("image_std") or HALF)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write preprocessor_config.json, with which transformers processes images for an exported model."""
+        """Write a preprocessor_config.json, so that transformers preprocesses images in the same way as this class."""
         side = {"height": self.size, "width": self.size}
         settings = {
             "image_processor_type": PROCESSOR, "do_resize": True, "size": side, "resample": BICUBIC,
@@ -60,7 +60,7 @@ class ImageTransform:
         Path(folder, FILE).write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
     def __call__(self, image: Any) -> Tensor:
-        """Convert a PIL image to a tensor (channel, height, width)."""
+        """Convert a PIL image to a normalized tensor of shape (channels, height, width)."""
         pixels_HWC = numpy.asarray(image.convert("RGB").resize((self.size, self.size)), dtype=numpy.float32) / 255
         scaled_HWC = (pixels_HWC - numpy.asarray(self.mean, numpy.float32)) / numpy.asarray(self.std, numpy.float32)
         return torch.from_numpy(scaled_HWC.transpose(2, 0, 1).copy())
@@ -68,7 +68,7 @@ class ImageTransform:
 
 @dataclass(frozen=True, eq=False)
 class ImageDataset(Dataset[dict[str, Any]]):
-    """Data set of images, which are files or PIL images, with their class indices."""
+    """Data set of labeled images. Each image is a file or a PIL image, and each label is a class index."""
 
     images: Sequence[Any]
     labels: Sequence[int]
@@ -92,7 +92,7 @@ class ImageDataset(Dataset[dict[str, Any]]):
 
 
 def concatenate_texts(texts: Sequence[str], tokenizer: TextTokenizer) -> list[int]:
-    """Tokenize texts and concatenate them to one token sequence, separated by end tokens."""
+    """Tokenize texts and concatenate them into one token sequence, separated by end-of-sequence tokens."""
     row: list[int] = []
     for number, text in enumerate(texts):
         if number and tokenizer.end is not None:
@@ -109,13 +109,14 @@ MASKED_SHARE, KEPT_SHARE, OTHER_SHARE = 0.15, 0.1, 0.1
 
 @dataclass(frozen=True, eq=False)
 class TokenBlocks(Dataset[dict[str, Tensor]]):
-    """Data set of consecutive token blocks of equal length, taken from one long token sequence.
+    """Data set that splits one long token sequence into consecutive blocks of equal length.
 
     Args:
         row: Token sequence. Tokens after the last full block are dropped.
         length: Number of tokens per block.
         task: "causal": the labels are the tokens, which the model shifts. "masked": 15 % of the tokens are masked at
-            random each time. "sequence_to_sequence": the first half is the source, and the second half is the target.
+            random whenever a block is read. "sequence_to_sequence": the first half of a block is the source, and the
+            second half is the target.
         tokens: Tokenizer.
     """
 
@@ -137,7 +138,7 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
 
 
 def mask_tokens(ids_S: Tensor, tokenizer: TextTokenizer) -> dict[str, Tensor]:
-    """Mask random tokens of a sequence, at least one, and return the input ids and labels as in BERT."""
+    """Mask random tokens of a sequence as in BERT, at least one, and return the input ids and the labels."""
     assert tokenizer.mask is not None
     chosen_S = torch.rand(ids_S.shape) < MASKED_SHARE
     chosen_S[torch.randint(len(ids_S), ())] = True  # a sample without masked tokens would have no loss
@@ -150,7 +151,10 @@ def mask_tokens(ids_S: Tensor, tokenizer: TextTokenizer) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class TextDataset(Dataset[dict[str, Any]]):
-    """Data set of texts or text pairs with labels: a class index, a number, one number per class, or a target text."""
+    """Data set of labeled texts or text pairs.
+
+    A label is a class index, a number, one number per class, or a target text.
+    """
 
     texts: Sequence[str]
     labels: Sequence[Any]
@@ -171,7 +175,10 @@ class TextDataset(Dataset[dict[str, Any]]):
 
 @dataclass(frozen=True, eq=False)
 class TaggedDataset(Dataset[dict[str, Any]]):
-    """Data set of lists of words with a class index per word, which is the label of the word's first token."""
+    """Data set for token classification, with lists of words and one class index per word.
+
+    The first token of a word has the label of the word. The other tokens have no label.
+    """
 
     words: Sequence[Sequence[str]]
     labels: Sequence[Sequence[int]]
@@ -182,8 +189,8 @@ class TaggedDataset(Dataset[dict[str, Any]]):
         for number, (words, labels) in enumerate(zip(self.words, self.labels, strict=True), start=1):
             if len(words) != len(labels):
                 raise InputError(
-                    f"Row {number} of the data has {len(words)} words and {len(labels)} labels.",
-                    remedy="Correct the data, so that each word has one label.",
+                    f"Row {number} of the data has {len(words)} words, but {len(labels)} labels.",
+                    remedy="Correct the data so that each word has exactly one label.",
                 )
 
     def __len__(self) -> int:
@@ -201,7 +208,7 @@ class TaggedDataset(Dataset[dict[str, Any]]):
 
 @dataclass(frozen=True, eq=False)
 class SampleDataset(Dataset[dict[str, Tensor]]):
-    """Data set of tokenized samples."""
+    """Data set of samples that are already tokenized."""
 
     samples: Sequence[Sample]
 
@@ -214,9 +221,9 @@ class SampleDataset(Dataset[dict[str, Tensor]]):
 
 
 class MixedDataset(Dataset[Any]):
-    """Data set that mixes samples of several data sets in proportion to weights.
+    """Data set that mixes samples of several data sets in proportion to their weights.
 
-    An epoch ends when each data set was read at least once; samples of the others are repeated.
+    An epoch ends when each data set has been read at least once. Samples of the other data sets are repeated.
 
     >>> mixed = MixedDataset([["a", "b"], ["x"]], [1.0, 1.0])
     >>> [mixed[index] for index in range(len(mixed))]
@@ -242,13 +249,13 @@ class MixedDataset(Dataset[Any]):
 
 @dataclass(frozen=True, eq=False)
 class StreamedSamples(IterableDataset[Any]):
-    """Stream of samples, which ``make`` creates from the rows of a streamed data set."""
+    """Iterable data set that converts the rows of a stream to training samples."""
 
     rows: Any
     make: Callable[[Iterable[Any]], Iterable[Any]]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the rows, if the stream is shuffled."""
+        """Set the epoch, which determines the order of the rows if the stream is shuffled."""
         self.rows.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -258,7 +265,10 @@ class StreamedSamples(IterableDataset[Any]):
 def stream_blocks(
     rows: Iterable[Mapping[str, Any]], *, field: str, length: int, task: str, tokens: TextTokenizer
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield consecutive token blocks of equal length from the texts of a stream, which end tokens separate."""
+    """Tokenize a stream of texts, and yield consecutive token blocks of equal length.
+
+    Each text is followed by an end-of-sequence token, if the tokenizer has one.
+    """
     rest: list[int] = []
     for number, row in enumerate(rows, start=1):
         if not isinstance(row.get(field), str):
@@ -307,16 +317,16 @@ TASKS_OF_LABELS = {
 
 
 def list_classes(labels: Sequence[Any], class_names: Sequence[str] = ()) -> list[Any]:
-    """Return the classes that occur in the labels: integers sorted by value, strings sorted alphabetically.
+    """Return the sorted list of classes that occur in the labels.
 
-    ``class_names`` are the class names of the model or data set. If they include all labels, all of them are the
-    classes, in their order. If all labels are indices into them, all their indices are the classes.
+    ``class_names`` are the class names of the model or data set. If they include all labels, they are the classes, in
+    the same order. If all labels are indices into them, all of these indices are the classes.
     """
     types = {type(label) for label in labels}
     if len(types) != 1 or not types <= {int, str, bool}:
         raise InputError(
             f"The labels have the types {', '.join(sorted(kind.__name__ for kind in types))}.",
-            rule="All labels must be integers, or all must be strings.",
+            rule="The labels must either all be integers or all be strings.",
             remedy=TASKS_OF_LABELS.get(next(iter(types)), "Correct the data or data.label"),
         )
     found = set(labels)
@@ -328,25 +338,25 @@ def list_classes(labels: Sequence[Any], class_names: Sequence[str] = ()) -> list
     if len(classes) < 2:
         raise InputError(
             f"All labels of the training data are {classes[0]!r}.",
-            rule="A classification requires at least two classes. With one class, transformers trains a regression.",
+            rule="Classification requires at least two classes. With one class, transformers trains a regression.",
             remedy="Correct the data or data.label.",
         )
     return classes
 
 
 def encode_labels(labels: Sequence[Any], classes: Sequence[Any], is_validation: bool) -> list[int]:
-    """Convert labels to their indices in ``classes``, or raise InputError for an unknown label."""
+    """Convert each label to its index in ``classes``, or raise InputError for an unknown label."""
     index_of_class = {name: number for number, name in enumerate(classes)}
     unknown = next((label for label in labels if label not in index_of_class), None)
     if unknown is not None:
         raise InputError(
             f"The {'validation' if is_validation else 'training'} data has the unknown label {unknown!r}.",
             rule=f"The classes of the training data are {', '.join(map(str, classes[:8]))}.",
-            remedy="Remove such rows, or add some to the training data.",
+            remedy="Remove the rows with this label, or add such rows to the training data.",
         )
     return [index_of_class[label] for label in labels]
 
 
 def encode_label_lists(labels: Sequence[Sequence[Any]], classes: Sequence[Any], is_validation: bool) -> list[list[int]]:
-    """Convert lists of labels to lists of their indices in ``classes``."""
+    """Convert each label to its index in ``classes``, for samples that have several labels."""
     return [encode_labels(row, classes, is_validation) for row in labels]

@@ -1,4 +1,4 @@
-"""Describes a run and its memory per rank without training: ``shardformer train --dry-run``."""
+"""Describes a training run and estimates its memory per rank, for ``shardformer train --dry-run``."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ from shardformer.zero.mixed_precision import MixedPrecision
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Estimated memory of one rank in bytes.
+    """Estimated memory of one rank, in bytes.
 
     Args:
-        persistent_bytes: Memory by kind during the run.
+        coords: Coordinates of the rank on the mesh axes.
+        persistent_bytes: Memory that is used during the whole run, such as parameters and optimizer states.
         step: Peak memory of a step without parameters: activations, gradients and workspace. None if tracing failed.
     """
 
@@ -43,21 +44,21 @@ class RankMemory:
 
     @property
     def peak(self) -> float | None:
-        """Peak memory on the device, or None if tracing failed. The peak of a step includes gradients."""
+        """Peak memory on the device in bytes, or None if tracing failed. The peak of a step includes gradients."""
         kept = self.persistent_bytes
         return None if self.step is None else kept.total + max(self.step - kept.gradients, 0)
 
 
 @dataclass(frozen=True)
 class DryRunReport:
-    """Description of a run that ``shardformer train --dry-run`` prints: model, data, layout and memory.
+    """Report on the model, data, layout and memory of a run, which ``shardformer train --dry-run`` prints.
 
     Args:
         sizes: Size of each mesh axis.
         ranks: Memory of the ranks of one data-parallel replica.
-        alone: Memory of a run in one process, or None if the run has one process.
+        alone: Memory of the same run in a single process, or None if the run has only one process.
         device: Name of the device of this machine.
-        free_bytes: Memory of the device that is free now, or None if it is unknown.
+        free_bytes: Free memory of the device in bytes, or None if it is unknown.
         why_untraced: Reason why the memory of a step is unknown, or "".
     """
 
@@ -72,7 +73,7 @@ class DryRunReport:
     why_untraced: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as values that JSON can represent."""
+        """Return the report as a dict that can be written as JSON."""
 
         def memory(rank: RankMemory) -> dict[str, Any]:
             return {**rank.coords, **asdict(rank.persistent_bytes), "step": rank.step, "peak": rank.peak}
@@ -90,7 +91,7 @@ class DryRunReport:
 
 
 def make_dry_run_report(config: TrainConfig) -> DryRunReport:
-    """Describe a run and its memory per rank, without allocating weights and without training.
+    """Describe a run and estimate its memory per rank, without training and without allocating the weights.
 
     Raises the errors that training would raise before its first step. Communicates nothing.
     """
@@ -123,7 +124,7 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
 
 
 def _free_memory() -> tuple[str, int | None]:
-    """Return the name of this machine's device, and its free memory in bytes if that is known."""
+    """Return the name of the local device, and its free memory in bytes or None if it is unknown."""
     device = local_device()
     if device.type == "cuda":
         return torch.cuda.get_device_name(device), int(torch.cuda.mem_get_info(device)[0])
@@ -138,10 +139,10 @@ def _free_memory() -> tuple[str, int | None]:
 
 
 class _MemoryEstimator:
-    """Estimates the memory of single ranks of a run on fake tensors.
+    """Estimates the memory of single ranks with fake tensors, which do not allocate memory.
 
     Attributes:
-        description: How the first estimated rank shards the model.
+        description: Describes how the first estimated rank shards the model.
         why_untraced: Reason why a step could not be traced, or "".
     """
 
@@ -152,7 +153,7 @@ class _MemoryEstimator:
         self.description = self.why_untraced = ""
 
     def estimate(self, layout: ParallelConfig, coords: dict[str, int]) -> RankMemory:
-        """Estimate the memory of the rank with these coordinates. The earlier stages must be estimated first."""
+        """Estimate the memory of the rank with the mesh coordinates ``coords``. Estimate earlier stages first."""
         sizes = {name: size or 1 for name, size in layout.sizes.items()}
         context = with_grid_axes(fake_context(coords, **sizes), layout.tensor)  # type: ignore[arg-type]
         with torch.random.fork_rng(devices=[]), fake_tensors():
@@ -187,9 +188,9 @@ class _MemoryEstimator:
 def _trace_peak_memory(
     model: Any, layout: ParallelConfig, data: TrainingData, batch: Any, shapes: dict[Any, Any]
 ) -> tuple[int | None, str]:
-    """Trace a training step and return its peak memory without parameters, or None and the reason why tracing failed.
+    """Trace a training step and return its peak memory without the parameters.
 
-    ``shapes`` collects the shapes that each stage sends to the next stage.
+    If tracing fails, return None and the reason. ``shapes`` collects the shapes that each stage sends to the next one.
     """
     parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     try:

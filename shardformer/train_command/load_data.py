@@ -1,4 +1,4 @@
-"""Loads the training and validation data of a run: rows, tokenizer, class names and the data sets of samples."""
+"""Loads the training and validation data of a run, and converts its rows to data sets of training samples."""
 
 from __future__ import annotations
 
@@ -59,19 +59,21 @@ PROBLEM_TYPES = {"regression": "regression", "multi_label_classification": "mult
 
 @dataclass(frozen=True, eq=False)
 class TrainingData:
-    """Training and validation data of a run, with the tokenizer or image transform that prepares it.
+    """Training and validation data of a run, with its tokenizer or image transform.
 
     Args:
         title: Description for reports.
-        collate: Function from samples to a batch, or None for the default of ``ShardedDataLoader``.
+        train: Data set of training samples.
+        validation: Data set of validation samples, or None.
+        collate: Function that collates samples into a batch, or None for the default of ``ShardedDataLoader``.
         tokens: Tokenizer, or None for images.
         classes: Class names, or None.
         problem_type: ``problem_type`` in the model's config, which selects its loss, or None.
-        sampler: Function that returns the order of an epoch, or None for a random or sequential order.
-        skipped: Description of rows that are left out, or "".
+        sampler: Sampler that determines the order of an epoch, or None for a random or sequential order.
+        skipped: Text that reports how many rows are left out, or "".
         loss_fn: Loss function of the task, or None for the loss of the model.
-        loss_weight: Weight of a micro-batch for ``loss_fn``.
-        preferences: Data sets whose reference values are computed before training.
+        loss_weight: Function that returns the weight of a micro-batch for ``loss_fn``, or None.
+        preferences: Data sets whose reference log-probabilities are computed before training.
         adds_end: Whether texts are tokenized one by one with special tokens.
         chat_template: Template of the conversations, or None.
     """
@@ -98,7 +100,7 @@ class TrainingData:
         return length_or_none(self.train)
 
     def first_samples(self, count: int) -> list[Any]:
-        """Return ``count`` training samples for a trial, repeated if there are fewer."""
+        """Return the first ``count`` training samples, and repeat samples if the data set has fewer."""
         if self.num_samples is None:
             return list(islice(iter(self.train), count))
         return [self.train[index % len(self.train)] for index in range(count)]
@@ -117,10 +119,11 @@ def load_data(config: TrainConfig, image_size: int | None = None, model_classes:
     Args:
         config: Run configuration.
         image_size: Height and width of an image in the model's config, or None.
-        model_classes: Class names of the model in order. Labels keep these indices if the data has no other classes.
+        model_classes: Class names of the model in order of their indices. Labels keep these indices if the data has no
+            other classes.
 
     Raises:
-        ConfigError: The data does not exist, or does not fit the task.
+        ConfigError: The data does not exist, or is not suitable for the task.
         InputError: The content of the data is invalid.
     """
     model, data = config.model, config.data
@@ -163,7 +166,7 @@ def load_data(config: TrainConfig, image_size: int | None = None, model_classes:
 
 
 def _load_validation(config: TrainConfig, builder: _DatasetBuilder) -> Any:
-    """Return the validation data, or None. Its errors name it."""
+    """Load the validation data of a run, or return None if the run has none. Errors name the validation data."""
     if not config.data.has_validation:
         return None
     try:
@@ -180,7 +183,7 @@ def _make_collator(task: str, tokens: TextTokenizer) -> PaddingCollator:
 
 
 def adds_end_token(config: TrainConfig) -> bool:
-    """Return whether the texts of a run are tokenized one by one with special tokens, and not joined to blocks."""
+    """Return whether a run tokenizes each text separately with special tokens, instead of concatenating all texts."""
     names, task = data_sources_of(config.data), config.model.task
     is_row = task == "sequence_to_sequence" and infer_format(config.data, names) != "text"
     return is_row or task in ("classification", "multi_label_classification", "regression")
@@ -205,7 +208,7 @@ def _make_sampler(data: DataTable, train: Any) -> LengthGroupedSampler:
 
 
 def _find_classes(config: TrainConfig, sources: Sequence[DatasetRows], model_classes: Sequence[str]) -> list[Any]:
-    """Return the classes of the training data in the order of their indices."""
+    """Return the classes that occur in the training data, in the order of their indices."""
     labels: list[Any] = []
     names: list[str] = []
     for rows in sources:
@@ -229,7 +232,7 @@ def _flatten(labels: Sequence[Any], field: str) -> list[Any]:
 
 @dataclass(eq=False)
 class _DatasetBuilder:
-    """Builds data sets of samples from rows, for the task of a run."""
+    """Converts rows of data to data sets of training samples for the task of a run."""
 
     config: TrainConfig
     tokens: TextTokenizer | None
@@ -241,7 +244,7 @@ class _DatasetBuilder:
     chat_template: str | None = None
 
     def build(self, rows: DatasetRows, validation: bool) -> Any:
-        """Return a data set of samples from rows of the training or validation data."""
+        """Convert rows of the training or validation data to a data set of samples."""
         data, task = self.config.data, self.config.model.task
         if self.transform is not None:
             images = [to_image_source(each) for each in read_field(rows, data.image)]
@@ -309,7 +312,7 @@ class _DatasetBuilder:
 
     @property
     def skipped(self) -> str:
-        """Description of the rows of all sources that are left out, or ""."""
+        """Text that reports how many rows are left out, or "" if there are none."""
         length = self.config.data.sequence_length
         text = f"{self.num_skipped} of {self.num_rows} rows are left out, because they have no answer within"
         return f"{text} {length} tokens" if self.num_skipped else ""
@@ -319,9 +322,9 @@ class _DatasetBuilder:
         row = concatenate_texts(read_text_field(rows, data.text, "data.text"), tokens)
         if len(row) < data.sequence_length:
             raise InputError(
-                f"The text has {len(row)} tokens (tokenizer {tokens.name}), fewer than data.sequence_length = "
-                f"{data.sequence_length}.",
-                remedy="Use a longer text or a smaller data.sequence_length.",
+                f"The text has only {len(row)} tokens with the tokenizer {tokens.name}, which is less than "
+                f"data.sequence_length = {data.sequence_length}.",
+                remedy="Use a longer text, or decrease data.sequence_length.",
             )
         return TokenBlocks(torch.tensor(row, dtype=torch.int32), data.sequence_length, self.config.model.task, tokens)
 
@@ -346,10 +349,10 @@ def _stream_conversations(rows: Any, *, data: DataTable, chat: ChatFormat) -> An
 
 
 def _split_documents(texts: Sequence[str], tokens: TextTokenizer, length: int) -> list[Sample]:
-    """Tokenize texts, each with an end token, and split those that are longer than ``length``."""
+    """Tokenize texts, add an end-of-sequence token to each, and split texts with more than ``length`` tokens."""
     end = [] if tokens.end is None else [tokens.end]
     rows = [torch.tensor([*tokens.encode(text), *end], dtype=torch.int32) for text in texts]
     pieces = [piece for row in rows for piece in row.split(length) if len(piece) > 1]
     if not pieces:
-        raise InputError("The texts have no tokens.", remedy="Correct data.train or data.text.")
+        raise InputError("All texts in the training data are empty.", remedy="Correct data.train or data.text.")
     return [Sample(piece, piece) for piece in pieces]

@@ -1,4 +1,4 @@
-"""Builds the model config of a run from the saved config, the run configuration and the data."""
+"""Builds the config of the model from its saved config, the run configuration and the training data."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ DECIDED_BY = {
 def load_model_config(config: TrainConfig, defaults: Fields | None = None) -> Any:
     """Load the transformers config of the model, and apply the fields that the run configuration sets.
 
-    Fields that the config class derives from changed fields are derived again. A folder or config.json stores them, so
-    stored values are kept unless the class rejects the combination. ``defaults`` are fields that the run does not set.
+    Fields that the config class derives from changed fields are derived again. A folder or config.json contains such
+    fields, so their values are kept unless the class rejects the combination. ``defaults`` contains values for fields
+    that the run does not set.
     """
     model_config, saved = _load_saved_config(config)
     for name, value in config.model.config.items():
@@ -45,7 +46,7 @@ def load_model_config(config: TrainConfig, defaults: Fields | None = None) -> An
 
 
 def _load_saved_config(config: TrainConfig) -> tuple[Any, Fields]:
-    """Return the model config as saved, and the fields in its file. A model type has no file and no saved fields."""
+    """Return the saved config of the model, and the fields in its file. A model type has no file and no fields."""
     transformers = load_transformers()
     name, random, trust = config.model.name, config.model.random, config.model.trust_remote_code
     try:
@@ -60,20 +61,20 @@ def _load_saved_config(config: TrainConfig) -> tuple[Any, Fields]:
             remedy = "Set model.random = true to start with random weights, or specify a folder with weights"
         raise ConfigError(
             f"The config of model.name = {name!r} cannot be loaded: {first_line(error)}.",
-            rule="A model name is a folder that save_pretrained wrote, or a name on the hub. With random = true "
-            "it can also be a config.json or a model type of transformers.",
+            rule="model.name is a folder that save_pretrained wrote, or a name on the hub. With model.random = true, "
+            "it can also be a config.json or a transformers model type.",
             remedy=remote_code_hint(remedy, error),
         ) from error
     if not random and Path(name).is_file():
         raise ConfigError(
-            f"model.name = {name!r} is a config without weights.",
-            remedy="Set model.random = true, or specify a folder with weights.",
+            f"model.name = {name!r} is a config file without weights.",
+            remedy="Set model.random = true to start with random weights, or specify a folder with weights.",
         )
     return model_config, saved
 
 
 def _nested_config(model_config: Any, name: str) -> Any:
-    """Return the nested config in a field of a model config, or None if the field is not a config."""
+    """Return the nested config in a field of a model config, or None if the field contains no config."""
     value = vars(model_config).get(model_config.attribute_map.get(name, name))
     return value if hasattr(value, "to_dict") and hasattr(value, "attribute_map") else None
 
@@ -81,7 +82,7 @@ def _nested_config(model_config: Any, name: str) -> Any:
 def _field_names(model_config: Any) -> list[str]:
     """Return all field names and aliases of a model config.
 
-    A property stored under a private name, such as ``attn_implementation``, has the name of its argument.
+    A property with a private name, such as ``_attn_implementation``, is listed without the underscore.
     """
     settable = [
         name for name, kind in inspect.getmembers(type(model_config)) if isinstance(kind, property) and kind.fset
@@ -95,7 +96,7 @@ def _check_fields(model_config: Any, fields: Fields, where: str = "model.config"
     for field, value in fields.items():
         if field not in known:
             raise ConfigError(
-                f"{where} has {field!r}, which is not a field of the config of {model_config.model_type}.",
+                f"{where} sets {field!r}, but the config of {model_config.model_type} has no such field.",
                 remedy=did_you_mean(field, known),
             )
         nested = _nested_config(model_config, field)
@@ -104,7 +105,7 @@ def _check_fields(model_config: Any, fields: Fields, where: str = "model.config"
 
 
 def _config_with_type(nested: Any, value: Fields) -> Any:
-    """Return a nested config, or a new config of another type if its fields set ``model_type``."""
+    """Return ``nested``, or a new config if the fields in ``value`` set a different ``model_type``."""
     transformers = load_transformers()
     model_type = value.get("model_type", nested.model_type)
     other = model_type != nested.model_type and model_type in transformers.CONFIG_MAPPING
@@ -112,7 +113,7 @@ def _config_with_type(nested: Any, value: Fields) -> Any:
 
 
 def _add_default_fields(model_config: Any, run_fields: Fields, defaults: Fields) -> dict[str, Any]:
-    """Add default fields that the run does not set. For a multimodal model, add text fields to its text config."""
+    """Add defaults for fields that the run does not set. Fields of a text model are added to the text config."""
     text, known = model_config.get_text_config(), _field_names(model_config)
     place = next((name for name, value in vars(model_config).items() if value is text), None)
     fields = dict(run_fields)
@@ -125,7 +126,7 @@ def _add_default_fields(model_config: Any, run_fields: Fields, defaults: Fields)
 
 
 def _merge_fields(model_config: Any, saved: Fields, fields: Fields) -> dict[str, Any]:
-    """Merge the saved fields and the changed fields of a model config, under the names that its class stores."""
+    """Merge changed fields into the saved fields of a model config, and replace aliases by the actual field names."""
     alias = model_config.attribute_map
     merged = {alias.get(name, name): value for name, value in saved.items()}
     for name, value in fields.items():
@@ -141,9 +142,9 @@ def _merge_fields(model_config: Any, saved: Fields, fields: Fields) -> dict[str,
 def _build_config(config: TrainConfig, model_config: Any, saved: Fields, fields: Fields) -> Any:
     """Build a model config of the same class with changed fields, or raise ConfigError if its class rejects them.
 
-    For a model type, only fields of the run are passed, under their own names, because derived fields may depend on the
-    name. A file also contains derived fields, such as the type of each layer. If the class rejects these in combination
-    with the changed fields, they are omitted and derived again.
+    For a model type, only the fields of the run are passed, under the names that the run uses, because derived fields
+    may depend on the name. A file also contains derived fields, such as the type of each layer. If the class rejects
+    derived fields in combination with the changed fields, they are omitted and derived again.
     """
     config_class, merged = type(model_config), _merge_fields(model_config, saved, fields) if saved else fields
     first_error: Exception | None = None
@@ -162,14 +163,14 @@ def _build_config(config: TrainConfig, model_config: Any, saved: Fields, fields:
     raise ConfigError(
         f"transformers cannot build the config of {config.model.name!r} with "
         f"{', '.join(f'{name} = {value!r:.60}' for name, value in fields.items())}: {reason}.",
-        remedy="Correct these fields, or change other fields to match.",
+        remedy="Correct these fields, or adapt the fields that depend on them.",
     ) from first_error
 
 
 def _candidate_omissions(
     config_class: Any, model_config: Any, saved: Fields, fields: Fields
 ) -> Iterator[Sequence[str]]:
-    """Yield lists of saved fields to omit when the config is built: none, each derived field, all derived fields."""
+    """Yield the saved fields to omit in each attempt to build the config: none, one derived field, or all of them."""
     yield ()
     derived = []
     changed = {model_config.attribute_map.get(name, name) for name in fields}
@@ -188,7 +189,7 @@ def _candidate_omissions(
 
 
 def get_image_size(model_config: Any) -> int | None:
-    """Return the image size in pixels from a model config, or None if it has none."""
+    """Return the image size in pixels that a model config specifies, or None if it specifies none."""
     for each in (model_config, getattr(model_config, "vision_config", None)):
         size = getattr(each, "image_size", None)
         if size is not None:
@@ -203,7 +204,7 @@ def get_class_names(model_config: Any) -> list[str]:
 
 
 def derive_fields_from_data(config: TrainConfig, data: TrainingData, model_config: Any) -> dict[str, Any]:
-    """Return model config fields that the data determines, such as ``vocab_size``, unless the run sets them."""
+    """Derive model config fields such as ``vocab_size`` from the training data, unless the run sets them."""
     fields: dict[str, Any] = {}
     if data.tokens is not None and data.tokens.is_bytes and config.model.random:
         names = ["pad_token_id", "bos_token_id", "eos_token_id"]
@@ -224,13 +225,13 @@ def derive_fields_from_data(config: TrainConfig, data: TrainingData, model_confi
 
 
 def _derive_class_fields(config: TrainConfig, classes: Sequence[Any], model_config: Any) -> dict[str, Any]:
-    """Return the model config fields that name the classes of the data: ``id2label`` and ``label2id``."""
+    """Return the fields ``id2label`` and ``label2id`` of a model config for the classes of the training data."""
     own, names = config.model.config, get_class_names(model_config)
     if "id2label" in own or "num_labels" in own:
         if len(names) < len(classes):
             raise ConfigError(
-                f"model.config has {len(names)} classes, but the data has {len(classes)}.",
-                remedy="Remove num_labels and id2label, which are inferred from the data.",
+                f"model.config specifies {len(names)} classes, but the data has {len(classes)}.",
+                remedy="Remove num_labels and id2label from model.config, so that they are inferred from the data.",
             )
         if "id2label" in own:
             return {"label2id": {name: number for number, name in enumerate(names)}}

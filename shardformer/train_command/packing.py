@@ -1,4 +1,4 @@
-"""Packs several documents into one row, and groups samples of similar length into batches."""
+"""Packs several documents into one row, and groups samples of similar length into the same batch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shardformer.train_command.conversations import IGNORED, Sample
 
 
 def pack_lengths(lengths: Sequence[int], row_length: int) -> list[list[int]]:
-    """Distribute documents over rows of at most ``row_length`` tokens, and return the document indices of each row.
+    """Pack documents into rows of at most ``row_length`` tokens, and return the indices of the documents in each row.
 
-    The longest documents are placed first, each into the row with the least free space that is large enough. The rows
-    are ordered by their first document.
+    The longest documents are placed first. Each document is added to the fullest row that has enough space for it. The
+    rows are ordered by their first document.
 
     >>> pack_lengths([3, 6, 2, 5, 4], 8)
     [[0, 3], [1, 2], [4]]
@@ -40,10 +40,10 @@ def pack_lengths(lengths: Sequence[int], row_length: int) -> list[list[int]]:
 
 @dataclass(frozen=True, eq=False)
 class PackedDataset(Dataset[dict[str, Tensor]]):
-    """Data set of rows that contain several documents.
+    """Data set whose samples contain several documents each, to avoid padding.
 
     ``position_ids`` restart at 0 for each document, so that the model masks attention between documents. The first
-    token of a document has no label, as in a row of its own.
+    token of a document has no label, as if the document were in a row of its own.
     """
 
     samples: Sequence[Sample]
@@ -67,9 +67,9 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
 
 class LengthGroupedSampler(Sampler[int]):
-    """Draws an order in which batches contain samples of similar length, as in the ``Trainer`` of transformers.
+    """Sampler that puts samples of similar length into the same batch, as in the ``Trainer`` of transformers.
 
-    It draws from torch's global generator, which the data loader seeds for each epoch.
+    The random order depends on torch's global generator, which the data loader seeds for each epoch.
 
     Args:
         lengths: Number of tokens of each sample.

@@ -1,4 +1,4 @@
-"""Direct preference optimization (DPO): pairs of answers in one row, their reference values, and the loss."""
+"""Implements direct preference optimization (DPO): its data set, reference log-probabilities and loss."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ ANSWER_IDS, REJECTED_FROM, REFERENCE = "answer_ids", "rejected_from", "reference
 
 @dataclass(eq=False)
 class PreferenceDataset(Dataset[dict[str, Any]]):
-    """Data set of rows with two answers to the same prompt, chosen and rejected, each after its own prompt.
+    """Data set for DPO, whose samples contain the prompt twice, with the chosen and with the rejected answer.
 
-    ``position_ids`` restart at the second answer, so that the model masks attention between the answers.
+    ``position_ids`` restart at the second prompt, so that the model masks attention between the answers.
 
     Args:
-        pairs: Chosen and rejected answer of each row.
+        pairs: Chosen and rejected answer of each sample.
         reference_N2: Log-probabilities of both answers under the initial model.
     """
 
@@ -58,10 +58,10 @@ class PreferenceDataset(Dataset[dict[str, Any]]):
 
 
 def read_pairs(rows: Sequence[Mapping[str, Any]], data: DataTable, chat: ChatFormat) -> PreferenceDataset:
-    """Tokenize the chosen and rejected answers of all rows. Rows whose answers are truncated away are left out.
+    """Tokenize the chosen and the rejected answer of each row. Leave out rows whose answers are truncated away.
 
     Raises:
-        InputError: A row has no answers, or no row has both within ``data.sequence_length`` tokens.
+        InputError: A row has no answers, or no row has both answers within ``data.sequence_length`` tokens.
     """
     last = replace(chat, train_on="last")
     pairs = []
@@ -79,7 +79,7 @@ def read_pairs(rows: Sequence[Mapping[str, Any]], data: DataTable, chat: ChatFor
             pairs.append((chosen, rejected))
     if not pairs:
         raise InputError(
-            f"No row has both answers within its first data.sequence_length = {data.sequence_length} tokens.",
+            f"No row has both answers within its first {data.sequence_length} tokens (data.sequence_length).",
             remedy="Increase data.sequence_length.",
         )
     return PreferenceDataset(pairs, torch.zeros(len(pairs), 2))
@@ -87,7 +87,7 @@ def read_pairs(rows: Sequence[Mapping[str, Any]], data: DataTable, chat: ChatFor
 
 @dataclass(frozen=True)
 class PreferenceCollator(PaddingCollator):
-    """Collate function that pads the rows of a :class:`PreferenceDataset`."""
+    """Collate function that pads the samples of a ``PreferenceDataset`` to the same length."""
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         renamed = [{"labels" if name == ANSWER_IDS else name: x for name, x in each.items()} for each in samples]
@@ -96,7 +96,7 @@ class PreferenceCollator(PaddingCollator):
 
 
 def answer_logps(logits_BSV: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the log-probabilities of both answers of each row, with shape (B, 2) in fp32."""
+    """Return the log-probabilities of the chosen and the rejected answers, as an fp32 tensor of shape (B, 2)."""
     labels_BS = batch[ANSWER_IDS][:, 1:].to(logits_BSV.device)
     logits_TV = logits_BSV[:, :-1].float().flatten(0, 1)
     losses = F.cross_entropy(logits_TV, labels_BS.flatten(), ignore_index=IGNORED, reduction="none")
@@ -115,12 +115,12 @@ def answer_logps(logits_BSV: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """Loss of DPO (Rafailov et al., 2023), with label smoothing as in conservative DPO."""
+    """Computes the DPO loss (Rafailov et al., 2023), with label smoothing as in conservative DPO."""
 
     table: PreferenceTable
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the mean loss over the rows of a micro-batch."""
+        """Return the mean loss over the pairs of answers in a micro-batch."""
         logits_BSV = _logits_of(output)
         gains_B2 = answer_logps(logits_BSV, batch) - batch[REFERENCE].to(logits_BSV.device)
         margins_B = self.table.beta * (gains_B2[:, 0] - gains_B2[:, 1])
@@ -129,12 +129,12 @@ class PreferenceLoss:
 
 
 def count_rows(batch: Mapping[str, Tensor]) -> float:
-    """Return the weight of a micro-batch: its number of rows."""
+    """Return the number of rows in a micro-batch, which is the weight of its loss."""
     return float(len(batch["input_ids"]))
 
 
 def compute_reference(engine: Any, data: PreferenceDataset, collate: PreferenceCollator, batch_size: int) -> None:
-    """Store the log-probabilities of all answers under the current model in the data set.
+    """Compute the log-probabilities of all answers with the current model, and store them in the data set.
 
     Each data-parallel rank computes an equal share of the rows. Communicates the values over the data axis.
     """

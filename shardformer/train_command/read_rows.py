@@ -1,4 +1,4 @@
-"""Reads the rows of training and validation data from files, Hugging Face data sets and image folders."""
+"""Reads training and validation data from files, Hugging Face data sets and image folders."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SUFFIXES = {".txt": "text", ".md": "text", ".text": "text", ".jsonl": "jsonl", "
 SUFFIXES |= {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 TABLES = {".arrow", ".xlsx"}
 _CONVERT = (
-    "Convert it to JSON lines: pandas.read_excel(file).to_json('data.jsonl', orient='records', lines=True, "
-    "force_ascii=False), or read_feather"
+    "Convert it to JSON lines, with pandas.read_excel(file) or pandas.read_feather(file), followed by "
+    ".to_json('data.jsonl', orient='records', lines=True, force_ascii=False)"
 )
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 CHECKED_BYTES = 2**20
@@ -35,20 +35,23 @@ DatasetRows = Sequence[Mapping[str, Any]]
 
 
 def data_sources_of(data: DataTable, *, validation: bool = False) -> list[str]:
-    """Return the files, folders or data set names that the configuration lists as training or validation data."""
+    """Return the names of the files, folders or data sets that the configuration lists as training data.
+
+    With ``validation``, return those of the validation data, if the configuration lists any.
+    """
     settings = data.validation if validation and data.validation is not None else data.train
     return [settings] if isinstance(settings, str) else list(settings)
 
 
 def expand_patterns(names: Sequence[str]) -> list[str]:
-    """Replace patterns such as ``data/*.parquet`` by the files that match, in alphabetical order."""
+    """Replace file patterns such as ``data/*.parquet`` by the matching files in alphabetical order."""
     return [
         file for name in names for file in (not os.path.exists(name) and sorted(glob(name, recursive=True))) or [name]
     ]
 
 
 def file_checksums(data: DataTable) -> dict[str, int]:
-    """Return a checksum of the size, the start and the end of each file of the training and validation data."""
+    """Return a checksum for each data file, computed from its size, its start and its end."""
     found = {}
     names = [*data_sources_of(data), *data_sources_of(data, validation=True)]
     for name in dict.fromkeys(expand_patterns(names)):
@@ -62,13 +65,13 @@ def file_checksums(data: DataTable) -> dict[str, int]:
 
 
 def read_sources(config: TrainConfig, *, validation: bool) -> list[DatasetRows]:
-    """Return the rows of each source of the training or validation data.
+    """Read the training or validation data, and return a list with the rows of each data source.
 
-    With ``data.weights``, each name of ``data.train`` is a source. Otherwise all names together are one source. With
-    ``data.validation_fraction``, the rows of each source are split.
+    With ``data.weights``, each item of ``data.train`` is a source. Otherwise, all items together are one source. With
+    ``data.validation_fraction``, the rows of each source are split into training and validation rows.
 
     Raises:
-        ConfigError: The data does not exist, or its format does not fit the task.
+        ConfigError: The data does not exist, or the task does not support its format.
         InputError: The content of the data is invalid.
     """
     data = config.data
@@ -88,7 +91,7 @@ def _read_rows(config: TrainConfig, names: Sequence[str], validation: bool) -> D
     if data.streaming and data_format in ("text", "images"):
         raise ConfigError(
             f"data.streaming = true does not support {', '.join(map(repr, names))}, which is read as {data_format}.",
-            rule="A stream has rows, such as JSON lines, csv, parquet or a data set.",
+            rule="Only data with rows can be streamed: JSON lines, csv, parquet, or a Hugging Face data set.",
             remedy="Remove data.streaming, or convert the data to JSON lines.",
         )
     is_language_task = task in ("causal", "masked", "sequence_to_sequence")
@@ -111,9 +114,10 @@ def _read_rows(config: TrainConfig, names: Sequence[str], validation: bool) -> D
 
 
 def split_rows(rows: DatasetRows, fraction: float, seed: int) -> tuple[DatasetRows, DatasetRows]:
-    """Split rows at random into training rows and a ``fraction`` of validation rows, which keep their order.
+    """Split rows at random into training rows and validation rows, and keep the order of the rows.
 
-    A single text is split at a line break or space, so that its end is the validation text.
+    ``fraction`` is the share of validation rows. A single text is split at a line break or space, and its end is the
+    validation text.
     """
     if len(rows) == 1 and [type(value) for value in rows[0].values()] == [str]:
         ((field, text),) = rows[0].items()
@@ -124,7 +128,7 @@ def split_rows(rows: DatasetRows, fraction: float, seed: int) -> tuple[DatasetRo
     if count >= len(rows):
         raise InputError(
             f"data.validation_fraction = {fraction} of {len(rows)} rows leaves no rows for training.",
-            remedy="Use a smaller fraction or more data.",
+            remedy="Decrease the fraction, or use more data.",
         )
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
     return _select(rows, sorted(order[count:])), _select(rows, sorted(order[:count]))
@@ -142,8 +146,8 @@ def infer_format(data: DataTable, names: Sequence[str]) -> str:
     found_format = data.format or _infer_format_from_names(names)
     if data.delimiter is not None and found_format != "csv":
         raise ConfigError(
-            f"data.delimiter = {data.delimiter!r} has no effect, because the format is {found_format}.",
-            remedy="Remove it, or set data.format = 'csv'.",
+            f"data.delimiter = {data.delimiter!r} has no effect, because the data has the format {found_format}.",
+            remedy="Remove data.delimiter, or set data.format = 'csv'.",
         )
     return found_format
 
@@ -154,7 +158,7 @@ def _infer_format_from_names(names: Sequence[str]) -> str:
         return found.pop()
     raise ConfigError(
         f"The format of {', '.join(map(repr, names))} cannot be inferred from the name{'s' * (len(names) > 1)}.",
-        rule=f"A file name ends in {', '.join(SUFFIXES)}, and a folder contains images.",
+        rule=f"The known suffixes of files are {', '.join(SUFFIXES)}. A folder is read as images.",
         remedy=_CONVERT
         if any(Path(name).suffix.lower() in TABLES for name in names)
         else "Set data.format = 'text', 'jsonl', 'csv', 'parquet', 'datasets' or 'images'",
@@ -166,19 +170,19 @@ def read_texts(names: Sequence[str]) -> list[str]:
     texts = [_read_text_file(name) for name in names]
     for name, text in zip(names, texts, strict=True):
         if not text.strip():
-            raise InputError(f"The file {name!r} is empty.", remedy="Pass a file with text.")
+            raise InputError(f"The file {name!r} is empty.", remedy="Specify a file that contains text.")
     return texts
 
 
 def _read_text_file(file: str) -> str:
-    """Read a UTF-8 text file without its byte order mark."""
+    """Read a UTF-8 text file, and skip its byte order mark if it has one."""
     try:
         return Path(file).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         code = "UTF-16" if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
         raise InputError(
             f"The file {file!r} is not valid UTF-8: {error.reason} at byte {error.start}.",
-            remedy=f"Convert it, for example with iconv --from-code {code} --to-code UTF-8.",
+            remedy=f"Convert the file, for example with iconv --from-code {code} --to-code UTF-8.",
         ) from error
     except OSError as error:
         path = Path(file)
@@ -190,60 +194,60 @@ def _read_text_file(file: str) -> str:
 
 
 def read_field(rows: DatasetRows, field: str) -> list[Any]:
-    """Return the values of a field in all rows, or raise InputError for a row without this field."""
+    """Return the value of a field in each row, or raise InputError if a row does not have the field."""
     for index, row in enumerate(rows):
         if row.get(field) is None:
             is_there = field in row
             raise InputError(
-                f"Row {index + 1} of the data has {'null in the field' if is_there else 'no field'} {field!r}.",
+                f"Row {index + 1} of the data has {'null as the value of' if is_there else 'no field'} {field!r}.",
                 remedy="Correct or remove that row" if is_there else did_you_mean(field, map(str, row)),
             )
     return [row[field] for row in rows]
 
 
 def read_text_field(rows: DatasetRows, field: str, config_key: str) -> list[str]:
-    """Return the strings of a field in all rows, or raise InputError for a row whose value is not a string.
+    """Return the value of a text field in each row, or raise InputError if a value is not a string.
 
-    ``config_key`` is the configuration key of the field, for the error.
+    ``config_key`` is the configuration key that selects the field. The error mentions it.
     """
     values = read_field(rows, field)
     for index, value in enumerate(values):
         if not isinstance(value, str):
             raise InputError(
                 f"Row {index + 1} of the data has {value!r:.60} in the field {field!r}, which is not a string.",
-                remedy=f"Write such values as strings, or specify another field with {config_key}.",
+                remedy=f"Convert these values to strings, or select another field with {config_key}.",
             )
     return values
 
 
 def read_number_field(rows: DatasetRows, field: str, config_key: str) -> list[float]:
-    """Return the numbers of a field in all rows, or raise InputError for a row whose value is not a finite number."""
+    """Return the value of a numeric field in each row, or raise InputError if a value is not a finite number."""
     values = read_field(rows, field)
     for index, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise InputError(
                 f"Row {index + 1} of the data has {value!r:.60} in the field {field!r}, which is not a finite number.",
-                remedy=f"Correct the data, or specify another field with {config_key}.",
+                remedy=f"Correct the data, or select another field with {config_key}.",
             )
     return [float(value) for value in values]
 
 
 def read_word_field(rows: DatasetRows, field: str, config_key: str) -> list[list[str]]:
-    """Return the lists of words of a field in all rows, or raise InputError for a row with a different value."""
+    """Return the list of words in each row, or raise InputError if a value is not a list of words."""
     values = read_field(rows, field)
     for index, value in enumerate(values):
         if not isinstance(value, (list, tuple)) or not value or not all(isinstance(word, str) for word in value):
             raise InputError(
                 f"Row {index + 1} of the data has {value!r:.60} in the field {field!r}, which is not a list of words.",
-                remedy=f"Specify the field of the words with {config_key}, such as 'tokens'.",
+                remedy=f"Set {config_key} to the field that contains the words, such as 'tokens'.",
             )
     return [list(value) for value in values]
 
 
 def read_label_field(rows: DatasetRows, field: str) -> tuple[list[Any], list[str]]:
-    """Return the labels of all rows, and the class names of the data set if the field has ``ClassLabel`` values.
+    """Return the label of each row, and the class names if the data set defines them with ``ClassLabel``.
 
-    Labels of a ``ClassLabel``, or of a list of them, are returned as class names.
+    Labels of the type ``ClassLabel``, or lists of such labels, are returned as class names.
     """
     labels = read_field(rows, field)
     if "" in labels:
@@ -265,7 +269,7 @@ def read_label_field(rows: DatasetRows, field: str) -> tuple[list[Any], list[str
 
 
 def _read_json_rows(names: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Read rows from JSON files that contain one list of objects or one object per line."""
+    """Read rows from JSON files, which contain either one list of objects or one object per line."""
     rows: list[Mapping[str, Any]] = []
     for name in names:
         text = _read_text_file(name)
@@ -277,7 +281,7 @@ def _read_json_rows(names: Sequence[str]) -> list[Mapping[str, Any]]:
         # splitlines would also split at other characters, which a text may contain
         rows += [_parse_json_row(name, n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not rows:
-        raise InputError(f"The data {', '.join(names)} contains no rows.", remedy="Pass a file with rows.")
+        raise InputError(f"The data {', '.join(names)} contains no rows.", remedy="Specify a file with rows.")
     return rows
 
 
@@ -289,14 +293,14 @@ def _parse_json_row(file: str, number: int, line: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(
             f"Line {number} of {file} is not a JSON object: {error}. The line is {line!r:.60}.",
-            rule='A file contains one object per line, such as {"text": "words"}, or one list of objects.',
+            rule='A file must contain one object per line, such as {"text": "words"}, or one list of objects.',
             remedy="Correct the line, or set data.format if the file has another format.",
         ) from error
     return row
 
 
 def _to_numbers(rows: list[dict[str, str]], field: str, kind: type) -> DatasetRows:
-    """Convert a field to numbers if the values of all rows are numbers of this kind."""
+    """Convert a field to numbers of the type ``kind`` if this is possible in all rows."""
     try:
         return [{**row, field: kind(row[field])} for row in rows]
     except (KeyError, ValueError):
@@ -308,7 +312,7 @@ def _delimiter_of(file: str, delimiter: str | None) -> str:
 
 
 def _read_csv_rows(file: str, delimiter: str | None) -> list[dict[str, str]]:
-    """Read the rows of a table as strings by field."""
+    """Read a csv file, and return each row as a dict from field names to strings."""
     separator = _delimiter_of(file, delimiter)
     csv.field_size_limit(2**30)
     lines = io.StringIO(_read_text_file(file), newline="")
@@ -320,30 +324,30 @@ def _read_csv_rows(file: str, delimiter: str | None) -> list[dict[str, str]]:
     if not rows:
         raise InputError(
             f"The file {file!r} contains no rows.",
-            rule="Its first line has the names of the fields.",
-            remedy="Add rows.",
+            rule="The first line must contain the names of the fields, and each following line a row.",
+            remedy="Add rows to the file.",
         )
     if twice := [name for name in fields if fields.count(name) > 1]:
         raise InputError(
-            f"The first line of {file!r} has the field {twice[0]!r} twice: {', '.join(fields):.60}.",
+            f"The first line of {file!r} contains the field name {twice[0]!r} twice: {', '.join(fields):.60}.",
             remedy="Rename one of the fields.",
         )
     for number, row in enumerate(rows, start=1):
         if len(row) != len(fields):
             raise InputError(
                 f"Row {number} of {file!r} has {len(row)} fields, but its first line has {len(fields)}: {row!r:.60}.",
-                remedy=f"Correct the row, or set data.delimiter, which is {separator!r}.",
+                remedy=f"Correct the row, or change the delimiter from {separator!r} with data.delimiter.",
             )
     return [dict(zip(fields, row, strict=True)) for row in rows]
 
 
 def _load_dataset(data: DataTable, names: Sequence[str], split: str) -> DatasetRows:
-    """Load a data set of the library ``datasets`` by its name or from a folder that ``save_to_disk`` wrote."""
+    """Load a Hugging Face data set from the hub, or from a folder that ``save_to_disk`` wrote."""
     datasets = _import_datasets("data.format = 'datasets'", names)
     if len(names) > 1:
         raise ConfigError(
-            f"data.train has {len(names)} data sets.",
-            remedy="Set data.weights, such as [1, 1], to mix the data sets, or specify only one.",
+            f"data.train specifies {len(names)} data sets, but no weights to mix them.",
+            remedy="Set data.weights, for example to [1, 1], or specify only one data set.",
         )
     name = names[0]
     try:
@@ -359,7 +363,7 @@ def _load_dataset(data: DataTable, names: Sequence[str], split: str) -> DatasetR
     except (OSError, ValueError, KeyError, TypeError) as error:  # errors of the library for missing data
         raise ConfigError(
             f"The data set {name!r} cannot be read: {first_line(error)}.",
-            rule="A data set is a name on the hub, such as imdb or glue:mrpc, or a folder that save_to_disk wrote.",
+            rule="Specify a name on the hub, such as imdb or glue:mrpc, or a folder that save_to_disk wrote.",
             remedy="Correct data.train, data.split or data.options.",
         ) from error
     _check_has_rows(rows, f"The split {split!r} of the data set {name!r}", "data.split")
@@ -367,7 +371,7 @@ def _load_dataset(data: DataTable, names: Sequence[str], split: str) -> DatasetR
 
 
 def _load_data_files(data: DataTable, data_format: str, names: Sequence[str]) -> DatasetRows:
-    """Read parquet files, and streamed csv files and JSON lines, with the library ``datasets``."""
+    """Read parquet files, or stream csv and JSON Lines files, with the ``datasets`` library."""
     datasets = _import_datasets(f"The format {data_format!r}", names)
     if missing := [name for name in names if "://" not in name and not Path(name).is_file()]:
         near = did_you_mean(Path(missing[0]).name, (p.name for p in Path(missing[0]).absolute().parent.glob("*")))
@@ -397,7 +401,7 @@ def _load_data_files(data: DataTable, data_format: str, names: Sequence[str]) ->
 def _unreadable_error(names: Sequence[str], data_format: str, error: Exception) -> InputError:
     files = [Path(name) for name in names]
     if all(file.is_file() and not file.stat().st_size for file in files) or "BatchSize must be" in str(error):
-        return InputError(f"{', '.join(names)} contains no rows.", remedy="Pass a file with rows.")
+        return InputError(f"{', '.join(names)} contains no rows.", remedy="Specify a file with rows.")
     return InputError(
         f"{', '.join(map(repr, names))} cannot be read as {data_format}: {first_line(error.__cause__ or error)}.",
         remedy="Correct the file, or set data.delimiter or data.options.",
@@ -406,7 +410,7 @@ def _unreadable_error(names: Sequence[str], data_format: str, error: Exception) 
 
 @dataclass
 class _CheckedStream:
-    """Stream of rows that raises InputError if the library cannot read a row."""
+    """Stream of rows that raises InputError if the ``datasets`` library cannot read a row."""
 
     rows: Any
     names: Sequence[str]
@@ -438,7 +442,7 @@ def _check_has_rows(rows: Any, what: str, key: str) -> None:
 
 
 def mix_streams(streams: Sequence[Iterable[Any]], weights: Sequence[float], seed: int) -> Iterable[Any]:
-    """Mix streamed data sets by sampling from them with probabilities in proportion to ``weights``."""
+    """Mix several streams by drawing each row from a random stream, with probabilities proportional to ``weights``."""
     import datasets
 
     total = sum(weights)
@@ -452,27 +456,27 @@ def mix_streams(streams: Sequence[Iterable[Any]], weights: Sequence[float], seed
 
 
 def to_image_source(value: Any) -> Any:
-    """Return the image of a row as a path or PIL image, or raise InputError for other types."""
+    """Convert a file name to a path, and return a PIL image unchanged. Raises InputError for other types."""
     if isinstance(value, str):
         return Path(value).expanduser()
     if hasattr(value, "convert"):
         return value
     raise InputError(
         f"The image field of a row contains {value!r:.60}, which is neither a path nor a decoded image.",
-        remedy="Correct data.image or the rows.",
+        remedy="Correct the rows, or set data.image to the field that contains the images.",
     )
 
 
 def list_images(names: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """List the image files in folders with one subfolder per class, and the class name of each file."""
+    """List the images in folders that have one subfolder per class, and the class name of each image."""
     files = sorted(
         file for name in names for file in Path(name).glob("*/*") if file.suffix.lower() in IMAGES and file.is_file()
     )
     if not files:
         raise InputError(
             f"{', '.join(map(repr, names))} contains no images in subfolders.",
-            rule="A folder of images has one subfolder per class.",
-            remedy="Correct data.train, or set data.format if the data has another format.",
+            rule="A folder of images must have one subfolder per class.",
+            remedy="Correct data.train, or set data.format if the folder contains another format.",
         )
     return files, [file.parent.name for file in files]
 
@@ -482,8 +486,8 @@ def _unsupported_format_error(task: str, data_format: str, names: Sequence[str])
     if data_format == "images":
         rule = "A folder is read as images unless data.format is set"
         remedy = (
-            "Specify files in the folder, data.format = 'datasets' for a folder that save_to_disk wrote, or model.task "
-            "= 'image_classification'"
+            "Specify the files in the folder, or set data.format = 'datasets' for a folder that save_to_disk wrote, "
+            "or model.task = 'image_classification' for images"
         )
     elif task == "image_classification":
         remedy = (
@@ -491,8 +495,8 @@ def _unsupported_format_error(task: str, data_format: str, names: Sequence[str])
             "class in each row"
         )
     else:
-        rule = "This task requires rows with a text and its class or target"
-        remedy = "Specify JSON lines or a data set, or for plain text set model.task = 'causal' or 'masked'"
+        rule = "This task requires rows that contain a text and its class or target"
+        remedy = "Specify JSON lines or a data set. To train on plain text, set model.task = 'causal' or 'masked'"
     return ConfigError(
         f"model.task = {task!r} does not support the data {', '.join(map(repr, names))}, which has the "
         f"format {data_format}.",

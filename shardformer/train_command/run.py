@@ -1,4 +1,4 @@
-"""Trains a run configuration in each worker process."""
+"""Runs the training that a run configuration describes, in each worker process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ from shardformer.weights.save_pretrained import check_export, check_target, expo
 
 
 def run_training(config: TrainConfig) -> dict[str, float]:
-    """Train the model of a run configuration, or resume from a checkpoint in its folder. Returns the last metrics."""
+    """Train a model as specified in a run configuration, and return the last metrics.
+
+    The training resumes if the folder of the run contains a checkpoint.
+    """
     # an elastic restart may have fewer processes
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     layout = config.layout.fit_to(num_processes()) if is_restart else config.layout
@@ -70,7 +73,7 @@ def run_training(config: TrainConfig) -> dict[str, float]:
 
 
 def export_model(config: TrainConfig, engine: Engine, directory: Path, processor: Any) -> None:
-    """Export the trained model for ``from_pretrained``, or its adapters for PEFT. All ranks must call it."""
+    """Export the trained model for ``from_pretrained``, or its LoRA adapters for PEFT. All ranks must call it."""
     if config.lora is None:
         engine.export(directory, processor)
         return
@@ -86,9 +89,9 @@ def export_model(config: TrainConfig, engine: Engine, directory: Path, processor
 
 @contextmanager
 def _convert_first_step_error(config: TrainConfig, trainer: Trainer) -> Iterator[None]:
-    """Convert an error in the first training step to a ConfigError that names the configuration keys.
+    """Convert an error in the first training step to a ConfigError that suggests which configuration keys to correct.
 
-    Only the first step detects some combinations of config fields that transformers accepts but cannot run.
+    transformers accepts some combinations of config fields that fail only in the first step.
     """
     try:
         yield
@@ -99,7 +102,7 @@ def _convert_first_step_error(config: TrainConfig, trainer: Trainer) -> Iterator
             raise
         fields = f" with model.config = {config.model.config!r:.200}" if config.model.config else ""
         raise ConfigError(
-            f"The first step failed{fields}: {type(error).__name__}: {first_line(error)}.",
+            f"The first training step failed{fields}: {type(error).__name__}: {first_line(error)}.",
             remedy="Correct model.config, model.task, model.head or optimizer.",
         ) from error
 
@@ -110,8 +113,8 @@ def _check_export_folder(config: TrainConfig, folder: Path) -> None:
     base = base if base.is_dir() else base.parent
     if Path(config.model.name).exists() and folder.exists() and os.path.samefile(base, folder):
         raise ConfigError(
-            f"training.export would overwrite model.name = {config.model.name!r} with the trained model in {folder}.",
-            remedy="Set another folder for the run, such as folder = 'run'.",
+            f"training.export would overwrite the base model {config.model.name!r} with the trained model in {folder}.",
+            remedy="Set another output folder, such as folder = 'run'.",
         )
     is_adapter_folder = (folder / "adapter_config.json").is_file()
     if config.lora is None or config.lora.merge or not is_adapter_folder:
@@ -121,7 +124,7 @@ def _check_export_folder(config: TrainConfig, folder: Path) -> None:
 def build_trainer(
     config: TrainConfig, layout: ParallelConfig, context: ParallelContext
 ) -> tuple[Trainer, TrainingData]:
-    """Build the trainer of a run configuration, with its engine and hooks, and load its data."""
+    """Load the data of a run configuration, and build the trainer with its engine and hooks."""
     hooks = build_hooks(config)
     make_optimizer = build_optimizer(config.optimizer)
     data, model = load_data_and_model(config)
@@ -147,7 +150,7 @@ def build_trainer(
 
 
 def _data_source(config: TrainConfig, data: TrainingData) -> tuple[Any, int | None, dict[str, Any]]:
-    """Return the training data, batch size and data options that ``initialize`` receives."""
+    """Return the training data, batch size and data options to pass to ``initialize``."""
     table = config.data
     options: dict[str, Any] = {
         "drop_last": table.drop_last,
@@ -163,7 +166,7 @@ def _data_source(config: TrainConfig, data: TrainingData) -> tuple[Any, int | No
 def load_data_and_model(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
     """Load the data of a run, and build its model without allocating the weights.
 
-    Raises the errors that would occur in the first step or in the export after the last step.
+    Errors that would otherwise occur in the first step or when the model is exported are raised here.
     """
     saved = load_model_config(config)
     data = load_data(config, get_image_size(saved), get_class_names(saved))

@@ -1,4 +1,4 @@
-"""Checks that a resumed run has compatible settings, and that the model can learn its task."""
+"""Checks that a run can be resumed with its current settings, and that the model is suitable for the task."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from shardformer.training.hook import Hook, TrainerProtocol
 
 CONFIG_FILE = "resolved_config.toml"
 MODEL_KEY, TEMPLATE_KEY = "model_config", "chat_template"
-"""Keys of the model's config and of the chat template in the state of ``Resume``, for the use of a checkpoint alone."""
+"""Keys in the state of ``Resume``. They make it possible to load the model from a checkpoint alone."""
 FIXED = ("model", "optimizer", "seed")
-"""Keys and tables that must not change on resume: the checkpoint determines weights, optimizer and data order."""
+"""Keys and tables that must not change when a run resumes, because the checkpoint depends on them."""
 MAX_COMPARED_STEPS = 10_000
 """Maximum number of steps whose learning rates are compared."""
 
 
 class Resume(Hook):
-    """Hook that stores the run configuration in checkpoints, and compares it with them when a run resumes.
+    """A hook that stores the run configuration in each checkpoint, and checks for changes when the run resumes.
 
     The configuration with all defaults is also written to ``folder/resolved_config.toml``. This hook must come after
     the hook that loads the checkpoint. Communicates nothing.
@@ -93,8 +93,8 @@ class Resume(Hook):
                     f"Resuming with {self._num_steps} instead of {old_steps} steps would change the "
                     f"learning rate of step {step + 1} from {old_rate} to {new_rate}, because schedule.name "
                     f"= {self._config.schedule.name!r} depends on the number of steps.",
-                    remedy=f"Set schedule.steps = {old_steps} to keep the schedule, with a constant rate after these "
-                    f"steps, or schedule.steps = {self._num_steps} to change it.",
+                    remedy=f"Set schedule.steps = {old_steps} to keep the schedule, with a constant learning rate "
+                    f"after step {old_steps}, or schedule.steps = {self._num_steps} to use the changed schedule.",
                 )
             _set_learning_rates(trainer, new)
         if trainer.is_first and changes:
@@ -104,7 +104,7 @@ class Resume(Hook):
 
     @staticmethod
     def _check_classes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Raise ConfigError if the outputs of the checkpoint are other classes."""
+        """Raise ConfigError if the classes of the data have changed since the checkpoint was saved."""
         old, new = before.get("id2label"), now.get("id2label")
         if before and old != new:
             what = [", ".join(map(str, (each or {}).values())) or "without names" for each in (new, old)]
@@ -122,7 +122,7 @@ class Resume(Hook):
 
 
 def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    """Format changed settings as a table with the option, its value before, and its value now."""
+    """Format changed settings as a table that shows the old and the new value of each option."""
     rows = [("option", "before", "now")]
     rows += [(key, _format_value(before), _format_value(now)) for key, (before, now) in changes.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -130,7 +130,7 @@ def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
 
 
 def _changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each configuration key that differs between two runs, with its old and new value."""
+    """Yield each configuration key whose value changed, with its old and its new value."""
     for name in dict.fromkeys((*old, *new)):
         before, now, key = old.get(name), new.get(name), f"{prefix}{name}"
         if isinstance(before, Mapping) and isinstance(now, Mapping):
@@ -144,7 +144,7 @@ def _lr_schedule(table: Mapping[str, Any], num_steps: int) -> Callable[[int], fl
 
 
 def _set_learning_rates(trainer: TrainerProtocol, lr_factor: Callable[[int], float]) -> None:
-    """Set the learning rates of the next step, replacing the rates that a checkpoint restored from an old schedule."""
+    """Replace the learning rates from the checkpoint by the learning rates of the new schedule."""
     for scheduler in trainer.engine.schedulers:
         assert isinstance(scheduler, LambdaLR)
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
@@ -160,10 +160,10 @@ DECODER = "is_decoder"
 
 
 def check_task(config: TrainConfig, model: Any) -> None:
-    """Raise ConfigError if a language model cannot learn its task, because it reads the wrong tokens.
+    """Raise ConfigError if a language model is not suitable for its task because it attends to the wrong tokens.
 
-    A causal model must not read the token that it predicts, and a masked model must read later tokens. Models that do
-    not run with tokens alone are not checked. Communicates nothing, and keeps the random state.
+    A causal model must not read the token that it predicts, and a masked model must read later tokens. Models that
+    require other inputs than tokens are not checked. Communicates nothing, and keeps the random state.
     """
     task = config.model.task
     if task not in ("causal", "masked"):
@@ -176,22 +176,22 @@ def check_task(config: TrainConfig, model: Any) -> None:
         name = type(model).__name__
         if task == "causal" and dependence.on_label:
             raise ConfigError(
-                f"model.task = 'causal' does not support {name}, whose output at a position depends on the "
-                "token to predict.",
-                rule="A causal model predicts a token from earlier tokens only.",
+                f"model.task = 'causal' does not support {name}, whose predictions depend on the tokens that it "
+                "should predict.",
+                rule="A causal model predicts each token from earlier tokens only.",
                 remedy=_suggest_task(model),
             )
         if task == "masked" and not (dependence.on_later and dependence.in_place):
-            what = "ignores later tokens" if not dependence.on_later else "compares a label with the previous output"
+            what = "ignores later tokens" if not dependence.on_later else "predicts the next token"
             raise ConfigError(
                 f"model.task = 'masked' does not support {name}, which {what}.",
-                rule="A masked language model predicts a token at its position, from the tokens on both sides.",
+                rule="A masked language model predicts each masked token from the tokens on both sides of it.",
                 remedy="Set model.task = 'causal', or use a masked language model.",
             )
 
 
 def _suggest_task(model: Any) -> str:
-    """Suggest the masked task as a remedy, and ``is_decoder`` if this field makes the attention of the model causal."""
+    """Suggest training on the masked task, or setting ``is_decoder`` if it makes the attention of the model causal."""
     masked = "Set model.task = 'masked'"
     if getattr(model.config, DECODER, True):
         return f"{masked}, or use a model that predicts the next token"

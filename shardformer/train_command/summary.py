@@ -1,4 +1,4 @@
-"""Prints what a run trains before its first step, and where its results are after its last step."""
+"""Prints a summary of a run before its first step, and the location of its results after the last step."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ Rows = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Model, data and length of a run.
+    """Summary of the model, the data and the length of a run.
 
     Args:
         model: Name of the model class.
-        weights: Where the weights come from, and which of them are random.
-        tokens_per_step: Tokens of a global batch, or None for images.
+        weights: Text about the origin of the weights, and about weights that are initialized at random.
+        tokens_per_step: Number of tokens in a global batch, or None for images.
         has_padding: Whether ``tokens_per_step`` is an upper limit, because samples differ in length.
-        learning_rate: Learning rate after the warm-up, and its schedule.
+        learning_rate: Text with the learning rate after warm-up and the schedule.
     """
 
     model: str
@@ -62,7 +62,7 @@ class RunSummary:
 
     @classmethod
     def of(cls, config: TrainConfig, data: TrainingData, model: nn.Module) -> RunSummary:
-        """Summarize a run from its model before sharding."""
+        """Create the summary of a run from its configuration, its data and its unsharded model."""
         num_steps = count_steps(config, data)
         samples = min(config.data.batch_size, data.num_samples or config.data.batch_size)
         schedule = config.schedule
@@ -101,7 +101,7 @@ class RunSummary:
 
 
 class Header(Hook):
-    """Hook that prints the model, layout, devices, length and files of a run. Communicates nothing."""
+    """A hook that prints a summary of the model, layout, devices, length and files of a run."""
 
     def __init__(self, summary: RunSummary, layout: ParallelConfig) -> None:
         self._summary, self._layout = summary, layout
@@ -117,7 +117,7 @@ class Header(Hook):
 
 
 def describe_layout(layout: ParallelConfig, sizes: Mapping[str, int], where: str) -> str:
-    """Describe a parallel layout in a few words, such as "tensor 2, ZeRO stage 1, 2 processes on cpu"."""
+    """Describe a parallel layout in one line, such as "tensor 2, ZeRO stage 1, 2 processes on cpu"."""
     named = [f"{name} {sizes[name]}" for name in layout.sizes if sizes[name] > 1]
     named += [f"ZeRO stage {layout.zero_stage}"] * bool(layout.zero_stage)
     named += [str(layout.precision)] * (layout.precision != "fp32")
@@ -125,7 +125,7 @@ def describe_layout(layout: ParallelConfig, sizes: Mapping[str, int], where: str
 
 
 def print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
-    """Print labels and texts, and wrap the texts at the width of the terminal, if there is one."""
+    """Print labeled lines of text. In a terminal, wrap the texts to its width."""
     from rich.text import Text
 
     width = max(console.width - LABEL, 2 * LABEL) if console.is_terminal else 10**6
@@ -136,7 +136,7 @@ def print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
 
 
 def print_footer(config: TrainConfig, trainer: Any) -> None:
-    """Print where the checkpoint, the exported model and the metrics of a complete run are, and what to do next."""
+    """Print the locations of the checkpoint, exported model and metrics after a run, and the next command to try."""
     console = create_console()
     rows: Rows = []
     newest = find_newest_checkpoint(config)
@@ -163,14 +163,14 @@ def print_footer(config: TrainConfig, trainer: Any) -> None:
 
 
 def find_newest_checkpoint(config: TrainConfig) -> Path | None:
-    """Return the folder of the newest checkpoint of a run, relative to the working directory if it is inside."""
+    """Return the folder of the newest checkpoint of a run, or None if the run has no checkpoint."""
     root = hook_folder(config, "checkpoint")
     found = list_checkpoints(root) if root is not None and root.is_dir() else []
     return _relative(found[0][0]) if found else None
 
 
 def describe_resume(config: TrainConfig) -> str:
-    """Describe how to continue a run that a signal stopped."""
+    """Describe how to resume a run that was stopped by a signal."""
     newest = find_newest_checkpoint(config)
     if newest is not None:
         return f"The newest checkpoint is {newest}.\nRun the same command to resume."

@@ -1,4 +1,4 @@
-"""Tokenizer of a training run, which is a tokenizer of transformers or uses one token per byte."""
+"""Loads the tokenizer of a training run, which is either a transformers tokenizer or a byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PAD_TOKEN, MASK, NUM_BYTES = 256, 257, 258
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
 
 GPT2_FILES = ("encoder.json", "vocab.bpe")
-"""Names of OpenAI for vocab.json and merges.txt of GPT-2."""
+"""Names of the files vocab.json and merges.txt in OpenAI's release of GPT-2."""
 
 
 @dataclass(frozen=True, eq=False)
 class TextTokenizer:
-    """Wraps a tokenizer of transformers, or tokenizes text as bytes if ``tokenizer`` is None.
+    """Wraps a transformers tokenizer, or uses each byte of the text as a token if ``tokenizer`` is None.
 
     ``end``, ``pad`` and ``mask`` are token ids.
     """
@@ -36,21 +36,21 @@ class TextTokenizer:
     tokenizer: Any = None
 
     def encode(self, text: str) -> list[int]:
-        """Tokenize a text without special tokens and without truncation."""
+        """Tokenize a text without adding special tokens or truncating it."""
         if self.tokenizer is None:
             return list(text.encode())
         found: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return found
 
     def encode_with_special_tokens(self, text: str, pair: str | None, max_length: int) -> dict[str, list[int]]:
-        """Tokenize a text or a pair of texts with special tokens, truncated to ``max_length`` tokens."""
+        """Tokenize a text or a pair of texts, add special tokens, and truncate the result to ``max_length`` tokens."""
         if self.tokenizer is None:
             joined = text if pair is None else f"{text}\0{pair}"
             return {"input_ids": [*joined.encode()[: max_length - 1], PAD_TOKEN]}
         return dict(self.tokenizer(text, pair, truncation=True, max_length=max_length))
 
     def encode_words(self, words: Sequence[str], max_length: int) -> tuple[list[int], list[int | None]]:
-        """Tokenize words with special tokens, truncated to ``max_length`` tokens.
+        """Tokenize a list of words, add special tokens, and truncate the result to ``max_length`` tokens.
 
         Returns:
             The token ids, and for each token the index of its word, or None for a special token.
@@ -66,18 +66,18 @@ class TextTokenizer:
         return found["input_ids"], found.word_ids()
 
     def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-        """Tokenize a text without special tokens, and mark the tokens that start within spans of characters.
+        """Tokenize a text without special tokens, and mark the tokens that start inside one of the character spans.
 
         Args:
             text: Text.
-            spans: Start and end of each span, in ascending order.
+            spans: Start and end of each span of characters, in ascending order.
         """
         if self.tokenizer is None:
             bounds = [0, *(bound for span in spans for bound in span), len(text)]
             pieces = [text[start:end].encode() for start, end in pairwise(bounds)]  # inside a span at odd positions
             ids = [byte for piece in pieces for byte in piece]
             return ids, [bool(number % 2) for number, piece in enumerate(pieces) for _ in piece]
-        self._check_is_fast("A loss on the answers only")
+        self._check_is_fast("Training on the answers of conversations")
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in found["offset_mapping"]]
         return found["input_ids"], [any(a <= start < b for a, b in spans) for start in starts]
@@ -86,8 +86,8 @@ class TextTokenizer:
         if not getattr(self.tokenizer, "is_fast", False):
             raise ConfigError(
                 f"{what} requires a fast tokenizer, but {self.name!r} is a {type(self.tokenizer).__name__}.",
-                rule="Only fast tokenizers return the characters of each token.",
-                remedy="Set data.tokenizer to a folder with a tokenizer.json.",
+                rule="Only fast tokenizers report which characters each token covers.",
+                remedy="Set data.tokenizer to a folder that contains a tokenizer.json.",
             )
 
     @property
@@ -95,9 +95,9 @@ class TextTokenizer:
         return self.tokenizer is None
 
     def export(self, *, adds_end: bool, chat_template: str | None = None) -> Any:
-        """Return a tokenizer of transformers with the same tokens, to save with the model.
+        """Return a transformers tokenizer that produces the same tokens, to save with the model.
 
-        ``adds_end`` is whether ``encode_with_special_tokens`` tokenizes the texts of the run.
+        ``adds_end`` must be True if the run tokenizes texts with ``encode_with_special_tokens``.
         """
         found = make_byte_tokenizer(adds_end=adds_end) if self.tokenizer is None else self.tokenizer
         if chat_template is not None:
@@ -106,10 +106,10 @@ class TextTokenizer:
 
 
 def make_byte_tokenizer(*, adds_end: bool) -> Any:
-    """Create a tokenizer of transformers whose tokens are the bytes of a text, with the ids of ``TextTokenizer``.
+    """Create a byte-level transformers tokenizer with the same token ids as ``TextTokenizer``.
 
     Args:
-        adds_end: Whether it ends a text with the padding token, and joins pairs of texts with a zero byte.
+        adds_end: Whether the tokenizer adds the padding token after a text, and a zero byte between a pair of texts.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -141,7 +141,7 @@ def load_tokenizer(name: str | None, model: str, *, random: bool, trust_remote_c
     if original is None and folder.is_dir() and not any((folder / file).is_file() for file in FILES):
         raise ConfigError(
             f"The folder {source!r} contains no tokenizer.",
-            rule=f"A tokenizer has one of the files {', '.join(FILES)}.",
+            rule=f"The folder of a tokenizer contains one of the files {', '.join(FILES)}.",
             remedy="Save the tokenizer in the folder of the model, or set data.tokenizer to another folder or 'bytes'.",
         )
     try:

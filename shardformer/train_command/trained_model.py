@@ -1,4 +1,4 @@
-"""Finds, loads and evaluates trained models: runs, checkpoints, and models that ``from_pretrained`` can load."""
+"""Finds, loads and evaluates trained models, from runs, checkpoints or pretrained model folders."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ SOURCES = "the folder of a run, a checkpoint, a folder that save_pretrained wrot
 
 @dataclass(frozen=True, eq=False)
 class TrainedModel:
-    """A trained model that can be loaded under any layout.
+    """A trained model that can be loaded under any parallel layout.
 
     Args:
-        name: The path or name that the user passed.
-        model_config: Its transformers config.
-        checkpoint: The checkpoint with its weights, or None if ``from_pretrained`` loads them.
+        name: The path or name of the model that the user passed.
+        model_config: The transformers config of the model.
+        checkpoint: The checkpoint that contains the weights, or None if ``from_pretrained`` loads them.
         run: The configuration of the run that saved the checkpoint, or None.
-        chat_template: The template of the conversations that the run trained on, or None.
+        chat_template: The chat template of the conversations that the run trained on, or None.
     """
 
     name: str
@@ -58,7 +58,7 @@ class TrainedModel:
     chat_template: str | None = None
 
     def with_changes(self, changes: Sequence[str]) -> TrainedModel:
-        """Return the model with changed keys of its run, such as ``parallel.tensor=2``."""
+        """Return a copy of this model with changes to its run configuration, such as ``parallel.tensor=2``."""
         assert self.run is not None
         tables = _without_none(self.run.model_dump())
         for change in changes:
@@ -66,7 +66,7 @@ class TrainedModel:
         return replace(self, run=parse_config(tables, f"The run {self.name!r}"))
 
     def build(self) -> nn.Module:
-        """Build the model without values. Raises ConfigError if transformers cannot build it."""
+        """Build the model without allocating its weights. Raises ConfigError if transformers cannot build it."""
         if self.run is not None:
             with LazyInit():
                 model = create_model(
@@ -81,11 +81,11 @@ class TrainedModel:
         except ValueError as error:  # the type has no such class
             raise ConfigError(
                 f"transformers has no {kind.__name__} for {self.name!r}, which has the model type {config.model_type}.",
-                remedy="Pass a model that generates text.",
+                remedy="Specify a model that can generate text.",
             ) from error
 
     def load(self, layout: ParallelConfig) -> Engine:
-        """Build the model, shard it, and load its weights. Communicates as ``initialize`` and ``load_checkpoint``."""
+        """Build the model, shard it, and load its weights. Communicates like ``initialize`` and ``load_checkpoint``."""
         engine = initialize(self.build(), None, parallel=layout)
         if self.checkpoint is not None:
             load_checkpoint(engine.model, self.checkpoint)
@@ -93,7 +93,7 @@ class TrainedModel:
         return engine
 
     def load_processor(self) -> Any:
-        """Load the tokenizer or the image transform of the model, or raise ConfigError if it has none."""
+        """Load the tokenizer or the image transform of the model. Raises ConfigError if the model has neither."""
         run = self.run
         if run is None:
             return load_tokenizer(None, self.name, random=False).tokenizer
@@ -136,7 +136,7 @@ def _find_model_of_run(path: Path, source: str) -> TrainedModel:
         found = _find_model_of_checkpoint(checkpoints, source)
     except ConfigError as error:
         exported = path / EXPORT_FOLDER
-        remedy = f"Pass {str(exported)!r}" if exported.is_dir() else "Pass the folder of its checkpoints"
+        remedy = f"Pass {str(exported)!r}" if exported.is_dir() else "Pass the folder that contains the checkpoints"
         raise ConfigError(f"The run {source!r} has no checkpoint in {checkpoints}.", remedy=remedy) from error
     assert found.checkpoint is not None and found.run is not None
     best = _hook_states(found.checkpoint).get(Checkpoint.__name__)
@@ -152,9 +152,10 @@ def _find_model_of_checkpoint(path: Path, source: str) -> TrainedModel:
     state = _hook_states(checkpoint).get(Resume.__name__)
     if not isinstance(state, dict) or MODEL_KEY not in state:
         raise ConfigError(
-            f"The checkpoint {str(checkpoint)!r} does not contain the configuration of its model.",
-            rule="Only checkpoints of shardformer train contain it.",
-            remedy="In a script, load it with engine.load and call engine.export, or resume the run and save it again.",
+            f"The checkpoint {str(checkpoint)!r} does not contain the config of its model.",
+            rule="Only shardformer train saves this config.",
+            remedy="In a script, load the checkpoint with engine.load and call engine.export. If shardformer train "
+            "saved it, resume the run to save it again.",
         )
     run = parse_config(_without_none(json.loads(state["config"])), str(checkpoint))
     fields = json.loads(state[MODEL_KEY])
@@ -164,31 +165,33 @@ def _find_model_of_checkpoint(path: Path, source: str) -> TrainedModel:
 
 
 def _hook_states(checkpoint: Path) -> dict[str, Any]:
-    """Return the states of hooks in a checkpoint by the names of their classes."""
+    """Return the states of the hooks in a checkpoint by the class names of the hooks."""
     extra = from_json(CheckpointIndex.read(checkpoint).values["extra"])
     user = extra.get(USER_STATE_KEY) if isinstance(extra, dict) else None
     return (user.get(HOOKS) if isinstance(user, dict) else None) or {}
 
 
 def _without_none(tables: Any) -> Any:
-    """Return tables without None, which a TOML file cannot contain."""
+    """Remove None values from nested tables, because TOML has no such value."""
     if not isinstance(tables, dict):
         return tables
     return {name: _without_none(value) for name, value in tables.items() if value is not None}
 
 
 def evaluate_model(found: TrainedModel) -> dict[str, float] | None:
-    """Return loss, metrics and number of samples on the first rank, and None on the others.
+    """Evaluate a model on its validation data, and return the loss, the metrics and the number of samples.
 
-    The metrics are those of the run's hook ``metrics``. Without this hook, they are the perplexity of a language model,
-    or the accuracy of a classifier if scikit-learn is installed. Communicates as ``Engine.evaluate`` and ``Metrics``.
+    Returns None on all ranks except the first. The metrics are those of the run's hook ``metrics``. Without this hook,
+    they are the perplexity of a language model, or the accuracy of a classifier if scikit-learn is installed.
+    Communicates like ``Engine.evaluate`` and ``Metrics``.
     """
     run = found.run
     assert run is not None
     if run.model.task == "preference":
         raise ConfigError(
-            "The loss of model.task = 'preference' cannot be evaluated, because it requires the initial model.",
-            remedy="Read validation/loss in the records of the run.",
+            "The loss of model.task = 'preference' cannot be evaluated after training, because the loss requires the "
+            "initial model.",
+            remedy="Read validation/loss in the metrics that the run recorded.",
         )
     if found.checkpoint is None:
         data, model = load_data_and_model(run)

@@ -1,4 +1,4 @@
-"""Data loader that shards global batches over the data-parallel ranks, in the same order for every layout."""
+"""Data loader that shards each global batch over the data-parallel ranks, in the same order for every layout."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from shardformer.training.sample_order import Collate, DataShard, IndexedSource,
 
 
 class NoLengthError(ConfigError, TypeError):
-    """Raised by ``len(loader)`` if the length of the data is unknown. As a TypeError, it does not affect ``list``."""
+    """Raised by ``len(loader)`` if the number of steps is unknown. As a TypeError, it does not affect ``list``."""
 
 
 class ShardedDataLoader:
-    """Data loader that yields the shard of each global batch for this data-parallel rank, as in ``engine.data``.
+    """Data loader that shards each global batch over the data-parallel ranks, and yields the shard of this rank.
 
     >>> batches = ShardedDataLoader(list(range(10)), ParallelContext.of({}), batch_size=4, shuffle=False)
     >>> [batch.tolist() for batch in batches]
     [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
-    An interrupted loop resumes at the next batch. Ranks of the same data-parallel rank get the same batch. The seed and
-    the epoch number determine the order of an epoch. Together with the position of a sample they also determine the
-    random numbers that the data draws, for every layout and number of workers. The global generators are unchanged.
+    An interrupted loop resumes at the next batch. Ranks with the same data-parallel rank get the same batch. The seed
+    and the epoch determine the order of the samples. Random numbers that the data draws also depend on the position of
+    the sample, but not on the layout or the number of workers. The global random generators are not changed.
 
     Args:
         source: Data with ``__getitem__`` and ``__len__``, such as a Dataset, a list or a Hugging Face data set; an
@@ -48,13 +48,13 @@ class ShardedDataLoader:
         shuffle: Draw a new order for each epoch. None shuffles indexed data, and a DataLoader if it shuffles.
         drop_last: Drop the last batch of an epoch if it is incomplete.
         merge_last: Merge the last batch into the previous one if it has fewer samples than there are data ranks.
-        collate_fn: Function from a list of samples to a batch.
+        collate_fn: Function that collates a list of samples into a batch.
         accumulate: Number of DataLoader batches per step. Each item is then a list of batches.
         num_workers: Number of worker processes that read samples.
 
     Attributes:
         epoch: Number of finished epochs.
-        seen: Number of samples of the current epoch that were returned, over all data ranks.
+        seen: Number of samples of the current epoch that all data ranks have returned so far.
         batch_samples: Size of the last global batch.
         on_epoch_end: Function that is called after the last batch of an epoch.
 
@@ -81,8 +81,8 @@ class ShardedDataLoader:
         is_loader = isinstance(source, DataLoader)
         if accumulate > 1 and not is_loader:
             raise ConfigError(
-                f"accumulate={accumulate} requires a DataLoader.",
-                remedy="Pass the size of the global batch as batch_size=, and limit memory with micro_batch_size=.",
+                f"accumulate={accumulate} is supported only if the training data is a DataLoader.",
+                remedy="Set batch_size to the size of the global batch, and limit memory with micro_batch_size.",
             )
         collate = collate_fn if is_loader else collate_fn or collate_samples
         self._source = make_source(source, collate, num_workers, shuffle)
@@ -96,7 +96,7 @@ class ShardedDataLoader:
         elif batch_size is None:
             raise ConfigError(
                 f"Data of type {self._source.name} was passed without batch_size.",
-                remedy="Pass batch_size=32, for example.",
+                remedy="Pass the size of the global batch, for example batch_size=32.",
             )
         else:
             check_int("batch_size", batch_size)
@@ -109,7 +109,7 @@ class ShardedDataLoader:
         self.shard_over(context)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the remaining batches of the current epoch."""
+        """Yield the local shards of the remaining batches in the current epoch."""
         self.compare()
         batches = self._iterate_local_batches()
         while group := list(itertools.islice(batches, self._accumulate)):
@@ -120,8 +120,8 @@ class ShardedDataLoader:
         if not self.seen:
             raise InputError(
                 f"The training data ({self._source.name}) yielded no batch in epoch {self.epoch + 1}.",
-                remedy="Pass a list or an object whose __iter__ restarts, instead of a generator, and enough samples"
-                " for one batch if drop_last=True.",
+                remedy="A generator can be read only once, so pass a list or an object whose __iter__ restarts. With "
+                "drop_last=True, the data must fill at least one batch.",
             )
         self.epoch, self.seen = self.epoch + 1, 0
         if self.on_epoch_end is not None:
@@ -146,9 +146,9 @@ class ShardedDataLoader:
         check_same_data(settings, self._source.size, self._source.read, self._context)
 
     def facts(self) -> dict[str, int]:
-        """Return hashes of the data position and the last samples, which must be equal on all ranks. 0 means unknown.
+        """Return hashes of the data position and the last samples, to check that they are equal on all ranks.
 
-        The position is unknown if a prefetching thread reads the batches ahead of the training step.
+        A hash is 0 if it is unknown, because a prefetching thread reads the batches ahead of the training step.
         """
         is_known = self._reading_thread in (0, threading.get_ident())
         position = hash_to_number((self.epoch, self.seen)) if is_known else 0
@@ -185,19 +185,19 @@ class ShardedDataLoader:
         if count is None or size is None:
             raise NoLengthError(
                 "The length of the training data is unknown.",
-                remedy="Specify the number of steps (steps=), or pass data with a length.",
+                remedy="Specify the number of steps with steps=, or pass data that has a length.",
             )
         batches = count // size if self._drop_last else -(-count // size)
         merges = self._merge_last and batches > 1 and 0 < count % size < self._shard.size
         return -(-(batches - merges) // self._accumulate)
 
     def shard_over(self, context: ParallelContext) -> None:
-        """Shard all following batches over the data-parallel ranks of another process grid."""
+        """Shard all following batches over the data-parallel ranks of ``context``, after a change of the layout."""
         self.check_ranks(context.data.size)
         self._shard, self._context = DataShard(context.data.rank, context.data.size), context
 
     def example(self) -> Any:
-        """Return a small batch that is equal on all ranks, or None if samples cannot be read by their index."""
+        """Return a batch of the first two samples, or None if the samples cannot be read by their index."""
         return self._source.example() if isinstance(self._source, IndexedSource) else None
 
     def rewind(self) -> None:
@@ -205,14 +205,14 @@ class ShardedDataLoader:
         self.epoch = self.seen = 0
 
     def state(self) -> dict[str, Any]:
-        """Return the data position (epoch, samples and seed) to store in a checkpoint."""
+        """Return the data position to store in a checkpoint: the epoch, the number of samples and the seed."""
         return {"epoch": self.epoch, "seen": self.seen, "seed": self.seed, "samples": self._source.count}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore a data position that ``state`` returned, or raise ConfigError if the data has another length."""
+        """Restore the data position from a checkpoint, or raise ConfigError if the data has a different length."""
         if state["samples"] != self._source.count:
             raise ConfigError(
-                f"The checkpoint was saved with {state['samples']} training samples, but the data has "
+                f"The checkpoint was saved with {state['samples']} training samples, but the data now has "
                 f"{self._source.count}.",
                 remedy="Use the same data. To train on other data, load the model without its data position with "
                 "shardformer.load_checkpoint, or in a new run set model.name to the exported model.",
@@ -226,15 +226,15 @@ class ShardedDataLoader:
         count, size = self._source.count, self.batch_size
         if size is not None and size < num_ranks:
             raise ConfigError(
-                f"batch_size={size} is smaller than the number of data ranks, {num_ranks}.",
-                rule="batch_size is the size of the global batch, which is divided among the data ranks.",
+                f"batch_size={size} is smaller than the number of data-parallel ranks, {num_ranks}.",
+                rule="batch_size is the size of the global batch, which is divided among the data-parallel ranks.",
                 remedy=f"Use a batch_size of {num_ranks} or more.",
             )
         if count is None or size is None:
             return
         if self._drop_last and count < size:
             raise ConfigError(
-                f"drop_last=True drops all {count} samples, because batch_size={size} is larger.",
+                f"drop_last=True drops all {count} samples, because they do not fill a batch of batch_size={size}.",
                 remedy=f"Use a batch_size of {count} or less, or remove drop_last.",
             )
         rest = count % size
@@ -242,13 +242,13 @@ class ShardedDataLoader:
         if 0 < rest < num_ranks and not self._drop_last and not is_merged:
             raise ConfigError(
                 f"With batch_size={size}, the last batch has only {rest} of the {count} samples, which is fewer "
-                f"than the {num_ranks} data ranks.",
-                remedy="Pass drop_last=True (data.drop_last = true in a run file), or change batch_size.",
+                f"than the {num_ranks} data-parallel ranks.",
+                remedy="Pass drop_last=True (data.drop_last = true in a run configuration), or change batch_size.",
             )
 
 
 def create_data_loader(source: Any, context: ParallelContext, **options: Any) -> ShardedDataLoader:
-    """Create a data loader on all ranks. Raises on all ranks if one rank fails or reads different data."""
+    """Create a data loader on each rank, and raise an error on all ranks if one fails or reads different data."""
     make = partial(ShardedDataLoader, source, context, **options)
     loader: ShardedDataLoader = collective_call(context, make, action="create the data loader")
     loader.compare()
@@ -256,7 +256,7 @@ def create_data_loader(source: Any, context: ParallelContext, **options: Any) ->
 
 
 def example_of_data(source: Any, model: nn.Module, collate: Collate | None = None) -> dict[str, Any] | None:
-    """Return the arguments of ``forward`` for the first two samples of a data set or DataLoader.
+    """Build example arguments for ``model.forward`` from the first two samples of a data set or DataLoader.
 
     Leaves out values that ``forward`` does not accept. Returns None if the samples cannot be read by their index.
     """
@@ -280,7 +280,7 @@ def _check_conflict(name: str, value: object, default: object, loader_value: obj
     if value not in (default, loader_value):
         raise ConfigError(
             f"{name}={value!r} conflicts with {name}={loader_value!r} of the DataLoader.",
-            remedy=f"Pass {name} to the DataLoader.",
+            remedy=f"Pass {name} only to the DataLoader.",
         )
 
 
@@ -299,9 +299,9 @@ def to_forward_arguments(batch: Any, model: nn.Module, *, has_target: bool) -> d
     if not isinstance(batch, (list, tuple)) or not batch or any(isinstance(each, Mapping) for each in batch):
         raise InputError(
             f"A batch of type {_describe_batch(batch)} is not supported.",
-            rule="A batch is a dict of forward arguments by name, or a tuple of them in order.",
-            remedy="Pass a dict, as in engine({'input_ids': ids, 'labels': labels}), or with a loss_fn a tuple, as in "
-            "engine((inputs, targets)).",
+            rule="A batch must be a dict of arguments for the model's forward method, or a tuple of them in order.",
+            remedy="Pass a dict, as in engine({'input_ids': ids, 'labels': labels}). If there is a loss_fn, you can "
+            "also pass a tuple, as in engine((inputs, targets)).",
         )
     inputs = batch[:-1] if has_target and len(batch) > 1 else batch
     parameters = [
@@ -311,13 +311,13 @@ def to_forward_arguments(batch: Any, model: nn.Module, *, has_target: bool) -> d
     ]
     if len(inputs) > len(parameters):
         raise InputError(
-            f"The batch has {len(inputs)} inputs, but the forward pass of {type(model).__name__} takes "
-            f"{len(parameters)} inputs.",
-            rule="A tuple holds the forward arguments in order"
-            + (", then the target of the loss" if has_target else ""),
-            remedy="Pass a dict of arguments by name"
+            f"The batch has {len(inputs)} inputs, but the forward method of {type(model).__name__} accepts only "
+            f"{len(parameters)}.",
+            rule="A tuple contains the arguments of the forward method in order"
+            + (", followed by the target of the loss" if has_target else ""),
+            remedy="Pass the arguments by name in a dict"
             if has_target
-            else "Pass loss_fn=, which receives the last item, or a dict of arguments by name",
+            else "Pass loss_fn=, which receives the last item, or pass the arguments by name in a dict",
         )
     named = dict(zip(parameters, inputs))
     return named if inputs is batch else {**named, TARGET_KEY: batch[-1]}
@@ -342,7 +342,7 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
 
 
 def wrap_loss_function(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
-    """Wrap a loss function of (output, target) or (output, batch) so that it takes the output and a micro-batch."""
+    """Wrap a user's loss function so that it can be called with the model output and a micro-batch."""
 
     def loss(output: Any, micro_batch: Mapping[str, Any]) -> Any:
         try:
@@ -351,17 +351,17 @@ def wrap_loss_function(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[st
             second = "target" if TARGET_KEY in micro_batch else "batch"
             raise InputError(
                 f"loss_fn raised TypeError: {str(error).splitlines()[-1][-120:].strip()}.",
-                rule=f"It is called as loss_fn(output, {second}), where output, a {type(output).__name__}, is what the "
-                "model returned" + ("" if second == "target" else ", and batch is the dict of its arguments"),
-                remedy="Use these two arguments (only verify also accepts loss_fn(model, batch)). "
-                f"{TRACEBACK_VARIABLE}=1 shows the traceback.",
+                rule=f"It is called as loss_fn(output, {second}), where output is the {type(output).__name__} that the "
+                "model returned" + ("" if second == "target" else ", and batch is the dict of the model's arguments"),
+                remedy="Define loss_fn with these two arguments. Only verify also accepts loss_fn(model, batch). "
+                f"Set {TRACEBACK_VARIABLE}=1 to see the traceback.",
             ) from error
 
     return loss
 
 
 def collate_samples(samples: list[Any]) -> Any:
-    """Collate samples into a batch with torch's ``default_collate``, or by key if they are mappings.
+    """Collate samples into a batch with torch's ``default_collate``, or key by key if the samples are mappings.
 
     For mappings, numbers and lists of numbers become tensors of torch's default dtype, and strings stay in a list.
 
@@ -375,14 +375,14 @@ def collate_samples(samples: list[Any]) -> Any:
     differing = next((sample for sample in samples if sample.keys() != first.keys()), None)
     if differing is not None:
         raise InputError(
-            f"The samples of a batch have different keys, {sorted(map(str, first))} and {sorted(map(str, differing))}.",
-            remedy="Use the same keys in all samples, or pass collate_fn.",
+            f"The samples of a batch have different keys: {sorted(map(str, first))} and {sorted(map(str, differing))}.",
+            remedy="Use the same keys in all samples, or pass your own collate_fn.",
         )
     return {key: _collate_column(str(key), [sample[key] for sample in samples]) for key in first}
 
 
 def _collate_column(key: str, values: list[Any]) -> Any:
-    """Collate the values that the samples of a batch have for one key."""
+    """Collate the values of one key in all samples of a batch."""
     if all(isinstance(value, str) for value in values):
         return values
     if all(isinstance(value, (int, float)) and not isinstance(value, numpy.generic) for value in values):

@@ -1,4 +1,4 @@
-"""Training engine with the same API for every parallel layout, on one process or many."""
+"""Training engine that runs forward passes, backward passes and weight updates under any parallel layout."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def pack_engine_state(steps: int, skipped: int, position: Any, extra: Any) -> di
 
 
 def unpack_engine_state(loaded: LoadedCheckpoint) -> tuple[int, int, Any, LoadedCheckpoint]:
-    """Return step count, skipped steps, data position, and the checkpoint with only the user's ``extra``.
+    """Separate the state of the engine in a checkpoint from the values that the user stored.
 
-    A checkpoint that was not saved by an engine provides only its step.
+    Returns the number of steps and of skipped steps, the data position, and the checkpoint with only the user's values.
     """
     engine_state = loaded.extra
     if not isinstance(engine_state, dict) or engine_state.keys() != {POSITION_KEY, USER_STATE_KEY}:
@@ -67,7 +67,7 @@ def lock_checkpoint_folder(folder: str | os.PathLike[str], owner: object, world:
 
 
 def has_checkpoint(folder: str | os.PathLike[str], world: Axis) -> bool:
-    """Return on all ranks whether the first rank finds a checkpoint in a folder."""
+    """Return whether a folder contains a checkpoint. The first rank looks for it, and all ranks get the same answer."""
     return run_on_first_rank(
         lambda: path_of(folder).is_dir() and bool(list_checkpoints(path_of(folder))), world, f"Looking into {folder}"
     )
@@ -75,7 +75,7 @@ def has_checkpoint(folder: str | os.PathLike[str], world: Axis) -> bool:
 
 @renamed_arguments({}, attributes={"reshape": "reshard", "take_over": "adopt", "take_data": "set_data"})
 class Engine:
-    """Trains a sharded model with the same API under every layout. ``shardformer.initialize`` returns it.
+    """Training engine for a sharded model, with the same API under every layout. Create it with ``initialize``.
 
     >>> engine = shardformer.initialize(model, optimizer, train_data=data, batch_size=32)         # doctest: +SKIP
     >>> for batch in engine.data:                                                                 # doctest: +SKIP
@@ -89,12 +89,12 @@ class Engine:
         model: Sharded model.
         optimizers: The user's optimizers, or the sharded optimizers that wrap them. Empty for evaluation only.
         scheduler: The user's scheduler.
-        scheduler_every: When the scheduler steps: after each "step" or each "epoch".
+        scheduler_every: Whether the scheduler steps after each "step" or after each "epoch".
         data: Training data of this rank. Raises ConfigError if the engine has none.
         has_data: Whether the engine has training data.
-        pipeline: Pipeline that runs every batch.
+        pipeline: Pipeline that runs the forward and backward passes of every batch.
         parallel: Configuration of the layout.
-        layout: The layout in short, such as ``tensor=2, data=2``.
+        layout: Short description of the layout, such as ``tensor=2, data=2``.
         context: Process grid.
         steps: Number of training steps, including skipped steps.
         skipped: Number of steps without an update because gradients were not finite.
@@ -134,7 +134,7 @@ class Engine:
         return format_summary_as_html(*self.summary())
 
     def summary(self) -> tuple[str, dict[str, str]]:
-        """Return a title and the rows of a table about the engine and its progress. Communicates nothing."""
+        """Return the title and the rows of a table that describes the engine and its progress."""
         total, local = count_parameters(self.model)
         kinds = [type(inner).__name__ for each in self.optimizers for inner in getattr(each, "inner", (each,))]
         return f"Engine of {type(self.model).__name__}", {
@@ -147,7 +147,7 @@ class Engine:
 
     @property
     def layout(self) -> str:
-        """The layout as a short text, such as ``tensor=2, data=2, zero_stage=1``."""
+        """Short description of the parallel layout, such as ``tensor=2, data=2, zero_stage=1``."""
         return self.parallel.describe({axis.name: axis.size for axis in self.context.base_axes})
 
     # --- a step
@@ -161,17 +161,17 @@ class Engine:
         if self._data is None:
             raise ConfigError(
                 "The engine has no training data.",
-                remedy="Pass initialize(..., train_data=data, batch_size=32) or fit(train, batch_size=32).",
+                remedy="Call initialize(..., train_data=data, batch_size=32) or fit(train, batch_size=32).",
             )
         return self._data
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, the list of optimizers if there are several, or None, as ``save_checkpoint`` takes it."""
+        """The optimizer, or the list of optimizers if there are several, or None if there is none."""
         return self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers or None
 
     def __call__(self, batch: Any) -> Tensor:
-        """Return the loss of the global batch on all ranks, and in training mode also compute the gradients.
+        """Compute the loss of the global batch and, in training mode, its gradients. All ranks return the same loss.
 
         In training mode this call also runs the backward pass, because pipeline stages interleave forward and backward.
         Still call ``backward``, so that the loop has the usual form. In ``engine.eval()`` or under ``torch.no_grad()``,
@@ -211,23 +211,26 @@ class Engine:
         return self._pending_loss
 
     def backward(self, loss: Tensor) -> None:
-        """Complete the backward pass of a batch. ``loss`` must be the tensor that ``engine(batch)`` returned."""
+        """Complete the backward pass of the last batch, whose gradients ``engine(batch)`` has already computed.
+
+        ``loss`` must be the tensor that ``engine(batch)`` returned.
+        """
         if self._pending_loss is None or loss is not self._pending_loss:
             what = (
-                "is not the last loss of the engine"
+                "is not the last loss that the engine returned"
                 if self._pending_loss is not None
-                else "belongs to no pending batch"
+                else "does not belong to a pending batch"
             )
             raise InputError(
                 f"backward received a loss that {what}.",
                 rule="engine(batch) has already computed the gradients of the loss that it returned.",
-                remedy="Write loss = engine(batch); engine.backward(loss). For gradient accumulation pass a list of "
-                "batches, and add further terms of the loss in loss_fn.",
+                remedy="Write loss = engine(batch); engine.backward(loss). For gradient accumulation, pass a list of "
+                "batches. Add further terms to the loss in loss_fn.",
             )
         self._pending_loss, self._is_backward_done = None, True
 
     def step(self) -> bool:
-        """Clip gradients, update the weights, clear the gradients, and step the scheduler.
+        """Clip the gradients, update the weights, clear the gradients, and step the scheduler.
 
         If an error is raised, the gradients are kept. Call ``zero_grad`` to discard them before the next batch.
 
@@ -236,9 +239,7 @@ class Engine:
         """
         if not self._is_backward_done:
             raise InputError(
-                "step was called before backward"
-                if self._pending_loss is not None
-                else "step was called without a batch",
+                f"step was called {'before backward' if self._pending_loss is not None else 'without a batch'}.",
                 remedy="Call engine.backward(loss) first, or use engine.train_step(batch).",
             )
         compare_step_call("engine.step", self.world)
@@ -292,7 +293,7 @@ class Engine:
         compare_step_call("engine.evaluate without another batch", self.world)
 
     def predict(self, batch: Any, *, gather: bool = True) -> Any:
-        """Return the output of the model for a batch, computed in eval mode and without gradients.
+        """Return the model output for a batch, computed in eval mode and without gradients.
 
         All pipeline stages return the output unless ``gather=False``. All ranks of a data-parallel replica must make
         this call; under ZeRO stage 3, all ranks.
@@ -323,7 +324,7 @@ class Engine:
         return move_to_device(to_forward_arguments(batch, self.model, has_target=self._has_target), self.context.device)
 
     def _average_over_data_ranks(self, loss: Tensor) -> Tensor:
-        """Average the loss over the data-parallel ranks, if the loss of each rank is the mean over its own batch."""
+        """Average the loss over the data-parallel ranks if ``average_loss_over`` is "ranks"."""
         if self.parallel.average_loss_over == "ranks" and self.context.data.size > 1:
             return all_reduce(loss, self.context.data, purpose="loss") / self.context.data.size
         return loss
@@ -344,7 +345,7 @@ class Engine:
         return is_updated
 
     def _clip_gradients(self) -> bool:
-        """Clip the gradients, and return False if the update must be skipped because they are not finite."""
+        """Clip the gradients. Return False if they are not finite and the weight update must be skipped."""
         config = self.parallel
         self.grad_norm = norm = grad_norm(self.model) if config.max_grad_norm or self.takes_grad_norm else None
         if norm is None:
@@ -361,7 +362,7 @@ class Engine:
         )
 
     def _describe_nonfinite_gradients(self) -> str:
-        """Describe, for an error, which parameters have nonfinite gradients on any rank. Communicates their names."""
+        """Describe which parameters have nonfinite gradients on any rank. Communicates the names of the parameters."""
         grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         values = {n: grad.coalesce().values() if grad.is_sparse else grad for n, grad in grads.items()}
         local = [n for n, x in values.items() if not x.isfinite().all()]
@@ -371,7 +372,7 @@ class Engine:
 
     @property
     def schedulers(self) -> list[Any]:
-        """The user's schedulers as a list."""
+        """The user's learning-rate schedulers as a list, which may be empty."""
         scheduler = self.scheduler
         return [] if scheduler is None else list(scheduler) if isinstance(scheduler, (list, tuple)) else [scheduler]
 
@@ -396,15 +397,15 @@ class Engine:
             )
 
     def set_data(self, data: ShardedDataLoader) -> None:
-        """Replace the training data of the engine, and step epoch-wise schedulers after each of its epochs."""
+        """Replace the training data of the engine. Schedulers that step once per epoch follow the new data."""
         self._data = data
         data.on_epoch_end = self._end_epoch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         if self.context.world is not None:
             raise ConfigError(
-                "An engine over several processes cannot be copied.",
-                remedy="Copy only the model with copy.deepcopy(engine.model), or restore an earlier state with "
+                "An engine that runs on several processes cannot be copied.",
+                remedy="Copy only the model with copy.deepcopy(engine.model). To return to an earlier state, use "
                 "engine.save(folder) and engine.load(folder).",
             )
         memo[id(self)] = clone = type(self).__new__(type(self))
@@ -415,12 +416,12 @@ class Engine:
 
     @property
     def world(self) -> Axis:
-        """Mesh axis that contains all ranks that train this model."""
+        """Mesh axis with all ranks that train this model."""
         return self.context.flatten(*AXES) if self.context.world is not None else Axis("world")
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank, which logs and writes shared files."""
+        """Whether this process is the first rank, which writes logs and shared files."""
         return self.world.rank == 0
 
     @renamed_parameters({"folder": "directory", "keep": "retention"})
@@ -433,7 +434,7 @@ class Engine:
         in_background: bool = False,
         position: Any = None,
     ) -> Path | None:
-        """Save a checkpoint with model, optimizer, scheduler and data position to ``directory/step-00000123``.
+        """Save the model, optimizer, scheduler and data position in a checkpoint ``directory/step-00000123``.
 
         See ``save_checkpoint``.
 
@@ -465,18 +466,18 @@ class Engine:
         return None
 
     def check_save(self, *, extra: Any = None, position: Any = None) -> None:
-        """Check that the engine can be saved, and raise the error that ``save`` would raise, without writing a file."""
+        """Raise the error that ``save`` would raise if the engine cannot be saved, without writing a file."""
         engine_state = pack_engine_state(self.steps, self.skipped, position, extra)
         check_savable(self.model, self.optimizer, scheduler=self.scheduler, extra=engine_state)
 
     def wait(self) -> Path | None:
-        """Wait for the checkpoint that is written in the background, and return its path, or None."""
+        """Wait until a checkpoint that is written in the background is complete. Return its path, or None."""
         saving, self._saving = self._saving, None
         return saving.wait() if saving is not None else None
 
     @renamed_parameters({"folder": "directory"})
     def load(self, directory: str | os.PathLike[str]) -> LoadedCheckpoint:
-        """Load a checkpoint, which may have been saved under another parallel layout. See ``load_checkpoint``.
+        """Load a checkpoint, which may have been saved under a different parallel layout. See ``load_checkpoint``.
 
         Restores weights, optimizer, scheduler, random state, step count and data position. If an error is raised, all
         of them keep their previous state, including the gradients of an unfinished step.
@@ -486,7 +487,7 @@ class Engine:
     def load_and_take(
         self, folder: str | os.PathLike[str], take: Callable[[LoadedCheckpoint], object] = lambda _: None
     ) -> LoadedCheckpoint:
-        """Load a checkpoint and pass it to ``take``. If either step fails, the engine keeps its previous state."""
+        """Load a checkpoint and pass it to the function ``take``. If one of them fails, the engine is not changed."""
         wait_for_all_ranks("engine.load", self.world)
         self.wait()
         before = self.steps, self.skipped, self.data.state() if self.has_data else None
@@ -511,19 +512,20 @@ class Engine:
 
     @renamed_parameters({"folder": "directory"})
     def resume(self, directory: str | os.PathLike[str]) -> LoadedCheckpoint | None:
-        """Load the newest checkpoint of a folder, or return None if the folder has no checkpoint."""
+        """Load the newest checkpoint in a folder, or return None if the folder contains no checkpoint."""
         wait_for_all_ranks("engine.resume", self.world)
         return self.load(directory) if has_checkpoint(directory, self.world) else None
 
     # --- other layouts
 
     def reshard(self, parallel: ParallelConfig | dict[str, Any]) -> ReshardStats:
-        """Change the parallel layout of the running processes without writing a checkpoint.
+        """Change the parallel layout during training, without writing a checkpoint.
 
-        Weights, master weights, optimizer states and random state are converted as by saving and loading. A rank copies
-        values that it has under both layouts, and receives each of its other values once. ``engine.model`` and
-        ``engine.pipeline`` become new objects; your optimizers and scheduler stay the same objects. During the
-        transfer, a rank keeps its shards of both layouts in memory. All ranks must make this call, between two steps.
+        Weights, master weights, optimizer states and random state are converted as if they were saved and loaded. A
+        rank copies values that it has under both layouts, and receives each of its other values once. ``engine.model``
+        and ``engine.pipeline`` become new objects, while your optimizers and scheduler stay the same objects. During
+        the transfer, a rank keeps its shards of both layouts in memory. All ranks must make this call, between two
+        steps.
 
         Returns:
             Number of bytes that this rank sent, received and copied.
@@ -545,7 +547,7 @@ class Engine:
         parallel: ParallelConfig,
         context: ParallelContext,
     ) -> None:
-        """Replace the model, optimizers, pipeline and parallel layout of the engine, and shard its data accordingly."""
+        """Replace the model, optimizers, pipeline and layout of the engine, and shard its data for the new layout."""
         self.model, self.optimizers, self.pipeline = model, optimizers, pipeline
         self.parallel, self.context = parallel, context
         if (monitor := metadata_of(model).monitor) is not None:
@@ -556,13 +558,13 @@ class Engine:
 
     @renamed_parameters({"folder": "directory"})
     def export(self, directory: str | os.PathLike[str], tokenizer: Any = None) -> None:
-        """Save the model to a folder that transformers can load with ``from_pretrained``. See ``export_pretrained``."""
+        """Export the model to a folder, so that ``from_pretrained`` can load it. See ``export_pretrained``."""
         wait_for_all_ranks("engine.export", self.world)
         export_pretrained(self.model, directory, tokenizer=tokenizer)
 
 
 def needs_metric(scheduler: Any) -> bool:
-    """Return whether the ``step`` method of a scheduler requires a metric, as ``ReduceLROnPlateau.step`` does."""
+    """Return whether the ``step`` method of a scheduler requires a metric, as with ``ReduceLROnPlateau``."""
     parameters = inspect.signature(scheduler.step).parameters.values()
     return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 

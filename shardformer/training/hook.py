@@ -1,4 +1,4 @@
-"""``Hook``, the base class of callbacks that the trainer calls during a run."""
+"""Defines ``Hook``, the base class of callbacks that the trainer calls during a run."""
 
 from __future__ import annotations
 
@@ -54,28 +54,28 @@ RENAMED_DIRECTORY = {"folder": "directory"}
 
 
 def check_has_validation(hook: Hook, trainer: TrainerProtocol) -> None:
-    """Raise ConfigError if the trainer has no validation data, which ``hook`` requires."""
+    """Raise ConfigError if a hook requires validation data, but the trainer has none."""
     if not trainer.has_validation:
         raise ConfigError(
             f"The hook {type(hook).__name__} requires validation data.",
-            remedy="Pass fit(validation=data), set data.validation in the run configuration, or remove the hook.",
+            remedy="Call fit(validation=data), set data.validation in the run configuration, or remove the hook.",
         )
 
 
 def read_metric(hook: Hook, metric: str, trainer: TrainerProtocol) -> float:
-    """Return a metric of the validation that ended. Raise InputError if no earlier hook computed it."""
+    """Return the value of a metric after a validation. Raise InputError if no earlier hook computed the metric."""
     if metric not in trainer.values:
         name = type(hook).__name__
         raise InputError(
             f"{name} cannot find the metric {metric!r} in trainer.values.",
-            rule=f"A hook that computes a metric must be listed before {name}.",
+            rule=f"The hook that computes the metric must come before {name} in the list of hooks.",
             remedy=did_you_mean(metric, trainer.values),
         )
     return trainer.values[metric]
 
 
 def is_improved(value: float, best: float | None, mode: Mode, min_delta: float = 0.0) -> bool:
-    """Return whether a metric is better than its best value so far by more than ``min_delta``. NaN never is."""
+    """Return whether a metric improved on its best value by more than ``min_delta``. NaN is never an improvement."""
     if math.isnan(value) or best is None:
         return not math.isnan(value)
     return (best - value if mode == "min" else value - best) > min_delta
@@ -99,7 +99,7 @@ class Hook:
     """
 
     def setup(self, trainer: Any) -> None:
-        """Called at the start of ``fit``, before all other methods. The Checkpoint hook loads a checkpoint here."""
+        """Called at the start of ``fit``, before all other hook methods. ``Checkpoint`` loads a checkpoint here."""
 
     def before_train(self, trainer: Any) -> None:
         """Called before the first step of ``fit``. After resuming, ``trainer.step`` is not 0."""
@@ -108,7 +108,7 @@ class Hook:
         """Called before the first batch of an epoch. A resumed run calls it in the middle of the epoch."""
 
     def before_step(self, trainer: Any) -> None:
-        """Called when ``trainer.batch`` contains the local batch of the next step."""
+        """Called before each training step, when ``trainer.batch`` contains this rank's batch."""
 
     def before_forward(self, trainer: Any) -> None:
         """Called before the forward pass of a training step."""
@@ -126,7 +126,7 @@ class Hook:
         """Called after each training step. Read ``trainer.loss``, and add your own metrics to ``trainer.values``."""
 
     def before_validation(self, trainer: Any) -> None:
-        """Called before the validation data is evaluated."""
+        """Called before the model is evaluated on the validation data."""
 
     def on_validation_batch(self, trainer: Any, batch: Any) -> None:
         """Called on all ranks after each validation batch, in eval mode."""
@@ -138,7 +138,7 @@ class Hook:
         """Called before a checkpoint is saved."""
 
     def after_save(self, trainer: Any) -> None:
-        """Called after a checkpoint is saved, or after saving in the background has started."""
+        """Called after a checkpoint is saved, or after saving it in the background has started."""
 
     def after_epoch(self, trainer: Any) -> None:
         """Called after the last batch of an epoch."""
@@ -150,16 +150,16 @@ class Hook:
         """Called when the error ``trainer.problem`` ends the run. Do not communicate: other ranks may not call it."""
 
     def after_train(self, trainer: Any) -> None:
-        """Called at the end of the run, unless an error ended it."""
+        """Called at the end of the run, unless the run failed with an error."""
 
     def after_fit(self, trainer: Any) -> None:
-        """Called after the last checkpoint is written, unless an error ended the run."""
+        """Called after the last checkpoint is written, unless the run failed with an error."""
 
     def state(self) -> Any:
-        """Return the hook state to store in checkpoints, as plain values, or None. The first rank's state is stored."""
+        """Return plain values to store in checkpoints, or None. Only the values of the first rank are stored."""
 
     def load_state(self, state: Any) -> None:
-        """Restore the state of the hook from the values that ``state`` returned."""
+        """Restore the hook from the values in a checkpoint, which the method ``state`` returned."""
 
 
 _OTHERS = ("on_validation_batch", "state", "load_state")

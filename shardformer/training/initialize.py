@@ -1,4 +1,4 @@
-"""``initialize`` shards a model and its optimizer and returns a training engine, which can be resharded later."""
+"""Provides ``initialize``, which shards a model and its optimizer and returns a training engine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ OptimizerArgument = list[Optimizer] | MakeOptimizer | None
 
 @contextmanager
 def _detached_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[Callable[[nn.Module], None]]:
-    """Remove all parameters from optimizers, and yield a function that adds the parameters of the sharded model.
+    """Remove the parameters from optimizers during sharding, and yield a function that adds the sharded parameters.
 
     The optimizers stay the same objects, so that schedulers remain valid. Their parameter lists are modified in place,
     because some optimizers keep a reference to them. An error restores the original parameters.
@@ -78,7 +78,7 @@ def _detached_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> I
         missing = next((name for name, p in local.items() if name in trained and id(p) not in attached), None)
         if missing is not None:
             raise ConfigError(
-                f"Sharding replaced the parameter {missing}, which the optimizer would not update.",
+                f"Sharding replaced the parameter {missing}, so the optimizer would no longer update it.",
                 remedy="Pass a function: optimizer=lambda parameters: torch.optim.AdamW(parameters).",
             )
 
@@ -97,7 +97,7 @@ def _check_optimizer(optimizer: Optimizer, names_by_id: Mapping[int, Any]) -> No
         if id(param) not in names_by_id:
             raise ConfigError(
                 f"The {kind} optimizer has a parameter of shape {tuple(param.shape)} that is not in the model.",
-                remedy="Add the module that owns it to the model, or remove it from the optimizer.",
+                remedy="Add the module of this parameter to the model, or remove the parameter from the optimizer.",
             )
     if optimizer.state:
         raise ConfigError(
@@ -107,7 +107,7 @@ def _check_optimizer(optimizer: Optimizer, names_by_id: Mapping[int, Any]) -> No
 
 
 def _normalize_optimizers(optimizer: Any) -> list[Optimizer] | MakeOptimizer | None:
-    """Return the ``optimizer`` argument as a list of optimizers, or unchanged if it is None or a function."""
+    """Convert the ``optimizer`` argument to a list of optimizers, unless it is None or a function."""
     if isinstance(optimizer, Optimizer):
         return [optimizer]
     if isinstance(optimizer, (list, tuple)) and optimizer and all(isinstance(each, Optimizer) for each in optimizer):
@@ -116,8 +116,8 @@ def _normalize_optimizers(optimizer: Any) -> list[Optimizer] | MakeOptimizer | N
         return optimizer
     what = optimizer.__name__ if isinstance(optimizer, type) else f"{optimizer!r:.80}"
     raise ConfigError(
-        f"optimizer={what} is not an optimizer, a list of optimizers, or a function from parameters to an optimizer.",
-        remedy="Pass optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4), for example.",
+        f"optimizer={what} is not an optimizer, a list of optimizers, or a function that creates an optimizer.",
+        remedy="For example, pass optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4).",
     )
 
 
@@ -162,9 +162,9 @@ def _shard_with_optimizers(
     on_sharded: Callable[[nn.Module], object] = lambda _: None,
     example: Callable[[], Any] = lambda: None,
 ) -> nn.Module:
-    """Shard the model, move the optimizers to its sharded parameters, and call ``on_sharded`` with the sharded model.
+    """Shard the model, and replace the parameters in the optimizers by the sharded parameters.
 
-    An error, including one of ``on_sharded``, restores the model and the optimizers.
+    An error restores the model and the optimizers, even if ``on_sharded``, a function of the sharded model, raises it.
     """
     lines = [f"{name}={value}" for name, value in vars(config).items() if not callable(value)]
     lines += [type(each).__name__ for each in optimizers]
@@ -206,8 +206,8 @@ def _make_scheduler(scheduler: Any, optimizers: list[Optimizer]) -> Any:
     if not callable(scheduler) or len(optimizers) != 1:
         raise ConfigError(
             f"scheduler={scheduler!r:.80} cannot be used with {len(optimizers)} optimizers.",
-            rule="The scheduler is an instance, a list of instances, or for one optimizer a function that creates it.",
-            remedy="Pass scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, ...), for example.",
+            rule="Pass a scheduler, a list of schedulers, or for one optimizer a function that creates the scheduler.",
+            remedy="For example, pass scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, ...).",
         )
     return scheduler(optimizers[0])
 
@@ -218,8 +218,8 @@ class RebuildArguments:
 
     Args:
         meta_model: Unsharded model on the meta device, or None if the user passed a sharded model.
-        snapshot: Snapshot of the sharded model, relative to which later changes are carried over.
-        example: Function that returns arguments of `forward`, from which a policy may be derived.
+        snapshot: Snapshot of the sharded model, to detect later changes by the user.
+        example: Function that returns example arguments of ``forward``, from which a policy may be derived.
     """
 
     meta_model: nn.Module | None
@@ -288,7 +288,7 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
 
 
 def _make_resharded_context(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
-    """Create the parallel context of another layout over the same processes."""
+    """Create a parallel context with another layout for the same processes."""
     if context.world is None or context.mesh is not None:
         return make_context(None, config)
     count = len(context.grid.ranks)
@@ -325,18 +325,19 @@ def initialize(
     Communicates what ``shard_model`` communicates.
 
     Args:
-        model: Unsharded model of transformers or any ``nn.Module``, identical on every rank.
-        optimizer: Optimizer of ``model.parameters()``, a list, or a function from this rank's parameters to an
-            optimizer.
-        loss_fn: Function (output, batch) -> loss, or if batches are tuples (output, target) -> loss, for a model that
-            returns no loss.
+        model: Unsharded transformers model or any other ``nn.Module``, identical on every rank.
+        optimizer: Optimizer of ``model.parameters()``, a list of optimizers, or a function that creates an optimizer
+            from this rank's parameters.
+        loss_fn: Loss function for a model that returns no loss. It is called as ``loss_fn(output, batch)``, or as
+            ``loss_fn(output, target)`` if batches are tuples.
         train_data: Data set, list, iterable or DataLoader, from which ``engine.data`` is created.
-        scheduler: Scheduler of ``optimizer``, a list, or a function from the optimizer to a scheduler.
-        parallel: Layout and options, or a function of the number of processes, as ``ParallelConfig(tensor=4).fit_to``.
+        scheduler: Scheduler of ``optimizer``, a list of schedulers, or a function that creates the scheduler.
+        parallel: Layout and options, or a function that returns them for the number of processes, such as
+            ``ParallelConfig(tensor=4).fit_to``.
         batch_size: Global batch size, summed over all data ranks.
-        policy: Your own sharding policy. None selects one automatically.
-        context: Existing process grid. None creates one over the launched processes with the sizes of ``parallel``.
-        loss_weight: Function from a micro-batch to its weight, for a loss that is not a mean of torch's functions.
+        policy: Your own sharding policy. By default, a policy is selected automatically.
+        context: Existing process grid. By default, the grid is created from the sizes in ``parallel``.
+        loss_weight: Function that returns the weight of a micro-batch, if its loss is not a mean of a torch loss.
         scheduler_every: "step" or "epoch".
         data_options: Further arguments of ``ShardedDataLoader``, such as seed, shuffle, collate_fn and accumulate.
 
@@ -370,7 +371,7 @@ def shard_with_data(
     """Shard a model and its optimizers as ``initialize`` does, for a loop that reads the data itself.
 
     Args:
-        example: Function that returns arguments of ``forward``, from which a policy may be derived, or None.
+        example: Function that returns example arguments of ``forward``, from which a policy may be derived, or None.
     """
     _check_argument_types(model, None, None, "step", context, None)
     if context.data.size > 1 and any(map(is_batch_norm, model.modules())):
@@ -380,7 +381,7 @@ def shard_with_data(
 
 
 def _example_arguments(data: ShardedDataLoader | None, model: nn.Module, *, has_target: bool) -> Any:
-    """Return the arguments of `forward` for the first samples of the training data, or None."""
+    """Build example arguments for ``model.forward`` from the first training samples, or return None."""
     batch = data.example() if data is not None else None
     if batch is None or is_batch_list(batch):
         return None
@@ -411,7 +412,7 @@ def _shard_engine(
     context: ParallelContext,
     arguments: RebuildArguments,
 ) -> Engine:
-    """Shard the model and create its engine. If one rank fails, all ranks restore the model and raise."""
+    """Shard the model and create the training engine. If one rank fails, all ranks restore the model and raise."""
     plain, _ = unwrap_compiled(model)
     if METADATA_ATTRIBUTE not in plain.__dict__ and not find_packed_weights(plain):
         arguments.meta_model = start_training(copy_to_meta(plain))

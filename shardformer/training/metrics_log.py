@@ -28,7 +28,7 @@ _EXAMPLE = '{"step": 10, "epoch": 0, "seconds": 4.2, "values": {"loss": 3.25}}'
 
 @dataclass(frozen=True)
 class MetricsRecord:
-    """Metrics of a run after one optimizer step.
+    """Metrics that a run recorded after one optimizer step.
 
     Args:
         step: Number of optimizer steps so far.
@@ -80,7 +80,7 @@ class MetricsWriter:
             if path.is_symlink() or not path.is_file():
                 raise ConfigError(
                     f"The metrics file {str(path)!r} is a {'symbolic link' if path.is_symlink() else 'folder'}.",
-                    remedy="Move it away, or pass another folder.",
+                    remedy="Move or delete it, or pass another folder.",
                 )
             kept = [record for record in read_records(path) if record.step <= resume_at]
             replace_text(path, "".join(map(_to_json_line, kept)))  # atomically
@@ -135,13 +135,13 @@ def _to_json_line(record: MetricsRecord) -> str:
 
 
 def value_to_json(value: float) -> float | str:
-    """Return a number for JSON, which has no NaN and no infinite numbers: these become text."""
+    """Convert a number to a JSON value. NaN and infinite numbers become strings, as JSON does not support them."""
     number = float(value)  # converts NumPy numbers and tensors with one element
     return number if math.isfinite(number) else str(number)
 
 
 def _parse_record(line: bytes) -> MetricsRecord:
-    """Parse a line of the metrics log, or raise ValueError or OverflowError with the reason why it is invalid."""
+    """Parse one line of the metrics log. Raises ValueError or OverflowError if the line is invalid."""
     try:
         found = json.loads(line.decode("utf-8"))
     except RecursionError:
@@ -167,7 +167,7 @@ def _to_float(name: str, value: Any) -> float:
 
 
 def find_metrics_file(path: str | Path) -> Path:
-    """Return the metrics file at ``path``, in the folder ``path``, or in its only subfolder with a run."""
+    """Return the metrics file of a run. ``path`` is the file, its folder, or a folder that contains a single run."""
     path = Path(path)
     if path.is_file():
         return path
@@ -201,5 +201,5 @@ def _suggest_runs(path: Path, run_folders: Sequence[str]) -> str:
 
 
 def _find_metrics_files(folder: Path) -> list[Path]:
-    """Return the metrics files in the subfolders of a folder, at most two levels deep."""
+    """Return all metrics files in the subfolders of a folder, at most two levels deep."""
     return sorted([*folder.glob(f"*/{FILE}"), *folder.glob(f"*/*/{FILE}")])

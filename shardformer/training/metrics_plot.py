@@ -49,13 +49,13 @@ _EQUAL = 1e-3  # largest relative difference of losses that the legend states
 
 
 def read_runs(paths: Sequence[str | Path]) -> Runs:
-    """Read the records of runs. A run is named by the shortest end of its path that distinguishes it from the others.
+    """Read the recorded metrics of training runs, and return them by the names of the runs.
 
     Args:
         paths: Output folders of training runs, or their record files.
 
     Raises:
-        ConfigError: A folder has no run, or a run is passed twice.
+        ConfigError: A folder contains no run, or a run is passed twice.
     """
     files = [find_metrics_file(path) for path in paths]
     real = [file.resolve() for file in files]
@@ -65,7 +65,7 @@ def read_runs(paths: Sequence[str | Path]) -> Runs:
 
 
 def name_runs(runs: Sequence[Path]) -> list[str]:
-    """Name each run by the shortest end of its path that distinguishes it from the other runs."""
+    """Name each run after the last parts of its path, with as few parts as needed to distinguish the runs."""
     parts = [Path(os.path.abspath(path)).parts for path in runs]
     parts = [p[:-1] if path.is_file() and p[-1] == "records.jsonl" else p for path, p in zip(runs, parts)]
     count = 1
@@ -75,13 +75,13 @@ def name_runs(runs: Sequence[Path]) -> list[str]:
 
 
 def list_panels(runs: Runs) -> list[str]:
-    """Return the metrics to plot by default: all of ``list_metrics``, but only one of those that measure the speed."""
+    """Return the metrics to plot by default. Of the metrics that measure the speed, only one is included."""
     names = list_metrics(runs)
     return [name for name in names if name not in _SAME_CURVE or "tokens_per_s" not in names]
 
 
 def list_metrics(runs: Runs) -> list[str]:
-    """Return the recorded metrics, one per panel: well-known metrics such as loss first, then all other metrics.
+    """Return the names of all recorded metrics, starting with well-known metrics such as the loss.
 
     A validation metric shares the panel of its training metric: validation/loss is drawn with loss.
     """
@@ -103,19 +103,19 @@ def drop_nonfinite(series: Series) -> Series:
 
 
 def moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the centered moving average of a curve, with a shorter window at both ends."""
+    """Return the centered moving average of a curve. The window is shorter near both ends."""
     window = np.ones(min(len(values) // 40, 250) * 2 + 1)
     # a running sum would lose the values that follow a loss of 1e18
     return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
 
 
 def is_smoothed(name: str, series: Series) -> bool:
-    """Return whether a training metric has enough points to be plotted as a moving average."""
+    """Return whether a metric has enough points to be plotted as a moving average."""
     return name not in _NEVER_SMOOTHED and int(np.isfinite(series[1]).sum()) > _MANY_POINTS
 
 
 def curve_to_plot(name: str, series: Series) -> Series:
-    """Return the curve to plot for a metric: its values or their moving average, with NaN for infinite values."""
+    """Return the curve to plot for a metric, which is smoothed if it has many points. Infinite values become NaN."""
     steps, values = series
     good = np.isfinite(values)
     shown = np.where(good, values, np.nan)
@@ -125,7 +125,7 @@ def curve_to_plot(name: str, series: Series) -> Series:
 
 
 def find_isolated_points(values: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return a mask of the finite values without a finite neighbor, which a line plot would not show."""
+    """Return a mask of isolated points, which a line plot would not show because both neighbors are not finite."""
     good = np.isfinite(values)
     padded = np.concatenate([[False], good, [False]])
     found: NDArray[np.bool_] = good & ~padded[:-2] & ~padded[2:]
@@ -133,19 +133,19 @@ def find_isolated_points(values: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def uses_log_scale(name: str, values: NDArray[np.float64]) -> bool:
-    """Return whether to use a logarithmic axis: for a loss or gradient norm that spans more than two decades."""
+    """Return whether a metric needs a logarithmic axis. A loss does if it spans more than two orders of magnitude."""
     if name not in _LOG_IF_WIDE or len(values) == 0 or values.min() <= 0:
         return False
     return bool(log10(values.max()) - log10(values.min()) > log10(_WIDE))
 
 
 def panel_title(name: str) -> str:
-    """Return the title of the panel that shows a metric."""
+    """Return the title of the chart panel for a metric."""
     return _TITLES.get(name, name.replace("_", " "))
 
 
 class LayoutChange(NamedTuple):
-    """A resume or a change of the parallel layout: the last step before it, and text that describes it."""
+    """The last step before a run was resumed or its layout changed, and a description of the change."""
 
     step: int
     text: str
@@ -162,7 +162,7 @@ def layout_changes(records: Sequence[MetricsRecord]) -> list[LayoutChange]:
 
 
 def loss_difference(records: Sequence[MetricsRecord], others: Sequence[MetricsRecord]) -> tuple[float, int] | None:
-    """Return the largest relative difference of two runs' losses, and the number of steps that both recorded."""
+    """Return the largest relative difference between the losses of two runs, and the number of common steps."""
     one, two = (dict(zip(*drop_nonfinite(metric_series(each, "loss")))) for each in (records, others))
     common = one.keys() & two.keys()
     scale = {step: max(abs(one[step]), abs(two[step])) or 1.0 for step in common}
@@ -170,7 +170,7 @@ def loss_difference(records: Sequence[MetricsRecord], others: Sequence[MetricsRe
 
 
 def describe_differences(runs: Runs) -> list[str]:
-    """Return a line for each run after the first that compares its losses with the losses of the first run."""
+    """Compare the losses of each run with those of the first run, and describe each comparison in one line."""
     (first, records), *others = runs.items()
     found = ((run, loss_difference(records, each)) for run, each in others)
     return [
@@ -183,7 +183,10 @@ def describe_differences(runs: Runs) -> list[str]:
 
 
 def find_coinciding(runs: Runs, name: str) -> list[tuple[int, int]]:
-    """Return for each run its position among the runs with a coinciding curve, and the number of these runs."""
+    """Find the runs whose curves for a metric coincide.
+
+    Returns, for each run, its position among the runs with the same curve, and the number of these runs.
+    """
     series = [dict(zip(*drop_nonfinite(metric_series(records, name)))) for records in runs.values()]
     values = [value for each in series for value in each.values()]
     bound = _COINCIDE * (max(values) - min(values)) if values else 0.0
@@ -210,13 +213,13 @@ def plot_metrics(*runs: str | Path, metrics: Sequence[str] | None = None) -> Fig
 
     Args:
         runs: Output folders of training runs, or their records.jsonl.
-        metrics: Metrics to plot, one panel each. None plots all.
+        metrics: Metrics to plot in one panel each. By default, all metrics are plotted.
 
     Returns:
         A matplotlib figure, which ``savefig`` saves to a file.
 
     Raises:
-        ConfigError: A folder has no run, a metric was not recorded, or matplotlib is not installed.
+        ConfigError: A folder contains no run, a metric was not recorded, or matplotlib is not installed.
     """
     check_matplotlib("plot_metrics")
     found = read_runs(runs)
@@ -225,14 +228,14 @@ def plot_metrics(*runs: str | Path, metrics: Sequence[str] | None = None) -> Fig
 
 
 def check_metric_names(names: Sequence[str], runs: Runs, argument: str) -> list[str]:
-    """Return the names without duplicates. Raises ConfigError for a metric that was not recorded."""
+    """Check that metrics were recorded, and return their names without duplicates."""
     rule = "Only recorded metrics can be plotted. Validation metrics are plotted with those of training"
     check_names(names, list_metrics(runs), f"{argument} has no metric", rule)
     return list(dict.fromkeys(names))
 
 
 def draw_metrics(runs: Runs, path: Path, names: Sequence[str] | None = None) -> None:
-    """Plot the metrics of runs with ``make_figure``, and save the chart as an .svg or .png file."""
+    """Plot the metrics of runs, and save the chart as an .svg or .png file."""
     check_chart_file(path)
     figure = make_figure(runs, names)
     import matplotlib
@@ -242,7 +245,7 @@ def draw_metrics(runs: Runs, path: Path, names: Sequence[str] | None = None) -> 
 
 
 def make_figure(runs: Runs, names: Sequence[str] | None = None) -> Figure:
-    """Plot the metrics of runs, with one panel per metric and the same steps in each panel.
+    """Plot the metrics of runs, with one panel per metric and the same range of steps in each panel.
 
     Each run has a color, and curves that coincide are drawn as dashes of all their colors. Validation metrics are
     dashed, and a star marks the lowest validation loss. A vertical line marks a resume or a change of the layout. A
@@ -251,12 +254,14 @@ def make_figure(runs: Runs, names: Sequence[str] | None = None) -> Figure:
 
     Args:
         runs: Records by run name.
-        names: Metrics to draw. None draws those of ``list_panels``.
+        names: Metrics to draw. By default, the metrics that ``list_panels`` returns are drawn.
     """
     names = list(names) if names is not None else list_panels(runs)
     if not names:
         where = ", ".join(runs) or "no run"
-        raise ConfigError(f"There are no metrics to draw in {where}.", remedy="Record a metric, such as loss.")
+        raise ConfigError(
+            f"There are no metrics to draw in {where}.", remedy="Record at least one metric, such as loss."
+        )
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -319,7 +324,7 @@ def _draw_panel(axes: Axes, runs: Runs, name: str) -> None:
 
 
 def _style_axes(axes: Axes, runs: Runs, format_value: Callable[[float, float], str]) -> None:
-    """Set the grid, the tick labels, and the range of steps, which is the same in all panels."""
+    """Set the grid, the tick labels and the range of steps of a panel. All panels have the same range."""
     from matplotlib.ticker import MaxNLocator
 
     axes.grid(color=_GRID, linewidth=0.7)
@@ -386,7 +391,7 @@ def _tick_formatter(name: str, values: NDArray[np.float64]) -> Callable[[float, 
 
 
 def _format_number(value: float, _: float = 0) -> str:
-    """Format a tick label with a unit prefix, as in 51.2k for 51200, because an axis offset would overlap the title."""
+    """Format a tick label with a unit prefix, as in 51.2k for 51200. An axis offset would overlap the title."""
     for unit, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if scale * 1e4 > abs(value) >= scale * (10 if unit == "k" else 1):
             return f"{value / scale:.10g}{unit}"
@@ -453,7 +458,7 @@ def metrics_summary(runs: Runs) -> list[dict[str, str]]:
 
 
 def metrics_as_json(runs: Runs) -> dict[str, Any]:
-    """Return the summary of each run, and the differences of their losses, as plain values for JSON.
+    """Summarize each run, and compare the losses of the runs, in a dict of plain values for JSON.
 
     For each metric, "last" is the value of the last step. "min", "min_step", "max" and "mean" ignore NaN and infinite
     values.

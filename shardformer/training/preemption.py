@@ -28,7 +28,7 @@ _REPLACED: dict[int, Any] = {}
 
 @dataclass(frozen=True)
 class StepRequests:
-    """Actions that hooks requested before the next step: stop, validate, save, or handle a signal."""
+    """Actions to take before the next step, because a hook requested them or because a signal arrived."""
 
     stop: bool = False
     validate: bool = False
@@ -41,7 +41,7 @@ class StepRequests:
 
 @dataclass(frozen=True)
 class HookFailure:
-    """Exception that a hook raised on this rank, or that ``operation`` raised if ``hook`` is None."""
+    """An exception that a hook raised on this rank. If ``hook`` is None, ``operation`` raised it."""
 
     hook: Hook | None
     operation: str
@@ -62,8 +62,8 @@ class HookFailure:
 class StepSynchronizer:
     """Collects hook requests and hook failures of this rank, and exchanges them with all ranks before each step.
 
-    After a failure, a rank calls no more hooks and continues to the next synchronization. A hook of another rank
-    synchronizes before it communicates, so both ranks reach the same collective.
+    After a failure, a rank calls no more hooks and continues to the next synchronization. Hooks on other ranks
+    synchronize before they communicate, so all ranks reach the same collective.
 
     Attributes:
         failure: First failure since the last synchronization.
@@ -78,7 +78,7 @@ class StepSynchronizer:
         self._local = self._received = StepRequests()
 
     def request(self, **requests: bool) -> None:
-        """Add a request to exchange at the next synchronization, as in ``request(save=True)``."""
+        """Request actions at the next synchronization of all ranks, as in ``request(save=True)``."""
         self._local = replace(self._local, **requests)
 
     def record_failure(self, hook: Hook | None, operation: str, error: Exception) -> None:
@@ -100,16 +100,16 @@ class StepSynchronizer:
             raise first from (self.failure.error if self.failure is not None else None)
 
     def take_requests(self) -> StepRequests:
-        """Return the hook requests that ``exchange_requests`` received from all ranks, and clear them."""
+        """Return and clear the requests that ``exchange_requests`` received from all ranks."""
         received, self._received = self._received, StepRequests()
         return received
 
     @contextmanager
     def handling_signals(self, on_signal: Callable[[signal.Signals], None]) -> Iterator[None]:
-        """Record SIGTERM and SIGINT instead of ending the process; a second signal calls the previous handler.
+        """Record SIGTERM and SIGINT instead of ending the process. A second signal calls the previous handler.
 
         Forked child processes get the previous handlers, because worker pools stop their processes with SIGTERM. If the
-        signal ends data loading processes as well, the step is still finished.
+        signal also ends data loading processes, the current step is still finished.
 
         Args:
             on_signal: Function that is called with the first signal.
@@ -149,7 +149,7 @@ class StepSynchronizer:
 
 
 def _restore_signal_handlers() -> None:
-    """Restore the signal handlers that ``StepSynchronizer.handling_signals`` replaced."""
+    """Restore the signal handlers that were replaced by ``StepSynchronizer.handling_signals``."""
     for number, handler in _REPLACED.items():
         if handler is not None:  # None: the handler was not installed by Python
             signal.signal(number, handler)

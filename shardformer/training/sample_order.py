@@ -1,7 +1,7 @@
-"""Which sample each data-parallel rank reads at which step, for data that is read by index or streamed.
+"""Determines which samples each data-parallel rank reads in each step.
 
-Every layout trains on the same global batches. The order of an epoch depends on the seed and the epoch, and the random
-numbers of a sample also on its position. Each data-parallel rank reads a contiguous shard of each global batch.
+Every layout trains on the same global batches. The order of the samples depends on the seed and the epoch. The random
+numbers of a sample also depend on its position. Each data-parallel rank reads a contiguous shard of each global batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class DataShard:
-    """Position of a data-parallel rank, which determines its shard of each global batch."""
+    """Position of a rank among the data-parallel ranks, which determines its shard of each global batch."""
 
     rank: int
     size: int
@@ -38,7 +38,7 @@ class DataShard:
 
 
 class StreamedSource:
-    """Training data from an iterable, which every rank reads in full.
+    """Training data that is read from an iterable. Every rank reads all samples and uses its own shard.
 
     The iterable yields samples, or global batches if ``collate`` is None.
     """
@@ -59,7 +59,7 @@ class StreamedSource:
     def batches(
         self, epoch: int, seed: int, size: int | None, shard: DataShard, start: int, drop_last: bool, merge_last: bool
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the size of each global batch and its local shard. The first ``start`` samples are read and skipped."""
+        """Yield the size and the local shard of each global batch. The first ``start`` samples are skipped."""
         reader = self._get_reader(epoch, seed, start)
         if self._collate is None:
             for batch, count, part in reader.read_shards(shard, start):
@@ -82,7 +82,7 @@ class StreamedSource:
         self._reader = None
 
     def _get_reader(self, epoch: int, seed: int, start: int) -> _StreamReader:
-        """Return a new reader of the stream, or the existing reader if the stream is an iterator."""
+        """Return a new reader of the stream, or the existing reader if the stream is an iterator and cannot restart."""
         if not isinstance(self._source, Iterator):
             return _StreamReader(self._source, epoch, seed)
         if self._reader is None:
@@ -90,14 +90,14 @@ class StreamedSource:
         elif self._reader.count > start:
             raise InputError(
                 f"The iterator {self.name} cannot restart at sample {start}, because {self._reader.count} "
-                "samples were already read.",
+                "samples have already been read.",
                 remedy="Pass a list, or an object whose __iter__ restarts.",
             )
         return self._reader
 
 
 class _StreamReader:
-    """Reads a stream once, with its own random state, and counts the samples that were read."""
+    """Reads a stream from start to end with its own random state, and counts the samples."""
 
     def __init__(self, source: Any, epoch: int, seed: int) -> None:
         self.count = 0
@@ -106,7 +106,7 @@ class _StreamReader:
             self._iterator: Iterator[Any] = iter(source)
 
     def read(self, count: int) -> list[Any]:
-        """Return the next ``count`` samples, or fewer at the end of the stream."""
+        """Return the next ``count`` samples of the stream, or fewer at its end."""
         found = self._read_next(count)
         self.count += len(found)
         return found
@@ -116,7 +116,7 @@ class _StreamReader:
             return list(islice(self._iterator, count))
 
     def read_end(self, limit: int) -> list[Any]:
-        """Return all remaining samples if there are fewer than ``limit``. Otherwise return an empty list."""
+        """Return the remaining samples of the stream if there are fewer than ``limit``, and otherwise an empty list."""
         found = self.read(limit)
         if len(found) < limit:
             return found
@@ -129,7 +129,7 @@ class _StreamReader:
             pass
 
     def read_shards(self, shard: DataShard, start: int) -> Iterator[tuple[Any, int, Any]]:
-        """Yield each global batch after the first ``start`` samples, its number of samples, and its local shard."""
+        """Yield each global batch after the first ``start`` samples, with its number of samples and its local shard."""
         while found := self._read_next(1):
             (batch,) = found
             named = batch if isinstance(batch, Mapping) else {"batch": batch}
@@ -145,7 +145,7 @@ class _StreamReader:
 
 
 def length_or_none(data: Any) -> int | None:
-    """Return ``len(data)``, or None if it is unknown."""
+    """Return ``len(data)``, or None if the data has no length."""
     try:
         return len(data)
     except (TypeError, RuntimeError):
@@ -156,8 +156,8 @@ def check_batch_size(num_samples: int, shard: DataShard) -> None:
     """Raise InputError if a global batch has fewer samples than there are data-parallel ranks."""
     if num_samples < shard.size:
         raise InputError(
-            f"A batch of {num_samples} samples is too small for {shard.size} data ranks.",
-            remedy="Pass drop_last=True (data.drop_last = true in a run file), or change batch_size.",
+            f"A batch of {num_samples} samples is too small for {shard.size} data-parallel ranks.",
+            remedy="Pass drop_last=True (data.drop_last = true in a run configuration), or change batch_size.",
         )
 
 
@@ -173,7 +173,7 @@ LOADER_OPTIONS = (
 
 @dataclass(frozen=True, eq=False)
 class _SeededDataset(torch_data.Dataset[Any]):
-    """Data set that sets the random seed of each sample before it reads the sample."""
+    """Data set that sets a random seed for each sample before reading it."""
 
     data: Any
 
@@ -189,7 +189,7 @@ class _SeededDataset(torch_data.Dataset[Any]):
 
 @dataclass(frozen=True, eq=False)
 class _SeededCollate:
-    """Collate function that sets the random seed of each batch, derived from its first sample."""
+    """Collate function that sets a random seed for each batch, which depends on the first sample of the batch."""
 
     collate: Collate
 
@@ -203,7 +203,7 @@ class _SeededCollate:
 
 
 class _LocalBatchSampler:
-    """Batch sampler that yields the local shards of the remaining batches of an epoch."""
+    """Batch sampler that yields this rank's shard of each remaining batch in an epoch."""
 
     remaining: Iterable[list[SampleKey]] = ()
 
@@ -212,7 +212,7 @@ class _LocalBatchSampler:
 
 
 class IndexedSource:
-    """Training data that is read by index, in random or sequential order or in the order of a sampler."""
+    """Training data that is read by index, in random order, in sequential order, or in the order of a sampler."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class IndexedSource:
         shard: DataShard,
         start: int,
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the size of each global batch and its local shard, starting after the first ``start`` samples.
+        """Yield the size and the local shard of each global batch after the first ``start`` samples.
 
         ``global_batches`` splits the order of an epoch into batches.
         """
@@ -280,7 +280,7 @@ class IndexedSource:
             return _SeededDataset(self._data).sample((index, 0, 0, 0))
 
     def example(self) -> Any:
-        """Return a batch of the first two samples without changing the random state, or None if keys are batches."""
+        """Return a batch of the first two samples, or None if the sampler yields batches. Keeps the random state."""
         if self.makes_batches or not self.size:
             return None
         with restore_cpu_generators():
@@ -301,14 +301,14 @@ def _to_python_number(value: Any) -> Any:
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """Return the random generator that determines the sample order of an epoch."""
+    """Return the random generator that shuffles the samples of an epoch."""
     return torch.Generator().manual_seed(hash_seed(seed, epoch, "order"))
 
 
 def make_source(
     data: Any, collate: Collate | None, num_workers: int, shuffle: bool | None
 ) -> IndexedSource | StreamedSource:
-    """Create the source that reads training data, or raise ConfigError if the type of the data is not supported."""
+    """Create the object that reads the training data. Raises ConfigError if the type of the data is not supported."""
     if isinstance(data, torch_data.DataLoader):
         return _source_from_loader(data, collate, shuffle)
     is_unsupported = isinstance(data, (Mapping, str, bytes, Tensor, type, set, frozenset))
@@ -316,7 +316,7 @@ def make_source(
         raise ConfigError(
             f"Training data of type {type(data).__name__} is not supported.",
             rule="The supported types are Dataset, list, Hugging Face data set, DataLoader, and ordered iterables.",
-            remedy="Pass a list of samples, one dict each, or torch.utils.data.TensorDataset(inputs, targets).",
+            remedy="Pass a list with one dict per sample, or torch.utils.data.TensorDataset(inputs, targets).",
         )
     assert collate is not None  # only a DataLoader has its own
     if _is_indexed(data):
@@ -326,13 +326,13 @@ def make_source(
         option = "shuffle=True" if shuffle else f"num_workers={num_workers}"
         raise ConfigError(
             f"{option} is not supported for streamed data ({type(data).__name__}).",
-            remedy="Shuffle the stream itself, or pass a DataLoader with workers.",
+            remedy="Shuffle the samples in the stream itself. For worker processes, pass a DataLoader.",
         )
     return StreamedSource(data, collate)
 
 
 def _is_indexed(data: Any) -> bool:
-    """Return whether data can be read by index. ``IterableDataset`` inherits a ``__getitem__`` that does not work."""
+    """Return whether samples can be read by index. An ``IterableDataset`` inherits an unusable ``__getitem__``."""
     return (
         not isinstance(data, torch_data.IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
     )
@@ -340,14 +340,14 @@ def _is_indexed(data: Any) -> bool:
 
 def _source_from_loader(loader: Any, collate: Collate | None, shuffle: bool | None) -> IndexedSource | StreamedSource:
     if collate is not None:
-        raise ConfigError("collate_fn has no effect on a DataLoader.", remedy="Pass collate_fn to the DataLoader.")
+        raise ConfigError("collate_fn has no effect on a DataLoader.", remedy="Create the DataLoader with collate_fn.")
     batches = loader.batch_sampler
     sampler = batches.sampler if type(batches) is torch_data.BatchSampler else loader.sampler
     for each in (sampler, batches, getattr(batches, "sampler", None)):
         if each is not None and hasattr(each, "num_replicas"):
             raise ConfigError(
                 f"The DataLoader uses a {type(each).__name__}, which would shard the batches a second time.",
-                remedy="Create the DataLoader without this sampler, with shuffle=True and the global batch size.",
+                remedy="Create the DataLoader without this sampler, with shuffle=True and with the global batch size.",
             )
     if shuffle and not isinstance(sampler, torch_data.RandomSampler):
         raise ConfigError(
@@ -360,7 +360,7 @@ def _source_from_loader(loader: Any, collate: Collate | None, shuffle: bool | No
     if type(batches) is torch_data.BatchSampler and length_or_none(sampler) is None:
         raise ConfigError(
             f"The sampler of the DataLoader, {type(sampler).__name__}, has no length.",
-            remedy="Add the method __len__ to the sampler, or pass an IterableDataset.",
+            remedy="Implement __len__ in the sampler, or pass an IterableDataset.",
         )
     data, collate_fn = loader.dataset, loader.collate_fn
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
@@ -377,5 +377,5 @@ def _source_from_loader(loader: Any, collate: Collate | None, shuffle: bool | No
 def _check_not_empty(length: int, data: Any) -> None:
     if length < 1:
         raise ConfigError(
-            f"The training data ({type(data).__name__}) is empty.", remedy="Check the files that it was read from."
+            f"The training data ({type(data).__name__}) is empty.", remedy="Check the files that contain the data."
         )

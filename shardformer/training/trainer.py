@@ -1,4 +1,4 @@
-"""``Trainer``, a training loop around an engine that calls hooks before and after each step, epoch and validation."""
+"""Defines ``Trainer``, a training loop that calls hooks before and after each step, epoch and validation."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Trainer:
     >>> trainer = shardformer.Trainer(engine)                                                     # doctest: +SKIP
     >>> trainer.fit(epochs=3, validation=held_out)                                                # doctest: +SKIP
 
-    In addition to the engine, a step communicates five integers: whether a hook failed on any rank, and the requests of
-    hooks on any rank.
+    In addition to what the engine communicates, a step communicates five integers: whether a hook failed on any rank,
+    and the requests of hooks on any rank.
 
     Attributes:
         engine: Engine that trains the model.
-        hooks: Hooks in the order in which they are called. Hooks that measure must come before hooks that write. The
-            default is ``Throughput()`` and ``Progress()``.
+        hooks: Hooks in the order in which they are called. Hooks that compute metrics must come before hooks that write
+            them. The default is ``Throughput()`` and ``Progress()``.
         batch: Local batch of the current step.
         loss: Loss of the last step.
         values: Metrics of the last step and the last validation by name, such as "loss", "learning_rate" and
@@ -64,7 +64,7 @@ class Trainer:
         if not_a_hook is not None:
             raise ConfigError(
                 f"hooks contains {not_a_hook!r:.80}, which is not a Hook.",
-                remedy="Derive its class from shardformer.hooks.Hook, and pass an instance.",
+                remedy="Pass an instance of a class that is derived from shardformer.hooks.Hook.",
             )
         self.batch: Any = None
         self.loss: Tensor | None = None
@@ -101,7 +101,7 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Number of training steps, including the steps before a resumed checkpoint."""
+        """Number of training steps so far, including the steps before the run was resumed."""
         return self.engine.steps
 
     @property
@@ -111,7 +111,7 @@ class Trainer:
 
     @property
     def num_steps(self) -> int | None:
-        """Total number of steps after which ``fit`` ends, or None if it is unknown."""
+        """Total number of training steps when ``fit`` ends, or None if it is unknown."""
         if self.last_step is not None or self.last_epoch is None:
             return self.last_step
         try:
@@ -130,7 +130,7 @@ class Trainer:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank, which logs and writes shared files."""
+        """Whether this process is the first rank, which writes logs and shared files."""
         return self.engine.is_first
 
     @property
@@ -172,13 +172,14 @@ class Trainer:
         A run that resumes from a checkpoint continues up to the same total.
 
         Args:
-            train: Training data that replaces ``engine.data``, in a form that ``initialize`` takes.
+            train: Training data that replaces ``engine.data``, in any form that ``initialize`` accepts.
             steps: Total number of steps. Pass either ``steps`` or ``epochs``.
             epochs: Total number of epochs.
-            validation: Validation data in a form that ``initialize`` takes, or a ``ShardedDataLoader``.
-            validate_every: Steps between validations, in addition to the last step. None: after every epoch.
-            batch_size: Global batch size of ``train`` and ``validation``. The default is that of ``engine.data``. A
-                DataLoader specifies its own.
+            validation: Validation data in any form that ``initialize`` accepts, or a ``ShardedDataLoader``.
+            validate_every: Number of steps between validations. By default, a validation runs after every epoch. In
+                both cases, a validation also runs after the last step.
+            batch_size: Global batch size of ``train`` and ``validation``. The default is the batch size of
+                ``engine.data``. A DataLoader specifies its own batch size.
 
         Returns:
             The last ``values``. If an error ends the run, it is raised on all ranks.
@@ -187,7 +188,7 @@ class Trainer:
         if (steps is None) == (epochs is None) or isinstance(total, bool) or not isinstance(total, int) or total < 0:
             raise ConfigError(
                 f"fit requires either steps or epochs, but received steps={steps!r} and epochs={epochs!r}.",
-                remedy="Write fit(epochs=3) or fit(steps=1000).",
+                remedy="For example, call fit(epochs=3) or fit(steps=1000).",
             )
         self._set_data_loaders(train, validation, validate_every, batch_size)
         self.last_step, self.last_epoch = steps, epochs
@@ -215,11 +216,11 @@ class Trainer:
         return self.values
 
     def evaluate(self, validation: Any, *, batch_size: int | None = None) -> dict[str, float]:
-        """Compute the loss and the metrics of hooks on validation data, without training.
+        """Compute the loss on validation data and the metrics that hooks add, without training.
 
         Args:
-            validation: Data in a form that ``initialize`` takes, or a ``ShardedDataLoader``.
-            batch_size: Global batch size. The default is that of ``engine.data``.
+            validation: Data in any form that ``initialize`` accepts, or a ``ShardedDataLoader``.
+            batch_size: Global batch size. The default is the batch size of ``engine.data``.
 
         Returns:
             ``values``, which contain "validation/loss".
@@ -269,7 +270,7 @@ class Trainer:
         self._call_hooks_synchronized("after_fit")
 
     def _report_signal(self, received: Signals) -> None:
-        """Print at once that a signal was received and will stop the run, because the current step may take minutes."""
+        """Print immediately that a signal will stop the run, because the current step may take minutes."""
         if not self.is_first or is_aborted_by_launcher():
             return
         activities = [f"finishing {self._current_activity}"] * bool(self._current_activity)
@@ -316,7 +317,7 @@ class Trainer:
         self._current_activity = ""
 
     def _handle_requests(self) -> None:
-        """Validate, save or stop on all ranks, if a hook of any rank requested it since the last step."""
+        """Validate, save or stop on all ranks, if a hook on any rank requested it since the last step."""
         self.agree()
         requests = self._take_requests()
         if requests.validate and self._validation is not None:
@@ -328,7 +329,7 @@ class Trainer:
             self.stopped_by = self._stop_reason or "a hook of another rank requested it"
 
     def _take_requests(self) -> StepRequests:
-        """Return the hook requests of all ranks. If a rank received a signal, call ``on_signal`` of all hooks first."""
+        """Return the requests of hooks on all ranks. If a rank received a signal, ``on_signal`` is called first."""
         requests = self._synchronizer.take_requests()
         if requests.signal and not self.was_interrupted:
             self._call_hooks_synchronized("on_signal")
@@ -364,7 +365,7 @@ class Trainer:
         self._call_hooks_synchronized("after_save")
 
     def _checkpoint_arguments(self) -> dict[str, Any]:
-        """Return the hook states and the data position as arguments of ``engine.save``."""
+        """Return the hook states and the data position as keyword arguments for ``engine.save``."""
         states = {name: hook.state() for name, hook in self._named_hooks().items()}
         return {"extra": {HOOKS: states, TRAINER_USER_KEY: self.extra}, "position": self._position}
 
@@ -376,7 +377,7 @@ class Trainer:
         self._save_functions.append(save)
 
     def load(self, folder: Any) -> LoadedCheckpoint:
-        """Load a checkpoint, and restore the engine and the states of all hooks from it.
+        """Load a checkpoint, and restore the engine and the states of all hooks.
 
         If an error is raised, the engine and the hooks keep their previous state.
         """
@@ -399,13 +400,13 @@ class Trainer:
         return loaded
 
     def _named_hooks(self) -> dict[str, Hook]:
-        """Return a dict from class name to hook. A second hook of the same class has the key ``Name 2``."""
+        """Return a dict from class names to hooks. A second hook of the same class has the key ``Name 2``."""
         names = [type(hook).__name__ for hook in self.hooks]
         numbers = [names[:i].count(name) + 1 for i, name in enumerate(names)]
         return {f"{name} {n}" if n > 1 else name: hook for name, n, hook in zip(names, numbers, self.hooks)}
 
     def agree(self) -> None:
-        """Synchronize hook errors and requests on all ranks. Hooks must call this method before they communicate.
+        """Exchange hook errors and requests between all ranks. Hooks must call this method before they communicate.
 
         Do not call it between ``before_forward`` and ``after_optimizer_step``. Communicates five integers. Raises on
         all ranks the error of a hook that failed on any rank.
@@ -413,7 +414,7 @@ class Trainer:
         self._synchronizer.exchange_requests(self.engine)
 
     def _call_hooks_synchronized(self, event: str) -> None:
-        """Call a method of all hooks between steps, and raise on all ranks if a hook failed on any rank."""
+        """Call a method of all hooks, and raise an error on all ranks if a hook failed on any rank."""
         self._call_hooks(event)
         self.agree()
 
@@ -422,7 +423,7 @@ class Trainer:
             self._call_hook(hook, event)
 
     def _call_hook(self, hook: Hook, event: str, *args: Any) -> None:
-        """Call the method ``event`` of a hook. After a hook failed, skip all hooks until the ranks synchronize."""
+        """Call a hook method by name. After a hook has failed, skip all hooks until the ranks synchronize."""
         if self._synchronizer.failure is not None and event != "on_exception":
             return
         try:
@@ -449,13 +450,13 @@ class Trainer:
             problem = "requires validation data" if validation is None else "is not a positive number of steps"
             raise ConfigError(
                 f"validate_every={validate_every!r} {problem}.",
-                remedy="Write fit(..., validation=data, validate_every=100), or remove validate_every.",
+                remedy="For example, call fit(..., validation=data, validate_every=100), or remove validate_every.",
             )
 
     def _make_data_loader(
         self, data: Any, batch_size: int | None, previous: ShardedDataLoader | None, **options: Any
     ) -> ShardedDataLoader:
-        """Create the data loader of data that was passed to ``fit``, with the options of the engine's data loader."""
+        """Create the data loader for data that was passed to ``fit``, with the options of the engine's data loader."""
         if isinstance(data, ShardedDataLoader):
             return data
         if isinstance(data, DataLoader):
@@ -473,7 +474,7 @@ class Trainer:
 
 
 def _mean_tokens_per_sample(batch: Any) -> float:
-    """Return the mean number of ``input_ids`` per sample of a batch, or 1 if the batch has none."""
+    """Return the mean number of tokens per sample in a batch, or 1 if the batch contains no ``input_ids``."""
     batches = batch if is_batch_list(batch) else [batch]
     columns = [each.get("input_ids") for each in batches if isinstance(each, Mapping)]
     ids = [x for x in columns if isinstance(x, Tensor) and x.dim() > 1 and len(x)]

@@ -61,7 +61,7 @@ class Snapshot:
 
 
 def take_snapshot(model: nn.Module, unsharded: nn.Module) -> dict[ItemKey, Snapshot]:
-    """Record the attributes, buffers, hooks and flags of a sharded model, to detect later changes by the user."""
+    """Record the attributes, buffers and hooks of a sharded model, to detect later changes by the user."""
     modules = dict(unsharded.named_modules())
     found: dict[ItemKey, Snapshot] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -81,7 +81,7 @@ def take_snapshot(model: nn.Module, unsharded: nn.Module) -> dict[ItemKey, Snaps
 def collect_changes(
     before: Mapping[ItemKey, Snapshot], model: nn.Module, unsharded: nn.Module, world: Axis
 ) -> dict[ItemKey, Any]:
-    """Gather the attributes, buffers and flags that users changed on any rank since a snapshot, with their new values.
+    """Gather all changes that users made to the model on any rank since the snapshot ``before`` was taken.
 
     If a change cannot be carried over to another layout, all ranks raise ConfigError.
     """
@@ -103,7 +103,7 @@ def collect_changes(
 
 
 def apply_changes(changes: Mapping[ItemKey, Any], unsharded: nn.Module) -> None:
-    """Set the attributes, buffers and flags from ``collect_changes`` in an unsharded model."""
+    """Apply the changes that ``collect_changes`` returned to an unsharded model."""
     for kind, path, name in sorted(changes, key=lambda key: (key[0] != "module", key)):
         value = changes[kind, path, name]
         if kind == "parameter":
@@ -121,7 +121,7 @@ def apply_changes(changes: Mapping[ItemKey, Any], unsharded: nn.Module) -> None:
 
 
 def _changed_items(before: Mapping[ItemKey, Snapshot], after: Mapping[ItemKey, Snapshot]) -> dict[ItemKey, Snapshot]:
-    """Return the snapshots that are new or changed, or raise ConfigError if a change cannot be carried over."""
+    """Return the items that changed between two snapshots. Raise ConfigError if one of them cannot be carried over."""
 
     def summary(item: Snapshot | None) -> object:
         return item and (item.description, item.identity)
@@ -151,7 +151,7 @@ def _snapshot_hooks(hooks: list[Any]) -> Snapshot:
 
 
 def _snapshot_module(module: nn.Module) -> Snapshot:
-    """Record the type of a module, to detect its replacement. A module without parameters and buffers can be copied."""
+    """Record a module, to detect whether the user replaces it. A module without parameters or buffers can be copied."""
     inside = [*module.parameters(), *module.buffers(), *(m for m in module.modules() if _is_package_module(m))]
     if inside:
         return Snapshot(type(module).__qualname__, is_copyable=False, identity=id(module))
@@ -204,7 +204,7 @@ def _snapshot_tensor(tensor: Tensor) -> Snapshot:
 
 
 def _unwrap_function(value: Any) -> Any:
-    """Return a function, or the function of a ``functools.partial``. For any other object, return None."""
+    """Return the function that a ``functools.partial`` wraps, or a function itself. Otherwise return None."""
     function = value.func if isinstance(value, partial) else value
     return function if isinstance(function, FUNCTIONS) else None
 
@@ -219,7 +219,7 @@ def _refers_to_module(value: Any) -> bool:
 
 
 def _stable_repr(value: Any) -> str:
-    """Return a repr that is equal on all ranks, because it sorts the elements of sets."""
+    """Return a repr that is identical on all ranks, by sorting the elements of sets."""
     if isinstance(value, (set, frozenset)):
         return f"{{{', '.join(sorted(map(_stable_repr, value)))}}}"
     return repr(value)

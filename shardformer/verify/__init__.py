@@ -1,4 +1,4 @@
-"""Comparison of the losses, gradients and weights of a sharded model with the unsharded model."""
+"""Compares the losses, gradients and weights of a sharded model with those of the unsharded model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that build the model that the command line argument MODEL names: a model type, folder or function."""
+"""Finds the model that the command-line argument MODEL selects, such as a model type, a folder or a function."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ MULTIMODAL_TASKS = (
     "ZERO_SHOT_IMAGE_CLASSIFICATION",
     "VISUAL_QUESTION_ANSWERING",
 )
-"""Tasks whose models read images and text. A model type with several classes is represented by the one listed here."""
+"""Tasks whose models read images and text. They determine the main class of a model type with several classes."""
 
 
 def main_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
-    """Return a dict from the model types of transformers to their main class names for one of ``tasks``."""
+    """Return a dict from transformers model types to the name of their main class for one of ``tasks``."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, str] = {}
@@ -74,7 +74,7 @@ def main_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def all_classes() -> Mapping[str, str]:
-    """Return a dict from all model types of transformers to their main class names."""
+    """Return a dict from all transformers model types to the name of their main class."""
     from transformers.models.auto import modeling_auto
 
     names = (re.fullmatch("MODEL_FOR_(.*)_MAPPING_NAMES", name) for name in dir(modeling_auto))
@@ -89,11 +89,11 @@ CONTRAST = "return_loss"
 
 @dataclass(frozen=True)
 class ReducedModelType:
-    """Picklable function that builds a reduced model from the default config of a transformers model type.
+    """Picklable function that builds a small random model from the default config of a transformers model type.
 
     Args:
         model_type: one of ``all_classes()``.
-        head: a class of transformers. Empty: the main class of the type.
+        head: a class of transformers. If empty, it is the main class of the type.
     """
 
     model_type: str
@@ -113,7 +113,7 @@ class ReducedModelType:
         return model
 
     def batches_and_loss(self) -> dict[str, Any]:
-        """Return a ``batch_fn`` for the model, and a ``loss_fn`` if the model does not compute a loss."""
+        """Return a ``batch_fn`` for the model, and a ``loss_fn`` if the model does not compute a loss itself."""
         batch_fn = ExampleBatches(self)
         batches: dict[str, Any] = {"batch_fn": batch_fn}
         own_loss = {"labels", CONTRAST} & batch_fn(0).keys()
@@ -122,10 +122,10 @@ class ReducedModelType:
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """Example batch of a model, with the properties needed to derive other batches from it.
+    """Example batch of a model, with the properties that are needed to derive other batches from it.
 
     Args:
-        ids: config field -> token id of an image or sound placeholder.
+        ids: token ids of image and sound placeholders, by the names of their config fields.
         compares: whether the model has a contrastive loss, which compares the samples.
     """
 
@@ -142,7 +142,7 @@ class ExampleBatch:
 
 @dataclass(frozen=True)
 class ExampleBatches:
-    """Picklable function that returns an example batch for each step, whose text tokens differ between steps.
+    """Picklable function that returns an example batch for each step. The text tokens differ between steps.
 
     Args:
         model_fn: builds the model.
@@ -165,14 +165,14 @@ class ExampleBatches:
 
 
 def is_multimodal(head: str) -> bool:
-    """Return whether the forward pass of a transformers class takes images or sounds."""
+    """Return whether the forward method of a transformers class accepts images or sounds."""
     kind = model_class(head)
     names = inspect.signature(kind.forward).parameters if kind is not None else {}
     return any(name in names for name in ("pixel_values", "input_features", "input_values"))
 
 
 def _roll_text(sample: Mapping[str, Tensor], shift: int, ids: Mapping[str, int]) -> Mapping[str, Tensor]:
-    """Rotate the text tokens of a sample by ``shift`` positions, without placeholder tokens of images and sounds."""
+    """Rotate the text tokens of a sample by ``shift`` positions, but keep placeholder tokens of images and sounds."""
     if (tokens := sample.get(MEDIA_TOKEN_FIELDS)) is None:
         return sample
     is_text = ~torch.isin(tokens, torch.tensor([*ids.values(), -1]))
@@ -182,7 +182,7 @@ def _roll_text(sample: Mapping[str, Tensor], shift: int, ids: Mapping[str, int])
 
 
 def output_mean(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return a loss for a model without labels: the mean over all of its outputs."""
+    """Return the mean over all outputs of a model, which is the loss of a model without labels."""
     return probe_loss(model(**batch), equal_sample_weights=True)
 
 
@@ -241,7 +241,7 @@ def hub_url() -> str:
 
 
 def is_hub_reachable() -> bool:
-    """Return whether the Hugging Face hub answers one request within a timeout of 5 seconds."""
+    """Return whether the Hugging Face hub answers a request within 5 seconds."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -282,12 +282,12 @@ def _import_by_name(name: str) -> ModuleType:
         raise ConfigError(
             f"There is no module {name!r}: {error}.",
             rule=f"{MODULE_SPEC_FORMS}. Modules are searched in {str(Path.cwd())!r} and the installed packages.",
-            remedy="Correct the name, or pass the file: path/to/file.py:function.",
+            remedy="Correct the name, or pass a file, as in path/to/file.py:function.",
         ) from error
 
 
 def call_user_function(function: Callable[[], Any], name: str) -> Any:
-    """Call a function of the user, and convert its exceptions to ConfigError."""
+    """Call a user's function, and convert its exceptions to ConfigError."""
     try:
         with _empty_stdin():
             return function()
@@ -296,13 +296,13 @@ def call_user_function(function: Callable[[], Any], name: str) -> Any:
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"The function {name} failed: {_error_with_location(error)}.",
-            remedy=f"Fix the function. For its traceback, set {TRACEBACK_VARIABLE}=1.",
+            remedy=f"Fix the function. To see the traceback, set {TRACEBACK_VARIABLE}=1.",
         ) from error
 
 
 @contextmanager
 def _empty_stdin() -> Iterator[None]:
-    """Replace standard input by an empty file for a block, so that user code cannot wait for input."""
+    """Replace standard input by an empty file inside a ``with`` block, so that user code cannot wait for input."""
     before = sys.stdin
     with open(os.devnull, encoding="utf-8") as empty:
         sys.stdin = empty
@@ -325,7 +325,7 @@ def _error_with_location(error: BaseException) -> str:
 def _import_error(what: str, error: BaseException) -> ConfigError:
     return ConfigError(
         f"{what} cannot be imported: {_error_with_location(error)}.",
-        remedy="Fix the module: `python -c 'import ...'` shows the traceback.",
+        remedy="Fix the module. To see the traceback, run `python -c 'import ...'`.",
     )
 
 
@@ -405,25 +405,25 @@ class Pretrained:
         except OSError as error:
             raise ConfigError(
                 f"{self.where!r} has no weights for {self.head}: {first_line(error)}.",
-                remedy="Pass the path of the config.json for random weights, or save the weights next to it.",
+                remedy="For random weights, pass the path of the config.json. Otherwise, save the weights next to it.",
             ) from error
         except Exception as error:  # inconsistent sizes raise errors of any type
             raise ConfigError(
                 f"transformers cannot build {self.head} from {self.where!r}: {first_line(error)}.",
-                remedy="Correct config.json.",
+                remedy="Correct the config.json of the model.",
             ) from error
         return model
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Model that a command line argument names, with functions that build it and its batches.
+    """A model that is selected on the command line, with functions that build the model and its batches.
 
     Args:
-        title: name for messages.
+        title: name of the model for messages.
         model_fn: builds the model. Picklable.
         head: class name of the model.
-        config: its config, or None.
+        config: config of the model, or None.
         own: other values that a user function returned: ``batch_fn``, ``loss_fn``, ``policy``, ``loss_weight``.
     """
 
@@ -435,7 +435,7 @@ class ModelSource:
 
     @property
     def model_type(self) -> str:
-        """Model type of transformers, such as "bert", or "" for a model without a config."""
+        """Model type in transformers, such as "bert", or "" if the model has no config."""
         return getattr(self.config, "model_type", None) or ""
 
     @property
@@ -444,25 +444,25 @@ class ModelSource:
         if self.model_type not in HEAD_CLASSES or not isinstance(self.model_fn, SmallModel | Pretrained):
             raise ConfigError(
                 f"The head classes of {self.title} are unknown.",
-                rule=f"They are listed for {', '.join(HEAD_CLASSES)}, from a name, a folder, a config.json or the hub.",
-                remedy="Select one head with --head, or pass one of these families.",
+                rule=f"They are known for the families {', '.join(HEAD_CLASSES)}, unless a function builds the model.",
+                remedy="Select one head class with --head, or pass a model of one of these families.",
             )
         return HEAD_CLASSES[self.model_type]
 
     def with_head(self, head: str) -> ModelSource:
-        """Return a source of the same model with another head class. Raises ConfigError for an unknown head."""
+        """Return the source of the same model with another head class. Raises ConfigError for an unknown head."""
         if isinstance(self.model_fn, ReducedModelType):
             _check_class_exists(head, self.title)
             return _make_source_of_type(self.model_type, head)
         if not isinstance(self.model_fn, SmallModel | Pretrained):
             raise ConfigError(
                 f"head={head!r} has no effect on {self.title}, because a function builds this model.",
-                remedy="Build the head in the function, and remove the option.",
+                remedy="Remove the option, and build the head in the function.",
             )
         if self.model_type in HEAD_CLASSES and head not in HEAD_CLASSES[self.model_type]:
             raise ConfigError(
-                f"{self.model_type} has no head {head!r}.",
-                rule=f"Its heads are {', '.join(HEAD_CLASSES[self.model_type])}.",
+                f"{self.model_type} has no head class {head!r}.",
+                rule=f"The head classes are {', '.join(HEAD_CLASSES[self.model_type])}.",
                 remedy=did_you_mean(head, HEAD_CLASSES[self.model_type]),
             )
         _check_class_exists(head, self.title)
@@ -470,24 +470,24 @@ class ModelSource:
         return replace(self, model_fn=model_fn, head=head, config=model_fn.config())
 
     def deeper(self, layers: int) -> ModelSource:
-        """Return a source with at least ``layers`` layers for a small model, or this source for other models."""
+        """Return a source whose small model has at least ``layers`` layers. Other models are not changed."""
         if not isinstance(self.model_fn, SmallModel):
             return self
         if layers > MAX_STAGE_LAYERS:
             raise ConfigError(
                 f"A small model of {self.title} cannot have {layers} layers.",
-                rule=f"The limit is {MAX_STAGE_LAYERS} layers.",
-                remedy="Use fewer stages or a smaller --num-model-chunks.",
+                rule=f"The maximum is {MAX_STAGE_LAYERS} layers.",
+                remedy="Use fewer pipeline stages, or decrease --num-model-chunks.",
             )
         model_fn = self.model_fn.deeper(layers)
         title = f"{self.title}, {supported_depth(model_fn.family, self.head, layers)} layers"
         return replace(self, title=title, model_fn=model_fn, config=model_fn.config())
 
     def batches(self, batch: int = 4, sequence: int = TOKENS) -> Callable[[int], Mapping[str, Any]]:
-        """Return a function from the step to its global batch: the user's ``batch_fn``, or random tokens with labels.
+        """Return a function that creates the global batch of a step, such as the user's ``batch_fn``.
 
-        Images and sounds have the sizes of the config. Raises ConfigError for a model whose inputs are unknown, or
-        that accepts fewer tokens.
+        By default, batches contain random tokens with labels. Images and sounds have the sizes of the config. Raises
+        ConfigError if the inputs of the model are unknown, or if the model accepts fewer tokens.
         """
         if "batch_fn" in self.own:
             batch_fn: Callable[[int], Mapping[str, Any]] = self.own["batch_fn"]
@@ -513,7 +513,7 @@ class ModelSource:
         longest = getattr(self.config, "max_position_embeddings", None)
         if isinstance(longest, int) and sequence > longest:
             raise ConfigError(
-                f"sequence={sequence} exceeds the {longest} positions of {self.title}.",
+                f"sequence={sequence} exceeds the maximum of {longest} positions of {self.title}.",
                 remedy=f"Use a sequence of {longest} tokens or fewer.",
             )
         eos = first_token(getattr(self.config, "eos_token_id", None), 2)
@@ -521,14 +521,14 @@ class ModelSource:
 
     @property
     def loss_fn(self) -> Callable[[nn.Module, Mapping[str, Any]], Tensor] | None:
-        """Loss function: the user's, ``sample_loss`` for random batches, or None for the model's own loss."""
+        """The user's loss function, or ``sample_loss`` for random batches, or None for the model's own loss."""
         default = None if "batch_fn" in self.own else sample_loss
         loss_fn: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = self.own.get("loss_fn", default)
         return loss_fn
 
 
 def find_model(name: str, *, dropout: bool = True) -> ModelSource:
-    """Find the model that the command line argument MODEL names, and return how to build it.
+    """Find the model that the command-line argument MODEL selects, and return how to build it.
 
     Args:
         name: a family, a model type, a folder, a config.json, a name on the hub, or ``module:function``.
@@ -557,7 +557,7 @@ def find_model(name: str, *, dropout: bool = True) -> ModelSource:
 
 
 def find_policy(name: str) -> type[Policy]:
-    """Import a policy class by ``path/to/file.py``, ``path/to/file.py:Class`` or ``module:Class``."""
+    """Import a policy class that is specified as ``path/to/file.py``, ``path/to/file.py:Class`` or ``module:Class``."""
     where, _, class_name = (name, "", "") if name.endswith(".py") else name.rpartition(":")
     module = import_module_or_file(where or name)
     kinds = {n: v for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Policy)}
@@ -569,7 +569,7 @@ def find_policy(name: str) -> type[Policy]:
             f"{where or name!r} has no policy {class_name!r}"
             if class_name
             else f"{where or name!r} has {len(own) or 'no'} policies, so a class name is needed",
-            rule="A policy is a subclass of shardformer.policies.Policy, and FILE:CLASS selects one of several.",
+            rule="A policy is a subclass of shardformer.policies.Policy. Use FILE:CLASS to select one of several.",
             remedy=did_you_mean(class_name, own),
         )
     return kinds[class_name]
@@ -601,14 +601,14 @@ def load_hf_config(where: str, local: bool = True) -> Any:
     if type(layers) is int and layers > MAX_SMALL_LAYERS:
         raise ConfigError(
             f"The config {where!r} has {layers} layers, which is too many for a small model.",
-            rule=f"The maximum is {MAX_SMALL_LAYERS} layers, because each is built one after the other.",
-            remedy="Correct num_hidden_layers, or the field that this family uses instead.",
+            rule=f"The maximum is {MAX_SMALL_LAYERS} layers.",
+            remedy="Decrease num_hidden_layers, or the corresponding field of this model family.",
         )
     return config
 
 
 def first_token(tokens: int | list[int] | None, default: int) -> int:
-    """Return the first token id of a config field such as ``eos_token_id``, which may be a list or None."""
+    """Return the token id in a config field such as ``eos_token_id``. If the field is a list, return the first id."""
     if isinstance(tokens, list):
         return tokens[0] if tokens else default
     return default if tokens is None else tokens
@@ -629,19 +629,18 @@ def _make_pretrained_source(title: str, found: Pretrained) -> ModelSource:
 
 
 def _min_vocab_size(config: Any) -> int | None:
-    """Return the smallest ``vocab_size`` in a config and its subconfigs, or None if there is none."""
+    """Return the smallest ``vocab_size`` in a config and its nested configs, or None if they have none."""
     parts = [config, getattr(config, "text_config", None), getattr(config, "qformer_config", None)]
     sizes = [getattr(part, "vocab_size", None) for part in parts]
     return min((size for size in sizes if isinstance(size, int)), default=None)
 
 
 def _check_class_exists(head: str, title: str) -> None:
-    transformers = load_transformers()
-
     if model_class(head) is None:
+        hint = _suggest_names(head, {*dir(load_transformers())} - {head})
         raise ConfigError(
-            f"{title} has the class {head!r}, which transformers does not have" if head else f"{title} names no class",
-            remedy=f"{_suggest_names(head, {*dir(transformers)} - {head})}Pass module:function for your own class.",
+            f"transformers has no class {head!r}, which {title} specifies" if head else f"{title} specifies no class",
+            remedy=f"{hint}To use your own class, pass module:function.",
         )
 
 
@@ -658,14 +657,14 @@ def _make_source_from_function(name: str) -> ModelSource:
         known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise ConfigError(
             f"{where!r} has no function {function_name!r}.",
-            rule="In module:function, the function is defined at the top level of the module.",
+            rule="The function in module:function must be defined at the top level of the module.",
             remedy=did_you_mean(function_name, known),
         )
     try:
         signature(function).bind()
     except TypeError as error:
         raise ConfigError(
-            f"The function {name} has required arguments: {signature(function)}.",
+            f"The function {name} requires arguments, {signature(function)}, but is called without arguments.",
             remedy="Add default values to its parameters, or wrap it in a function without arguments.",
         ) from error
     except ValueError:  # a function written in C may have no signature
@@ -679,8 +678,8 @@ def _make_source_from_function(name: str) -> ModelSource:
     if not callable(own.get("model_fn")) or not set(own) <= set(_FUNCTION_KEYS):
         raise ConfigError(
             f"The function {name} returned {_describe_returned(returned)}.",
-            remedy=f"Return a model, a tuple (model_fn, batch_fn), or a dict of {', '.join(_FUNCTION_KEYS)}, with "
-            "functions from the top level of the module.",
+            remedy=f"Return a model, a tuple (model_fn, batch_fn), or a dict of {', '.join(_FUNCTION_KEYS)}. Define "
+            "these functions at the top level of the module.",
         )
     model_fn = own.pop("model_fn")
     if "batch_fn" in own:

@@ -1,4 +1,4 @@
-"""Report of ``verify``: differences between sharded and unsharded model, their tolerances, and printed tables."""
+"""Report of ``verify`` on the differences between the sharded and the unsharded model, with their tolerances."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardformer.errors import ConfigError
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Largest allowed relative differences of losses and gradients, and the machine epsilon of their dtype."""
+    """Maximum relative differences of losses and gradients that ``verify`` accepts, and the machine epsilon."""
 
     loss: float
     gradient: float
@@ -30,8 +30,8 @@ class Difference:
     Args:
         relative: the relative difference.
         where: the step or the parameter in which it occurs.
-        used: the difference divided by the allowed one. The allowed difference is the tolerance, or the rounding noise
-            of the unsharded model where that is larger. Above 1 the comparison fails.
+        used: the difference divided by the allowed difference. The allowed difference is the tolerance, or the rounding
+            noise of the unsharded model if the noise is larger. Above 1, the comparison fails.
     """
 
     relative: float
@@ -41,9 +41,10 @@ class Difference:
 
 @dataclass
 class Report:
-    """Result of ``verify``, which can be printed and has ``passed`` and the largest differences as attributes.
+    """Result of ``verify``, with the largest differences, and with ``passed`` if they are within their tolerances.
 
-    ``collectives`` has the communication of one step: name -> (calls of rank 0, bytes sent by all ranks of its groups).
+    ``collectives`` contains the communication of one step: the name of each collective, the number of calls of rank 0,
+    and the bytes that all ranks of its groups sent.
     """
 
     model: str
@@ -66,7 +67,7 @@ class Report:
 
     @property
     def compared_quantities(self) -> list[tuple[str, Difference, float]]:
-        """Name, largest difference and tolerance of each compared quantity: losses, gradients, norms and weights."""
+        """Name, largest difference and tolerance of each compared quantity, such as the losses or the weights."""
         return [
             ("losses", self.loss, self.bounds.loss),
             ("gradients", self.gradient, self.bounds.gradient),
@@ -76,7 +77,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """Sentence that reports which quantities differ, and the difference that is closest to its tolerance."""
+        """Text that reports which quantities differ, and which difference is closest to its tolerance."""
         kind, worst, bound = max(self.compared_quantities, key=lambda compared: compared[1].used)
         failed = [name for name, difference, _ in self.compared_quantities if difference.used > 1]
         reasons = [f"{', '.join(failed)} differ"] if failed else []
@@ -102,8 +103,8 @@ def tolerances_for(dtype: torch.dtype) -> Tolerances:
     if dtype == torch.float32:
         return Tolerances(1e-5, 1e-4, 1.2e-7)
     raise ConfigError(
-        f"verify does not compare in dtype={dtype}.",
-        rule="In 16 bits the rounding noise is as large as most errors.",
+        f"verify does not support dtype={dtype}.",
+        rule="In 16 bits, the rounding noise is as large as most errors of a sharded model.",
         remedy="Use dtype=torch.float64 or torch.float32.",
     )
 
@@ -111,17 +112,17 @@ def tolerances_for(dtype: torch.dtype) -> Tolerances:
 def tolerances_of_16_bits(dtype: torch.dtype) -> Tolerances:
     """Return the tolerances for models with 16-bit parameters and fp32 master weights.
 
-    They are wider than rounding, including a ReLU that rounding flips (T5), and narrower than the effect of a gradient
-    that is left out or counted twice.
+    The tolerances are larger than rounding errors, including a ReLU that rounding flips (T5), and smaller than the
+    effect of a gradient that is left out or counted twice.
     """
     return Tolerances(1e-2, 5e-2, torch.finfo(dtype).eps)
 
 
 def print_report(console: Console, report: Report, title: str = "") -> None:
-    """Print the report of a comparison as tables with a verdict.
+    """Print a report of ``verify`` as tables, followed by the verdict.
 
     Args:
-        title: where the model comes from.
+        title: description of the model's origin.
     """
     steps = "1 step" if report.steps == 1 else f"{report.steps} steps"
     source = f" ({escape(title)})" if title else ""

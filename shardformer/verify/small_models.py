@@ -1,6 +1,6 @@
 """Small models with random weights and random batches, for each supported model family and head class.
 
-Their sizes are odd, to reveal sharding errors: a vocabulary of 127, six heads of size 8, two KV heads, MLPs of 70,
+Their sizes are unusual, to reveal sharding errors: a vocabulary of 127, six heads of size 8, two KV heads, MLPs of 70,
 images of 5 x 5 patches, windows that do not divide them. Dropout, stochastic depth, random masking and caches are off.
 """
 
@@ -202,18 +202,18 @@ HEAD_CONFIG: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 SUBMODEL_FIELDS: Mapping[str, str] = MappingProxyType(
     {"SamVisionModel": "vision_config", "Blip2VisionModel": "vision_config", "Blip2QFormerModel": "qformer_config"}
 )
-"""Field of the family's config with the config of a head that is a submodel."""
+"""Field of the family's config that contains the config of a head class that is a submodel."""
 
 _VISION_FAMILIES = ("vit", "beit", "swin", "swinv2", "sam")
 
 
 def is_vision_only(head: str) -> bool:
-    """Return whether a head class takes images and no text."""
+    """Return whether a head class takes images but no text."""
     return FAMILY_OF.get(head) in _VISION_FAMILIES or head == "Blip2VisionModel"
 
 
 def head_config_fields(head: str, changes: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Return the config fields for the small model of a head class, updated with ``changes``."""
+    """Return the config fields of the small model for a head class, with ``changes`` applied."""
     family = SMALL_CONFIGS[FAMILY_OF[head]]
     settings = {**family, **HEAD_CONFIG.get(head, {})}
     return {**(settings[SUBMODEL_FIELDS[head]] if head in SUBMODEL_FIELDS else settings), **changes}
@@ -227,7 +227,7 @@ IGNORED = 255
 def image_batch(
     head: str, generator: Generator, settings: Mapping[str, Any], batch: int, num_labels: int
 ) -> dict[str, Tensor]:
-    """Return a batch of random images, with labels for the head: a class, masked patches, or a class per pixel."""
+    """Return a batch of random images, with the labels that the head class requires."""
     images_BCss = random_images(generator, settings, batch)
     if head.endswith("ForImageClassification"):
         labels_B = torch.randint(num_labels, (batch,), generator=generator)
@@ -258,7 +258,7 @@ def _mask_patches(head: str, generator: Generator, settings: Mapping[str, Any], 
 
 
 def sam_batch(generator: Generator, settings: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
-    """Return a batch for SAM: random images, each with two prompts of points, boxes and masks."""
+    """Return a random batch for the Segment Anything Model (SAM), with two prompts per image."""
     vision = settings["vision_config"]
     size, grid = vision["image_size"], vision["image_size"] // vision["patch_size"]
     kinds_BQK = torch.tensor([1, 0, -1, -10]).expand(batch, 2, 4).clone()
@@ -274,7 +274,7 @@ def sam_batch(generator: Generator, settings: Mapping[str, Any], batch: int) -> 
 def blip_batch(
     head: str, generator: Generator, settings: Mapping[str, Any], text: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return a batch for a BLIP-2 head: random images with text, or the inputs of a submodel."""
+    """Return a random batch for a BLIP-2 head class, with images and text, or with the inputs of a submodel."""
     if head == "Blip2TextModelWithProjection":
         return dict(text)
     ids_BS, mask_BS = text["input_ids"], text["attention_mask"]
@@ -311,7 +311,7 @@ def blip_batch(
 def sound_batch(
     head: str, generator: Generator, settings: Mapping[str, Any], text: Mapping[str, Tensor], num_labels: int
 ) -> dict[str, Tensor]:
-    """Return a batch for a Whisper head: random spectrograms, with text or class labels."""
+    """Return a random batch for a Whisper head class, with spectrograms, and with text or class labels."""
     ids_BT, mask_BT = text["input_ids"], text["attention_mask"]
     batch, frames = len(ids_BT), 2 * settings["max_source_positions"]
     labels_BT = ids_BT.roll(-1, dims=1)
@@ -332,7 +332,7 @@ FIRST_TOKEN = 5  # smaller token ids are reserved for padding, start, end and im
 
 @dataclass(frozen=True)
 class RandomBatches:
-    """Picklable function that returns a random batch for a head class and step, with padding and ignored labels.
+    """Picklable function that returns a random batch for each step, with padding and ignored labels.
 
     Every row has the same number of labels, so the loss of a batch is the mean of the losses of its shards.
 
@@ -340,7 +340,7 @@ class RandomBatches:
         head: a class of transformers. Classes outside ``HEAD_CLASSES`` receive token ids.
         vocab_size, num_labels, eos: fields of the model's config.
         batch, sequence: rows, and tokens per row.
-        changes: fields of the head's config that differ from the small model's, for the sizes of images and sounds.
+        changes: fields of the head's config that differ from the small model, such as the size of images.
     """
 
     head: str
@@ -417,7 +417,7 @@ class RandomBatches:
 
 
 def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return the model's own loss or, without one, the mean squared distance of its outputs from a cosine.
+    """Return the loss of a model, or the mean squared distance of its outputs from a cosine if it has no loss.
 
     The cosine is the same in every row, so the loss of a batch is the mean of the losses of its shards. It is not
     constant, because the distance of a normalized output from a constant has no gradient.
@@ -432,13 +432,13 @@ def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     if not distances:
         raise ConfigError(
             f"{type(model).__name__} returned no loss: its output, a {type(output).__name__}, has no field 'loss'.",
-            remedy="Pass loss_fn=, a function (output, batch) -> loss.",
+            remedy="Pass loss_fn=, a function that is called as loss_fn(output, batch).",
         )
     return torch.stack([x.double() for x in distances]).sum()
 
 
 def weights_loss_by_sample(head: str) -> bool:
-    """Return whether ``sample_loss`` for a head class is a mean over samples, and not over labels.
+    """Return whether ``sample_loss`` averages over samples instead of labels for a head class.
 
     The losses of micro-batches must then be weighted by ``num_samples``.
     """
@@ -448,7 +448,7 @@ def weights_loss_by_sample(head: str) -> bool:
 
 
 def num_samples(batch: Mapping[str, Any]) -> float:
-    """Return the number of samples in a batch, as the weight of its loss."""
+    """Return the number of samples in a batch, which is the weight of its loss."""
     return float(next(v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim() > 0))
 
 
@@ -466,7 +466,7 @@ def _float_outputs(output: Any) -> Iterator[Tensor]:
 
 
 def _unique_tensors(tensors: Iterator[Tensor]) -> list[Tensor]:
-    """Return the tensors without those that share memory with an earlier one, such as logits and their transpose."""
+    """Remove tensors that share memory with an earlier tensor, such as the transpose of the logits."""
     found: dict[tuple[int, int], Tensor] = {}
     for tensor in tensors:
         place = tensor.data_ptr() if has_data(tensor) else memory_of(tensor)
@@ -502,7 +502,7 @@ def supported_depth(family: str, head: str, layers: int) -> int:
 
 
 def depth_config_fields(family: str, head: str, layers: int) -> dict[str, Any]:
-    """Return the config fields that give the small model of a family at least ``layers`` layers in total."""
+    """Return the config fields for a small model of a family with at least ``layers`` layers in total."""
     each = supported_depth(family, head, layers) // STACKS.get(head, 1)
     if family in ("sam", "blip-2"):
         settings = {**SMALL_CONFIGS[family], **HEAD_CONFIG.get(head, {})}
@@ -523,7 +523,7 @@ LIBRARIES: dict[str, str] = {}
 
 
 def register_family(family: str, module: str, heads: tuple[str, ...], *, num_layers: str) -> None:
-    """Register a small model of a family that is not in transformers. Importing ``module`` must call this function.
+    """Register a small model for a family that is not in transformers. Importing ``module`` must call this function.
 
     Args:
         family: the ``model_type`` of its config.
@@ -538,7 +538,7 @@ def register_family(family: str, module: str, heads: tuple[str, ...], *, num_lay
 
 @dataclass(frozen=True)
 class SmallModel:
-    """Picklable function that builds the small model of a family with random weights.
+    """Picklable function that builds a small model of a family with random weights.
 
     Args:
         family: one of ``SMALL_CONFIGS``.
@@ -560,11 +560,11 @@ class SmallModel:
         return self.head or DEFAULT_HEAD[self.family]
 
     def deeper(self, layers: int) -> SmallModel:
-        """Return a copy that builds the model with at least ``layers`` layers."""
+        """Return a copy of this function that builds a model with at least ``layers`` layers."""
         return replace(self, changes={**self.changes, **depth_config_fields(self.family, self.head_class, layers)})
 
     def config(self) -> Any:
-        """Return the transformers config of the head class. For a submodel this is the submodel's own config."""
+        """Return the transformers config for the head class. For a submodel, return the submodel's own config."""
         if self.library != "transformers":
             return import_module(self.library).config(self.changes)
         transformers = load_transformers()

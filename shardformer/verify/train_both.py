@@ -1,4 +1,4 @@
-"""Training of the unsharded model on one worker and of the sharded model on all workers, for ``verify``."""
+"""Trains the unsharded model on one worker and the sharded model on all workers, for ``verify``."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ UNITS = 4  # maximum random error of an operation, in units in the last place
 
 
 class ForceFp64(TorchFunctionMode):
-    """Torch function mode that replaces casts to lower precision, such as LLaMA's fp32 norm, by casts to fp64."""
+    """Torch function mode that replaces casts to a lower precision by casts to fp64, as in LLaMA's fp32 norm."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -139,9 +139,9 @@ class RandomRounding(TorchDispatchMode):
 
 
 def check_batch(job: VerifyJob) -> None:
-    """Raise ConfigError if the first batch cannot be split over data ranks and micro-batches.
+    """Raise ConfigError if the first batch cannot be split over data-parallel ranks and micro-batches.
 
-    Errors of ``batch_fn`` itself are left to the workers.
+    Errors of ``batch_fn`` are not raised here but in the workers.
     """
     try:
         batch = job.batch_fn(0)
@@ -151,11 +151,11 @@ def check_batch(job: VerifyJob) -> None:
 
 
 def data_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, num_shards: int) -> dict[str, Any]:
-    """Return one of ``num_shards`` equal shards of a global batch, in the dtype of the models."""
+    """Return the shard of a global batch for one data-parallel rank, in the dtype of the models."""
     if not any(x.dim() for _, x in iterate_named_tensors(batch)):
         raise ConfigError(
             f"The batch has no tensor with a batch dimension (keys: {', '.join(batch) or 'none'}).",
-            remedy="Return the arguments of the model's forward pass from batch_fn.",
+            remedy="Return the arguments of the model's forward method from batch_fn.",
         )
     size = batch_size_of(batch)
     if size % num_shards:
@@ -169,7 +169,7 @@ def data_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, num_sha
 
 
 def check_samples_are_independent(job: VerifyJob, model: nn.Module) -> None:
-    """Raise ConfigError if batches are split but the model compares the samples of a batch with each other."""
+    """Raise ConfigError if a batch is split although the model compares the samples of a batch with each other."""
     reference = data_rank_batch(job, job.batch_fn(0), 0, job.num_parts)
     part = data_rank_batch(job, job.batch_fn(0), 0, job.data)
     for larger, smaller, remedy in (
@@ -179,8 +179,8 @@ def check_samples_are_independent(job: VerifyJob, model: nn.Module) -> None:
         if batch_size_of(smaller) < batch_size_of(larger):
             for name in _outputs_with_sample_pairs(model, larger, smaller):
                 raise ConfigError(
-                    f"{type(model).__name__} compares the samples of a batch with each other, because its "
-                    f"output {name} of {batch_size_of(larger)} samples has as many rows and columns.",
+                    f"{type(model).__name__} compares the samples of a batch with each other: its output {name} for "
+                    f"{batch_size_of(larger)} samples has one row and one column per sample.",
                     rule="If a batch is split, the loss of each shard is computed without the other samples.",
                     remedy=remedy,
                 )
@@ -189,7 +189,7 @@ def check_samples_are_independent(job: VerifyJob, model: nn.Module) -> None:
 def _outputs_with_sample_pairs(
     model: nn.Module, larger: Mapping[str, Any], smaller: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the names of model outputs with one row and one column per sample, as contrastive models return."""
+    """Yield the names of model outputs with one row and one column per sample, which contrastive models return."""
     try:
         with torch.no_grad():
             both = [model(**forward_arguments(batch, model)) for batch in (larger, smaller)]
@@ -209,7 +209,7 @@ def _split_micro_batches(job: VerifyJob, part: Mapping[str, Any]) -> list[dict[s
 
 
 class PrecomputedForward(nn.Module):
-    """Module that a pipeline passes to ``loss_fn`` as the model, whose forward pass returns the precomputed output."""
+    """Module that a pipeline passes to ``loss_fn`` in place of the model, and that returns a precomputed output."""
 
     def __init__(self, model: nn.Module, output: Any, part: Mapping[str, Any]) -> None:
         super().__init__()
@@ -237,9 +237,9 @@ LossFn = Callable[[Any, Mapping[str, Any]], Tensor]
 
 @dataclass
 class LossFunction:
-    """Calls a user's ``loss_fn`` with (output, batch), as ``initialize`` does, or with (model, batch).
+    """Calls a user's ``loss_fn`` with the arguments that it accepts, (output, batch) or (model, batch).
 
-    The first call finds out which one it takes: the other one raises. Errors of this package are passed on.
+    The first call tries both, and one of them raises an error. Errors of this package are not caught.
     """
 
     function: LossFn
@@ -259,17 +259,17 @@ class LossFunction:
                 raise
             except Exception as other:
                 raise InputError(
-                    f"loss_fn raised {_describe_error(other)} as loss_fn(output, batch), and {_describe_error(error)} "
-                    "as loss_fn(model, batch).",
-                    rule="output is what the model returns for the arguments of its forward pass in the batch.",
-                    remedy="Correct loss_fn.",
+                    f"loss_fn(output, batch) raised {_describe_error(other)}, and loss_fn(model, batch) raised "
+                    f"{_describe_error(error)}.",
+                    rule="The argument output is what the model returns for the batch.",
+                    remedy="Correct loss_fn so that it works with one of these arguments.",
                 ) from other
         return loss
 
     def _call(self, first: Any, batch: Mapping[str, Any]) -> Tensor:
         loss = self.function(first, batch)
         if not isinstance(loss, Tensor):
-            raise TypeError(f"it returned a {type(loss).__name__} instead of a tensor")
+            raise TypeError(f"the function returned a {type(loss).__name__} instead of a tensor")
         return loss
 
 
@@ -289,7 +289,7 @@ class VerifyPipeline:
         pipe: the number of stages.
         micro_batches: the number of micro-batches per batch. None: the number of stages.
         stages: other options of ``PipelineStageManager``, such as ``{"schedule": "gpipe"}``.
-        loss_weight: micro-batch -> its weight in the loss, as for ``Pipeline``.
+        loss_weight: returns the weight of a micro-batch in the loss, as for ``Pipeline``.
     """
 
     pipe: int = 2
@@ -303,7 +303,7 @@ class VerifyPipeline:
         return self.pipe if self.micro_batches is None else self.micro_batches
 
     def stage_manager(self, context: ParallelContext | None = None) -> PipelineStageManager:
-        """Create the pipeline stage manager, without process groups if ``context`` is None."""
+        """Create the pipeline stage manager. If ``context`` is None, no process groups are created."""
         rule = "VerifyPipeline(stages=) takes the options of PipelineStageManager"
         check_names(self.stages, ("schedule", *STAGE_FIELDS), "There is no option", rule)
         make_schedule(
@@ -319,7 +319,7 @@ class VerifyPipeline:
 
 
 StepFn = Callable[[Mapping[str, Any], int, int], Tensor]
-"""(shard of a batch, index of the backward pass, data rank) -> the loss, after its backward pass."""
+"""Function that runs a backward pass for a shard of a batch, its index and a data rank, and returns the loss."""
 
 
 @dataclass(frozen=True)
@@ -344,13 +344,15 @@ class VerifyJob:
         if self.loss_fn is not None and not isinstance(self.loss_fn, LossFunction):
             object.__setattr__(self, "loss_fn", LossFunction(self.loss_fn))
         if self.pipe > 1 and (count := self.training.gradient_accumulation_steps) > 1:
-            what = f"gradient_accumulation_steps={count} does not work with pipe={self.pipe}"
-            raise ConfigError(what, remedy="Set micro_batches (--micro-batches) instead.")
+            raise ConfigError(
+                f"gradient_accumulation_steps={count} does not work with pipe={self.pipe}.",
+                remedy="Set micro_batches (--micro-batches) instead.",
+            )
         for name in ("tensor", "pipe", "data", "steps"):
             check_int(name, getattr(self, name))
 
     def example(self) -> Mapping[str, Any]:
-        """Return the first batch, from which a policy is derived if no inputs of the model can be generated."""
+        """Return the first batch. A policy is derived from this batch if no inputs for the model can be generated."""
         return self.batch_fn(0)
 
     @property
@@ -368,12 +370,12 @@ class VerifyJob:
 
     @property
     def num_parts(self) -> int:
-        """Number of shards into which a batch is split for the loss of the unsharded model."""
+        """Number of shards into which a batch is split to compute the loss of the unsharded model."""
         return 1 if self.average_loss_over == "tokens" else self.data
 
     @property
     def average_loss_over(self) -> str:
-        """The average that was passed, or by default "tokens" for ``Pipeline`` and "ranks" for ``loss.backward()``."""
+        """The configured average. By default, it is "tokens" with a pipeline, and "ranks" without a pipeline."""
         return self.training.average_loss_over or ("ranks" if self.pipeline is None else "tokens")
 
 
@@ -391,7 +393,10 @@ class TrainingTrace:
 
 
 def run_job(job: VerifyJob) -> tuple[TrainingTrace | None, TrainingTrace, str, str]:
-    """Train both models on this worker. Return their traces (unsharded: only on rank 0), model name and layout."""
+    """Train the unsharded model on rank 0 and the sharded model on all ranks.
+
+    Returns the traces of both models, the name of the model, and a description of the layout.
+    """
     sizes = {"tensor": job.tensor, "pipe": job.pipe, "data": job.data, "sequence": num_ranks(job.sequence)}
     context = ParallelContext.from_world(sizes, torch.device(job.device))
     context = with_grid_axes(with_ring_axes(context, job.sequence), job.grid)
@@ -429,7 +434,9 @@ def _compute_loss(job: VerifyJob, model: nn.Module, batch: Mapping[str, Any]) ->
         needs_labels = hasattr(output, "loss")  # outputs with this field have a loss if the batch has labels
         field = "" if needs_labels else f": its output, a {type(output).__name__}, has no field 'loss'"
         remedy = (
-            "Add labels to the batch, or pass loss_fn=" if needs_labels else "Pass loss_fn=, (output, batch) -> loss"
+            "Add labels to the batch, or pass loss_fn="
+            if needs_labels
+            else "Pass loss_fn=, a function of (output, batch)"
         )
         raise ConfigError(f"{type(model).__name__} returned no loss{field}.", remedy=remedy)
     return loss
@@ -438,7 +445,7 @@ def _compute_loss(job: VerifyJob, model: nn.Module, batch: Mapping[str, Any]) ->
 def _loss_of_step(
     job: VerifyJob, model: nn.Module, part: Mapping[str, Any], step: int, rank: int, seed: int = 0
 ) -> Tensor:
-    """Compute the loss with a seed for the step and data rank, so that both models draw the same random numbers."""
+    """Compute the loss with a seed for the step and the data rank, so that both models use the same random numbers."""
     seed_random(1 + step * job.data + rank + seed * 2**31)
     return _compute_loss(job, model, part)
 
@@ -462,7 +469,7 @@ def _train_unsharded(job: VerifyJob) -> TrainingTrace:
 
 
 def _record_backward(job: VerifyJob, model: nn.Module, step: int, trace: TrainingTrace) -> None:
-    """Run forward and backward of the unsharded model, and record loss, gradients and their rounding noise."""
+    """Run a step of the unsharded model, and record the loss, the gradients and the rounding noise of the gradients."""
 
     def gradients(rounding: AbstractContextManager[Any]) -> dict[str, Tensor | None]:
         model.zero_grad()
@@ -494,7 +501,7 @@ def _unsharded_loss(job: VerifyJob, model: nn.Module, step: int, seed: int = 0) 
 
 
 def _check_loss_is_reproducible(job: VerifyJob, model: nn.Module) -> None:
-    """Raise ConfigError if the loss differs when it is recomputed, because of random numbers in the model."""
+    """Raise ConfigError if the loss changes when it is computed again, because the model uses random numbers."""
     draws_anew = job.pipeline is not None or job.num_parts < job.data
     with torch.no_grad(), _precision_mode(job):
         first, second = (float(_unsharded_loss(job, model, 0, seed)) for seed in (0, int(draws_anew)))
@@ -549,7 +556,7 @@ def _train_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTr
 
 
 def _run_backwards(job: VerifyJob, model: nn.Module, optimizer: Any, run_step: StepFn, step: int) -> Tensor:
-    """Run all forward and backward passes of a step of the sharded model, and return the mean loss."""
+    """Run all forward and backward passes of the sharded model in one step, and return the mean loss."""
     own = optimizer if isinstance(optimizer, ZeroOptimizer) else None
     rank, last = metadata_of(model).context.data.rank, job.training.backward_indices(step)[-1]
     losses = []
@@ -562,7 +569,7 @@ def _run_backwards(job: VerifyJob, model: nn.Module, optimizer: Any, run_step: S
 
 
 def _full_gradient(optimizer: Any, name: str, param: Tensor) -> Tensor | None:
-    """Return the full gradient of a parameter, which ZeRO may have sharded."""
+    """Return the full gradient of a parameter, even if ZeRO has sharded it."""
     if isinstance(optimizer, ZeroOptimizer):
         return optimizer.full_gradient(name) if param.requires_grad else None
     return param.grad
@@ -600,7 +607,7 @@ def _make_pipeline_step(job: VerifyJob, model: nn.Module, settings: VerifyPipeli
 def _gather_full_tensors(
     model: nn.Module, context: ParallelContext, local_tensors: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor | None]:
-    """Gather the full tensors of all ranks and stages, by parameter name. Tied tensors that differ become NaN."""
+    """Gather the full tensors from all ranks and stages by parameter name. Tied tensors that differ become NaN."""
     specs, state = shard_specs(model), metadata_of(model)
     present = [(name, t) for name, t in local_tensors.items() if t is not None]
     gathered = gather_full_tensors([t for _, t in present], [specs[name] for name, _ in present], state.axis)

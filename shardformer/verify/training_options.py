@@ -1,4 +1,4 @@
-"""Training options of ``verify``, and the optimizers of both models."""
+"""Training options of ``verify``, and the optimizers of the sharded and the unsharded model."""
 
 from __future__ import annotations
 
@@ -46,14 +46,13 @@ class VerifyTraining:
         optimizer: with a ZeRO stage, the name of an optimizer of torch.optim, or LAMB or LARS. Muon updates the
             matrices, and AdamW the other parameters. Adaptive optimizers are compared with a tolerance of 1e-4.
         average_loss_over: the reference loss with data parallelism. "tokens": the loss of the full batch. "ranks": the
-            mean of the losses of the ranks' shards of the batch, as ``loss.backward()`` and DDP compute it. They differ
-            if shards have different numbers of labels, or if the loss is not a mean over samples (for example a loss
-            that balances experts). None: "tokens" with a pipeline, whose step averages over tokens, otherwise "ranks",
-            because ``verify`` calls ``loss.backward()``.
+            mean of the losses of the data-parallel ranks, as ``loss.backward()`` and DDP compute it. The two losses
+            differ if shards have different numbers of labels, or if the loss is not a mean over samples (for example a
+            loss that balances experts). None: "tokens" with a pipeline, and otherwise "ranks".
         precision: with a ZeRO stage, "bf16" or "fp16": 16-bit parameters in both models, fp32 master weights, and the
             tolerances of 16 bits.
         offload: with a ZeRO stage, "cpu" or "nvme:DIR" for master weights and optimizer state of the sharded model.
-        gradient_accumulation_steps: backward passes per step, each of its own batch; all but the last in ``no_sync``.
+        gradient_accumulation_steps: backward passes per step, with a batch each. All but the last run in ``no_sync``.
         activation_checkpointing: whether the sharded model recomputes its layers in the backward pass.
         frozen_pattern: a regular expression. Parameters whose full name matches are frozen.
     """
@@ -76,16 +75,16 @@ class VerifyTraining:
         except re.error as error:
             raise ConfigError(
                 f"frozen={self.frozen_pattern!r} is not a regular expression: {error}.",
-                remedy="Write an expression that matches full names of parameters, for example embeddings.*.",
+                remedy="Write an expression that matches full parameter names, for example embeddings.*.",
             ) from error
         rule = "Use an optimizer of torch.optim for dense gradients that takes no closure, or LAMB or LARS"
         check_choice("optimizer", self.optimizer, _optimizer_classes(), rule)
         for name, default in (("optimizer", "SGD"), ("precision", "fp32"), ("offload", None)):
             if self.zero_stage is None and (value := getattr(self, name)) != default:
                 raise ConfigError(
-                    f"{name}={value!r} needs a ZeRO stage.",
-                    rule="Without ZeRO, verify trains with SGD, whose weights can be compared exactly.",
-                    remedy="Add zero_stage=0, 1, 2 or 3 (--zero-stage).",
+                    f"{name}={value!r} requires a ZeRO stage.",
+                    rule="Without ZeRO, verify trains with SGD, so that the weights can be compared exactly.",
+                    remedy="Set zero_stage to 0, 1, 2 or 3 (--zero-stage).",
                 )
         check_int("gradient_accumulation_steps", self.gradient_accumulation_steps)
 
@@ -94,7 +93,7 @@ class VerifyTraining:
         return range(step * self.gradient_accumulation_steps, (step + 1) * self.gradient_accumulation_steps)
 
     def freeze(self, model: nn.Module) -> None:
-        """Freeze the model's parameters whose names match ``frozen_pattern``. Raises ConfigError if none matches."""
+        """Freeze the parameters of a model that match ``frozen_pattern``. Raises ConfigError if none matches."""
         names = [
             name
             for name, _ in model.named_parameters()
@@ -110,7 +109,7 @@ class VerifyTraining:
             model.get_parameter(name).requires_grad_(False)
 
     def enable_checkpointing(self, model: Any) -> None:
-        """Enable activation checkpointing in a model if configured. Raises ConfigError if it is not supported."""
+        """Enable activation checkpointing if it is configured. Raises ConfigError if the model does not support it."""
         if self.activation_checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
             raise ConfigError(
                 f"{type(model).__name__} does not support activation checkpointing.",
@@ -122,12 +121,12 @@ class VerifyTraining:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Dtype of the parameters if they have 16 bits, otherwise None."""
+        """Dtype of the parameters if they have 16 bits, and otherwise None."""
         return MixedPrecision.of(self.precision).dtype
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss before the backward pass, above 1 only in fp16."""
+        """Factor by which the loss is scaled before the backward pass. It is 1 except in fp16."""
         return SCALE if self.precision == "fp16" else 1.0
 
     def zero_arguments(self) -> dict[str, Any]:
@@ -154,7 +153,7 @@ def _optimizer_classes() -> dict[str, Any]:
 
 
 class ReferenceOptimizers:
-    """Optimizers of the unsharded model, with fp32 master weights if its parameters have 16 bits."""
+    """Optimizers of the unsharded model, which keep fp32 master weights if the parameters have 16 bits."""
 
     def __init__(self, model: nn.Module, training: VerifyTraining) -> None:
         self._training = training
@@ -168,7 +167,7 @@ class ReferenceOptimizers:
             accept_wide_inputs(model)
 
     def step(self, max_norm: float) -> float:
-        """Clip the gradients and step. Return the gradient norm before clipping."""
+        """Clip the gradients, update the weights, and return the gradient norm before clipping."""
         for p, master in self._pairs:
             if master is not p:
                 master.grad = None if p.grad is None else p.grad.float() / self._training.loss_scale
@@ -183,7 +182,7 @@ class ReferenceOptimizers:
 
 
 def make_verify_optimizers(params: Iterable[nn.Parameter], training: VerifyTraining) -> list[Optimizer]:
-    """Create the optimizers of a model: SGD with momentum, or under ZeRO the configured optimizer."""
+    """Create the configured optimizers for the parameters of a model, or SGD with momentum if ZeRO is not used."""
     trainable = [p for p in params if p.requires_grad]
     if training.zero_stage is None or not trainable:  # a stage may have no trainable parameters
         return [torch.optim.SGD([{"params": trainable}], lr=LEARNING_RATE, momentum=0.9)]

@@ -1,4 +1,4 @@
-"""Comparison of the loss, each gradient and each weight of a sharded model with the unsharded model."""
+"""Compares the loss, each gradient and each weight of a sharded model with those of the unsharded model."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def check_layout(
         example: returns a batch, from which a policy may be derived.
 
     Returns:
-        The model's config, or None without one.
+        The config of the model, or None if it has no config.
 
     Raises:
-        ShardFormerError: the error that sharding would raise in every worker, before any worker starts. Errors of
-            ``model_fn`` itself are left to the workers, because it may depend on them.
+        ShardFormerError: the error that sharding would raise in every worker. Errors of ``model_fn`` are not raised
+            here but in the workers, because the function may depend on them.
     """
     with torch.random.fork_rng(devices=[]):
         try:
@@ -145,7 +145,7 @@ def _worst_gradient_difference(
 def _worst_weight_difference(
     job: VerifyJob, plain: TrainingTrace, sharded: TrainingTrace, bounds: Tolerances
 ) -> tuple[Difference, list[str]]:
-    """Return the largest difference of a weight, relative to its change in training, and the missing weights."""
+    """Return the largest weight difference, relative to the change of the weight in training, and missing weights."""
     worst = NO_DIFFERENCE
     gone = [name for name in {**plain.after, **sharded.after} if (name in plain.after) != (name in sharded.after)]
     steps = len(plain.losses)
@@ -161,7 +161,7 @@ def _worst_weight_difference(
 
 
 def _is_only_rounding(plain: TrainingTrace, name: str) -> bool:
-    """Return whether a gradient contains only rounding errors, as for a key bias. Its update is not compared."""
+    """Return whether a gradient contains only rounding errors, as is the case for the bias of attention keys."""
     grads = [grad for step in plain.grads if (grad := step.get(name)) is not None and grad.numel()]
     return plain.noise.get(name, 0.0) > 1e-3 * max((float(grad.abs().max()) for grad in grads), default=0.0)
 
@@ -187,7 +187,7 @@ NOTE_VARIABLE = "SHARDFORMER_UNGUARDED"
 
 
 def check_main_guard() -> None:
-    """Exit, or raise ConfigError, if a worker calls ``verify`` because it imports a script without a main guard."""
+    """Stop a worker that calls ``verify`` because it imports a script without a main guard."""
     if not getattr(process.current_process(), "_inheriting", False):
         return
     place = _main_module_location()
@@ -200,7 +200,7 @@ def check_main_guard() -> None:
 
 @contextmanager
 def report_main_guard() -> Iterator[None]:
-    """Convert a WorkerError in the block to ConfigError if its cause is a script without a main guard."""
+    """Convert a WorkerError to ConfigError if it was caused by a script without a main guard."""
     before = os.environ.get(NOTE_VARIABLE)
     with TemporaryDirectory(prefix="shardformer-") as folder:
         note = Path(folder, "unguarded")
@@ -251,20 +251,20 @@ def verify(
 
     Args:
         model_fn: builds the unsharded model. Every process calls it with the same seed. Picklable.
-        batch_fn: step -> the global batch of that step. Tensors whose first dimension is the batch are sharded along
-            the data axis, whose size must divide it. Picklable.
+        batch_fn: returns the global batch of a step. Tensors whose first dimension is the batch are sharded along the
+            data axis, whose size must divide the batch. Picklable.
         tensor: the size of the tensor axis, or sizes: ``{"tensor": 2, "sequence": 4}``, ``{"sequence": (2, 2)}`` for a
             ring of groups, or ``{"tensor": (2, 2)}`` for a grid with ``config={"tensor_parallel_mode": "2d"}``.
         data: the size of the data axis. The number of processes is the product of all axis sizes.
         steps: the number of optimizer steps (SGD with momentum, gradients clipped to norm 1).
         dtype: the dtype of the model and of floating-point tensors in the batch.
-        loss_fn: (output, batch) -> loss, as in ``initialize``, or (model, batch) -> loss if it calls the model in
+        loss_fn: ``loss_fn(output, batch)``, as in ``initialize``, or ``loss_fn(model, batch)`` if it calls the model in
             another way. None: ``model(**batch).loss``.
-        policy: your own policy. None: the policy of the model's family, or a derived one.
+        policy: your own policy. None: the policy of the model's family, or a policy that is derived from the model.
         config: options of ``ShardConfig``.
         pipeline: the pipeline stages and micro-batches: ``VerifyPipeline(pipe=2, micro_batches=4)``.
         training: the optimizer, the ZeRO stage and the reference loss: ``VerifyTraining(zero_stage=3)``.
-        pool: the workers to run in. None: start and end a pool.
+        pool: the worker pool to run in. None: start a new pool, and stop it at the end.
 
     Raises:
         ShardFormerError: the model cannot be sharded or compared in this layout. Errors in the plan or in the first
@@ -320,13 +320,13 @@ def _non_default_options(config: Mapping[str, Any] | ShardConfig | None) -> dict
     if config.context is not None or config.tensor_parallel_process_group is not None:
         raise ConfigError(
             "The config passed to verify has a context or a process group.",
-            remedy="Remove context and tensor_parallel_process_group, and use tensor= and data=.",
+            remedy="Set the layout with tensor= and data= instead of context and tensor_parallel_process_group.",
         )
     usual = vars(ShardConfig())
     return {name: value for name, value in vars(config).items() if value != usual[name]}
 
 
 def run_job_and_report(job: VerifyJob) -> Report | None:
-    """Train both models on this worker, and return the report on the first worker and None on other workers."""
+    """Train both models on this worker, and return the report on the first worker, and None on other workers."""
     plain, sharded, name, layout = run_job(job)
     return compare(job, plain, sharded, name, layout) if plain is not None else None

@@ -204,7 +204,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
     ("arguments", "message"),
     [
         (["bert", "--sequence-overlap"], "sequence_overlap=True has no effect without sequence_parallel=True"),
-        (["bert", "--head", "BertForNothing"], "bert has no head 'BertForNothing'"),
+        (["bert", "--head", "BertForNothing"], "bert has no head class 'BertForNothing'"),
         (["bert", "--head", "BertModel", "--all-heads"], "Remove one of the two"),
         (["bert", "--tensor", "0"], "tensor=0 is not a positive number.\n  Use --tensor 1 or more.\n"),
         (["llama", "--tensor", "7"], "exceeds the 6 attention heads"),
@@ -247,7 +247,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["bert", "--pipe", "2", "--micro-batches", "1000000"], "need over 1,048,576 actions"),
         (
             ["bert", "--pipe", "2", "--schedule", "interleaved", "--num-model-chunks", "10000"],
-            "The limit is 256 layers",
+            "The maximum is 256 layers",
         ),
         (["bert", "--pipe", "2", "--partition", "1,99999999999"], "--partition 3,5"),
         (["bert", "--frozen", "("], "regular expression"),

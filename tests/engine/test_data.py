@@ -267,7 +267,7 @@ def test_a_small_last_batch_can_be_merged() -> None:
         (list(range(4)), {}, "type list was passed without batch_size"),
         (list(range(4)), {"batch_size": 0}, "batch_size=0"),
         (list(range(4)), {"batch_size": True}, "batch_size=True"),
-        (list(range(4)), {"batch_size": 1}, "batch_size=1 is smaller than the number of data ranks, 2"),
+        (list(range(4)), {"batch_size": 1}, "batch_size=1 is smaller than the number of data-parallel ranks, 2"),
         (list(range(5)), {"batch_size": 4}, "the last batch has only 1 of the"),
         (list(range(3)), {"batch_size": 4, "drop_last": True}, "drops all 3 samples"),
         (list(range(4)), {"batch_size": 4, "accumulate": 2}, "accumulate=2"),
@@ -298,7 +298,7 @@ def test_errors_found_during_iteration_raise() -> None:
         list(once)
     with pytest.raises(ConfigError, match="length of the training data is unknown"):
         len(once)
-    with pytest.raises(InputError, match="A batch of 1 samples is too small for 2 data ranks"):
+    with pytest.raises(InputError, match="A batch of 1 samples is too small for 2 data-parallel ranks"):
         list(ShardedDataLoader(Rows([1, 2, 3]), place(0, 2), batch_size=2))
     with pytest.raises(ConfigError, match="Use the same data"):
         ShardedDataLoader([1, 2], place(), batch_size=1).load_state(

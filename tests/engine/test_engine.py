@@ -355,7 +355,7 @@ def _misused(engine: Engine, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("another loss", "is not the last loss of the engine"),
+        ("another loss", "is not the last loss that the engine returned"),
         ("no batch", "without a batch"),
         ("no backward pass", "before backward"),
         ("twice", r"engine\(\[first, second\]\)"),

@@ -116,7 +116,7 @@ def test_a_row_may_have_its_inputs_by_name() -> None:
 
 def test_a_loss_function_of_verify_raises_with_the_signature() -> None:
     with pytest.raises(
-        InputError, match=r"called as loss_fn\(output, target\).*only verify also accepts loss_fn\(model, "
+        InputError, match=r"called as loss_fn\(output, target\).*Only verify also accepts loss_fn\(model, "
     ):
         losses(None, [(row, row) for row in WORD_ROWS], loss_fn=square)
     with pytest.raises(InputError, match=r"called as loss_fn\(output, batch\)"):
@@ -136,7 +136,7 @@ def test_verify_derives_a_policy_from_its_batches(loss_fn: Any, pool2: Any) -> N
 
 @pytest.mark.slow
 def test_a_loss_function_that_fails_in_verify_raises_with_both_signatures() -> None:
-    words = r"loss_fn raised TypeError: .* as loss_fn\(output, batch\), and TypeError: .* as loss_fn\(model, batch\)"
+    words = r"loss_fn\(output, batch\) raised TypeError: .*, and loss_fn\(model, batch\) raised TypeError: "
     with pytest.raises(InputError, match=words):
         verify(make_model, make_batch, 1, steps=1, loss_fn=len)
 

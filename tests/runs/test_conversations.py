@@ -145,22 +145,26 @@ def test_a_template_that_changes_earlier_text_raises(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "data", "words"),
     [
-        ({"messages": [{"role": "user"}]}, {}, r"Row 1 .*A message in the field 'messages' is \{'role': 'user'\}"),
-        ({"messages": CHAT[:2]}, {}, r"No row has an answer within its first data.sequence_length = 400 tokens"),
-        ({"messages": CHAT}, {"sequence_length": 8}, r"No row has an answer .* = 8 tokens"),
+        (
+            {"messages": [{"role": "user"}]},
+            {},
+            r"Row 1 .*The field 'messages' contains an invalid message: \{'role': 'user'\}",
+        ),
+        ({"messages": CHAT[:2]}, {}, r"No row has an answer within its first 400 tokens .data.sequence_length."),
+        ({"messages": CHAT}, {"sequence_length": 8}, r"No row has an answer within its first 8 tokens"),
         ({"body": "words"}, {}, r"Row 1 of the data has no field 'text'"),
         (
             {"messages": "[]"},
             {},
-            r"Row 1 .*has '\[\]' in the field 'messages', which is not a list of messages.*as JSON",
+            r"Row 1 .*has '\[\]' in the field 'messages', which is not a list of messages.*contains JSON",
         ),
         ({"messages": None, "text": None}, {}, r"Row 1 .*has None in the field 'messages'"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             {},
-            r"Row 1 .*has a part that is not a text",
+            r"Row 1 .*has a part that is not text",
         ),
-        ({"q": "words"}, {"prompt": "q"}, r"fields 'q' of a row do not contain a conversation"),
+        ({"q": "words"}, {"prompt": "q"}, r"fields 'q', which do not contain a conversation"),
     ],
     ids=str,
 )
@@ -185,7 +189,7 @@ def test_an_error_of_a_template_is_reported(tmp_path: Path) -> None:
 def test_a_tokenizer_without_a_template_raises(word_tokenizer: Any, tmp_path: Path) -> None:
     word_tokenizer.chat_template = None
     word_tokenizer.save_pretrained(tmp_path / "plain")
-    with pytest.raises(ConfigError, match=r"no chat template.*data.chat_template = 'chatml', 'none'"):
+    with pytest.raises(ConfigError, match=r"no chat template.*data.chat_template to 'chatml', to 'none'"):
         first_sample(tmp_path, {"messages": CHAT}, tokenizer=str(tmp_path / "plain"))
 
 

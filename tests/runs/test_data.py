@@ -128,7 +128,7 @@ def test_data_sets_of_the_datasets_library(tmp_path: Path) -> None:
         ({"train": "rows.xlsx"}, "classification", r"cannot be inferred from the name.*pandas.read_excel"),
         ({"train": "missing.csv"}, "classification", r"'missing.csv' cannot be read: No such file"),
         ({"train": "bad.csv"}, "classification", r"Row 1 of 'bad.csv' has 4 fields.*data.delimiter"),
-        ({"train": "latin.txt"}, "causal", r"'latin.txt' is not valid UTF-8: .* at byte 1.*Convert it"),
+        ({"train": "latin.txt"}, "causal", r"'latin.txt' is not valid UTF-8: .* at byte 1.*Convert the file"),
         (
             {"train": "rows.jsonl", "text": "score"},
             "causal",
@@ -136,7 +136,11 @@ def test_data_sets_of_the_datasets_library(tmp_path: Path) -> None:
         ),
         ({"train": "rows.jsonl", "pair": "score"}, "classification", r"0.5 in the field 'score'.*data.pair"),
         ({"train": "rows.jsonl", "target": "score"}, "sequence_to_sequence", r"0.5 in the field 'score'.*data.target"),
-        ({"train": "rows.jsonl", "text": "none"}, "causal", r"Row 1 of the data has null in the field 'none'"),
+        (
+            {"train": "rows.jsonl", "text": "none"},
+            "causal",
+            r"Row 1 of the data has null as the value of 'none'",
+        ),
         ({"train": "others.jsonl"}, "classification", r"All labels of the training data are 'ugly'.*two classes"),
         ({"train": "rows.jsonl", "label": "score"}, "classification", r"labels have the types float.*'regression'"),
         (

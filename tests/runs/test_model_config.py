@@ -78,7 +78,7 @@ def test_a_list_that_is_not_derived_is_kept(tmp_path: Path) -> None:
     ("fields", "words"),
     [
         ({"hidden_size": "wide"}, r"hidden_size = 'wide'.*expected int"),
-        ({"num_hidden_layer": 2}, r"model.config has 'num_hidden_layer'.*Did you mean 'num_hidden_layers'"),
+        ({"num_hidden_layer": 2}, r"model.config sets 'num_hidden_layer'.*Did you mean 'num_hidden_layers'"),
         ({"layer_types": ["full_attention"]}, r"layer_types"),
     ],
     ids=str,

@@ -69,9 +69,12 @@ def test_fields_of_other_rows_of_a_table_do_not_reach_the_template(tmp_path: Pat
         (with_calls(), r"Row 1 .*template ignores tools of"),
         ({"messages": with_calls()["messages"]}, r"ignores the tool_calls of 'assistant' in message 2"),
         (with_calls(tools="weather"), r"'weather' in the field 'tools', which is not a list of functions"),
-        ({"messages": [USER, {"role": "assistant", "content": None}]}, r"A message in the field 'messages' is"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": None}]},
+            r"The field 'messages' contains an invalid message",
+        ),
         ({"messages": [USER, {**ASSISTANT, "weight": 0.5}]}, r"has weight = 0.5"),
-        ({"system": "Sing.", "messages": CHAT}, r"system message 'Be brief.', but 'Sing.' in the field 'system'"),
+        ({"system": "Sing.", "messages": CHAT}, r"'Be brief.' in its conversation, and 'Sing.' in the field 'system'"),
     ],
 )
 def test_what_the_template_would_drop_raises(row: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_the_first_group_has_the_configured_rate() -> None:
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({"lr_factors": {"lm_haed.*": 2.0}}, r"lr_factors has 'lm_haed.*', which matches no parameter"),
+        ({"lr_factors": {"lm_haed.*": 2.0}}, r"'lm_haed.*' in optimizer.lr_factors matches no parameter"),
         ({"layer_decay": 0.9}, r"layer_decay has no effect, because Linear has no ModuleList"),
     ],
 )

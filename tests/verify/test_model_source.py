@@ -137,7 +137,7 @@ def test_a_function_may_return_a_tuple_or_a_dict(user_module: Path, monkeypatch:
         ("nothing", r"has no function 'nothing'.*at the top level of the module"),
         ("modle", r"Did you mean 'model'"),
         ("size", r"has no function 'size'"),
-        ("model_of_size", r"required arguments: \(size\).*default values"),
+        ("model_of_size", r"requires arguments, \(size\).*default values"),
         ("number", r"returned a int.*\(model_fn, batch_fn\)"),
         ("misspelt", r"returned a dict of model_fn, bach_fn.*model_fn, batch_fn, loss_fn, policy"),
     ],
@@ -182,9 +182,9 @@ def test_a_model_with_unknown_inputs_raises() -> None:
 
 
 def test_a_head_of_another_family_raises() -> None:
-    with pytest.raises(ConfigError, match=r"bert has no head 'GPT2Model'.*BertModel.*Did you mean 'BertModel'"):
+    with pytest.raises(ConfigError, match=r"bert has no head class 'GPT2Model'.*BertModel.*Did you mean 'BertModel'"):
         find_model("bert").with_head("GPT2Model")
-    with pytest.raises(ConfigError, match="Build the head in the function"):
+    with pytest.raises(ConfigError, match="build the head in the function"):
         ModelSource("mine", nn.Identity, "").with_head("BertModel")
     with pytest.raises(ConfigError, match="are unknown"):
         _ = ModelSource("mine", nn.Identity, "").heads

@@ -60,7 +60,7 @@ def without_tensors(step: int) -> dict[str, int]:
         ),
         ({"tensor": 7}, "exceeds the 6 attention heads"),
         ({"batch_fn": without_tensors}, "no tensor"),
-        ({"dtype": torch.bfloat16}, "does not compare in dtype"),
+        ({"dtype": torch.bfloat16}, "does not support dtype"),
         ({"tensor": 0}, "tensor=0"),
         ({"data": -1}, "data=-1"),
         ({"steps": 0}, "steps=0"),

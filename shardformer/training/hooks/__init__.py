@@ -1,4 +1,4 @@
-"""Built-in hooks of the trainer, imported as in ``from shardformer.training.hooks import Checkpoint, Progress``."""
+"""Built-in hooks for ``Trainer``, such as ``Checkpoint`` and ``Progress``."""
 
 from __future__ import annotations
 

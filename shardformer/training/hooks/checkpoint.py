@@ -1,4 +1,4 @@
-"""``Checkpoint``, a hook that saves checkpoints and resumes from the newest checkpoint."""
+"""A hook that saves checkpoints, and resumes a run from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Checkpoint(Hook):
     A restarted run resumes from the newest complete checkpoint in the directory, even in the middle of an epoch, and
     restores the states of all hooks. The run locks the directory, so that no other job can save into it.
 
-    With ``best``, a checkpoint is also saved after each validation with the best value of
-    ``metric`` so far, and kept in addition to those of ``retention``. A resumed run continues to compare.
+    With ``best``, a checkpoint is also saved after each validation that reaches the best value of ``metric`` so far. It
+    is kept in addition to the checkpoints of ``retention``. A resumed run remembers the best value.
 
-    Saving communicates as ``Engine.save`` does, and loading the best checkpoint as ``Engine.load`` does. To find it, a
-    validation communicates one number.
+    Saving communicates as ``Engine.save`` does, and loading the best checkpoint as ``Engine.load`` does. With ``best``,
+    each validation communicates one number.
 
     Attributes:
         best_value: Best value of ``metric`` so far, or None.
@@ -55,8 +55,10 @@ class Checkpoint(Hook):
     def __init__(
         self,
         directory: Annotated[str | Path, "Directory of the checkpoints, which are called `directory/step-00000123`."],
-        every_steps: Annotated[int | None, "Steps between checkpoints. None: no checkpoints by steps."] = None,
-        every_minutes: Annotated[float | None, "Minutes between checkpoints. inf or None disables them."] = 10.0,
+        every_steps: Annotated[int | None, "Number of steps between checkpoints. None disables them."] = None,
+        every_minutes: Annotated[
+            float | None, "Number of minutes between checkpoints. inf or None disables them."
+        ] = 10.0,
         every_epoch: Annotated[bool, "Save after each epoch."] = False,
         at_end: Annotated[bool, "Save after the last step, and when a hook stops the run."] = True,
         on_signal: Annotated[bool, "Save after the step during which SIGTERM or SIGINT (Ctrl-C) arrives."] = True,
@@ -64,7 +66,7 @@ class Checkpoint(Hook):
             CheckpointRetention | int | None,
             "Number of checkpoints to keep, or a table of the fields of `CheckpointRetention`. {} keeps all.",
         ] = 3,
-        in_background: Annotated[bool, "Write in a thread while training continues."] = True,
+        in_background: Annotated[bool, "Write checkpoints in a background thread while training continues."] = True,
         resume: Annotated[
             bool, "Resume from the checkpoints in the directory. If false, it must not contain checkpoints."
         ] = True,
@@ -75,12 +77,12 @@ class Checkpoint(Hook):
         ] = None,
         metric: Annotated[
             str,
-            "Name in `trainer.values` of the metric of the best checkpoint. A hook that computes it, such as "
-            "`Metrics`, must come before this hook.",
+            "Name in `trainer.values` of the metric that determines the best checkpoint. The hook that computes the "
+            "metric, such as `Metrics`, must come before this hook.",
         ] = DEFAULT_METRIC,
         mode: Annotated[
             Mode | None,
-            "Whether a lower or a higher value is better. Required unless `metric` is the loss or the perplexity.",
+            "Whether a lower or a higher `metric` is better. Required unless it is the loss or the perplexity.",
         ] = None,
     ) -> None:
         if every_steps is not None:
@@ -175,7 +177,7 @@ class Checkpoint(Hook):
         self.best_value, self.best_step = (state["best_value"], state["best_step"]) if is_same else (None, None)
 
     def _check_best_exists(self, trainer: TrainerProtocol) -> None:
-        """Forget the best checkpoint of the resumed run, with a warning, if it no longer exists."""
+        """Warn if the best checkpoint of the resumed run no longer exists, and forget its value."""
         if self.best_step is None:
             return
         folder = step_folder(self.directory, self.best_step)
@@ -202,7 +204,7 @@ class Checkpoint(Hook):
 
 
 def _check_best(best: Best | None, metric: str, mode: Mode | None) -> Mode:
-    """Check the options of the best checkpoint, and return whether a lower or a higher value is better."""
+    """Validate the options for the best checkpoint, and return whether lower or higher values are better."""
     if best is not None:
         check_choice("Checkpoint.best", best, get_args(Best))
     if mode is not None:

@@ -1,4 +1,4 @@
-"""``EarlyStopping``, a hook that ends a run whose validation metric no longer improves."""
+"""A hook that ends a run when its validation metric no longer improves."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ class EarlyStopping(Hook):
     def __init__(
         self,
         metric: Annotated[
-            str, "Name in `trainer.values`. A hook that computes it, such as `Metrics`, must come before this hook."
+            str, "Name in `trainer.values`. The hook that computes it, such as `Metrics`, must come before this hook."
         ] = "validation/loss",
         patience: Annotated[int, "End the run after this number of consecutive validations without improvement."] = 3,
         mode: Annotated[Mode, "Whether a lower or a higher value is better."] = "min",
-        min_delta: Annotated[float, "Only a larger change counts as an improvement."] = 0.0,
+        min_delta: Annotated[
+            float, "A change of the metric must be larger than this to count as an improvement."
+        ] = 0.0,
     ) -> None:
         check_choice("EarlyStopping.mode", mode, get_args(Mode))
         check_int("EarlyStopping.patience", patience, unit="validations", example=3)

@@ -1,4 +1,4 @@
-"""``Wandb`` and ``Mlflow``, hooks that send metrics and the run configuration to an experiment tracker."""
+"""Hooks that send metrics and the run configuration to Weights & Biases or MLflow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardformer.training.hook import TrainerProtocol
 from shardformer.training.hooks.json_lines import EverySteps, MetricsHook, OutputDirectory
 
 Project = Annotated[str, "Project or experiment in the tracker."]
-RunName = Annotated[str | None, "Name of the run. By default the tracker chooses it."]
+RunName = Annotated[str | None, "Name of the run. By default, the tracker chooses a name."]
 RecordedConfig = Annotated[
     Mapping[str, Any] | None, "Values to record with the run. `shardformer train` passes its configuration."
 ]
@@ -20,7 +20,7 @@ MAX_MLFLOW_VALUE = 6000
 
 
 class _Tracker(MetricsHook):
-    """Base class of hooks that write to a tracker. A resumed run continues its record in the tracker."""
+    """Base class for hooks that send metrics to an experiment tracker. A resumed run continues its earlier record."""
 
     _module_name = ""
 
@@ -52,15 +52,15 @@ class _Tracker(MetricsHook):
         except Exception as error:  # libraries raise their own errors, such as for a missing login
             raise ConfigError(
                 f"The hook {type(self).__name__} cannot start a run: {first_line(error)}.",
-                remedy=f"Follow the documentation of {self._module_name}, or remove the hook.",
+                remedy=f"Set up {self._module_name} as its documentation describes, or remove the hook.",
             ) from error
 
     def _start(self) -> None:
-        """Start or continue a run, and set ``_run_id`` and ``_writer``. Called on the first rank."""
+        """Start or continue a run in the tracker, and set ``_run_id`` and ``_writer``. Called on the first rank."""
 
 
 class Wandb(_Tracker):
-    """Sends ``trainer.values`` and the configuration to Weights & Biases.
+    """Sends the metrics in ``trainer.values`` and the run configuration to Weights & Biases.
 
     A resumed run continues its record. Only the first rank sends. Hooks that compute metrics must come before this
     hook. Log in with ``wandb login``, or set ``WANDB_MODE=offline`` to write files without a network.
@@ -100,10 +100,10 @@ class _WandbWriter:
 
 
 class Mlflow(_Tracker):
-    """Sends ``trainer.values`` and the configuration to MLflow.
+    """Sends the metrics in ``trainer.values`` and the run configuration to MLflow.
 
     A resumed run continues its record. Only the first rank sends. Hooks that compute metrics must come before this
-    hook. ``MLFLOW_TRACKING_URI`` names the server or the database.
+    hook. The environment variable ``MLFLOW_TRACKING_URI`` specifies the server or the database.
     """
 
     _module_name = "mlflow"
@@ -139,7 +139,7 @@ class _MlflowWriter:
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested tables under joined names, such as ``model.name``."""
+    """Flatten nested tables to a single dict with keys such as ``model.name``."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:

@@ -1,4 +1,4 @@
-"""``GradientMonitor``, a hook that records the gradient norm and detects spikes and nonfinite gradients."""
+"""A hook that records the gradient norm, and detects spikes and nonfinite gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIN_STEPS = 10
 
 
 class GradientMonitor(Hook):
-    """Records the global gradient norm, warns of spikes, and ends the run after many steps with nonfinite gradients.
+    """Records the global gradient norm, warns about spikes, and ends a run whose gradients stay nonfinite.
 
     Adds ``grad_norm`` (before clipping) to ``trainer.values``, and ``skipped_steps`` after a step was skipped.
     ``ParallelConfig(on_nonfinite=)`` determines what happens in a single step with gradients that are not finite.
@@ -59,8 +59,7 @@ class GradientMonitor(Hook):
                 raise InputError(
                     f"The loss ({trainer.values['loss']}) or the gradient norm ({norm}) was NaN or infinite "
                     f"for {self._nonfinite_steps} steps in a row, up to step {trainer.step}.",
-                    rule=f"GradientMonitor ends a run after {self.patience} consecutive steps with nonfinite "
-                    "gradients.",
+                    rule=f"GradientMonitor ends a run after {self.patience} such steps.",
                     remedy="Check the data, or resume from an earlier checkpoint with a lower learning rate or "
                     "max_grad_norm.",
                 )

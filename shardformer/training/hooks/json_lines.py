@@ -1,4 +1,4 @@
-"""``JsonLines``, a hook that writes metrics to a JSON Lines file."""
+"""A hook that writes metrics to a JSON Lines file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shardformer.training.hook import RENAMED_DIRECTORY, Hook, TrainerProtocol
 from shardformer.training.metrics_log import MetricsRecord, MetricsWriter
 
 VALIDATION = "validation/"
-OutputDirectory = Annotated[str | Path, "Directory of the files, created if missing."]
-EverySteps = Annotated[int, "Steps between values. Validation metrics are always written."]
+OutputDirectory = Annotated[str | Path, "Directory of the files, which is created if it does not exist."]
+EverySteps = Annotated[int, "Number of steps between records. Validation metrics are always written."]
 
 
 class MetricsHook(Hook):
-    """Base class of hooks that write ``trainer.values`` on the first rank."""
+    """Base class for hooks that write the metrics in ``trainer.values``. Only the first rank writes."""
 
     _writer: Any = None
 
@@ -40,12 +40,12 @@ class MetricsHook(Hook):
     on_exception = after_train
 
     def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
-        """Write metric values. Subclasses use the writer that they open in ``before_train`` on the first rank."""
+        """Write metric values. Subclasses open their writer in ``before_train`` on the first rank."""
 
 
 @renamed_arguments(RENAMED_DIRECTORY, attributes=RENAMED_DIRECTORY)
 class JsonLines(MetricsHook):
-    """Writes ``trainer.values`` to ``directory/records.jsonl``, which ``shardformer plot`` draws.
+    """Writes the metrics in ``trainer.values`` to ``directory/records.jsonl``, which ``shardformer plot`` can plot.
 
     A resumed run removes the lines of steps after its checkpoint and appends to the file. A new run keeps the file of
     an earlier run under another name. Only the first rank writes. Hooks that compute metrics must come before this

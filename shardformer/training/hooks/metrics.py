@@ -1,4 +1,4 @@
-"""``Metrics``, a hook that computes accuracy, F1 and other metrics over all validation data."""
+"""A hook that computes accuracy, F1 and other metrics on the validation data."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from shardformer.training.hook import Hook, TrainerProtocol, check_has_validatio
 IGNORED = -100
 PERPLEXITY = "perplexity"
 SHIFTS = "ForCausalLMLoss"
-"""Loss function of transformers that compares the output of a position with the label of the next position."""
+"""Loss function of transformers that compares the output at a position with the label of the next position."""
 
 
 class Metrics(Hook):
-    """Computes metrics of the validation data, such as accuracy, and adds them to ``trainer.values``.
+    """Computes metrics such as accuracy on the validation data, and adds them to ``trainer.values``.
 
     >>> hooks = [Metrics("accuracy", "f1"), Progress()]                                           # doctest: +SKIP
     >>> hooks = [Metrics(kappa=sklearn.metrics.cohen_kappa_score)]                                # doctest: +SKIP
 
-    The predictions are the classes with the highest logits, and labels of -100 are ignored. If labels are floating
-    point numbers, the predictions are the outputs of a regression, or with several labels per sample the classes with
-    positive logits. Labels and predictions are gathered over the data ranks, so that a metric covers all samples. The
-    model runs each batch a second time for its output.
+    The predictions are the classes with the highest logits, and labels of -100 are ignored. Floating-point labels
+    belong to a regression, whose predictions are the outputs, or to a multi-label classification, whose predictions are
+    the classes with positive logits. Labels and predictions are gathered over the data-parallel ranks, so that a metric
+    covers all samples. To compute the predictions, the model runs each batch a second time.
 
     After a validation, each data rank communicates its predictions and labels.
     """
@@ -45,7 +45,7 @@ class Metrics(Hook):
         ],
         shift: Annotated[
             bool | None,
-            "Compare the label of a position with the output of the previous position. None: as the model's loss does.",
+            "Compare the label of a position with the output of the previous position. None: as in the model's loss.",
         ] = None,
         **functions: Annotated[
             Any, "Functions of (labels, predictions), two arrays, by name; or metrics of torchmetrics."
@@ -120,7 +120,7 @@ class Metrics(Hook):
 
 
 def _compare_numbers(labels: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the labels and predictions of a regression, or of a classification with several classes per sample."""
+    """Return the labels and predictions of a regression or a multi-label classification."""
     output = output.squeeze(-1) if output.dim() > labels.dim() else output
     if output.shape != labels.shape:
         raise InputError(
@@ -133,7 +133,7 @@ def _compare_numbers(labels: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _get_logits(output: Any) -> Tensor:
-    """Return the logits from the output of a model, which may be a tensor, tuple, dict or ``ModelOutput``."""
+    """Return the logits of a model output, which may be a tensor, a tuple, a dict or a ``ModelOutput``."""
     if isinstance(output, Mapping):
         output = output["logits"] if "logits" in output else next(iter(output.values()))
     found = output[0] if isinstance(output, (list, tuple)) else getattr(output, "logits", output)
@@ -142,14 +142,14 @@ def _get_logits(output: Any) -> Tensor:
 
 
 def _get_labels(batch: Any, model: Any) -> Tensor:
-    """Return the labels of a batch: its item ``labels``, or the last item if the batch is a tuple."""
+    """Return the labels of a batch, from the item ``labels`` of a dict or from the last item of a tuple."""
     named = to_forward_arguments(batch, model, has_target=True)
     found = named.get("labels", named.get(TARGET_KEY))
     if not isinstance(found, Tensor):
         raise InputError(
             "Metrics cannot find labels in the batch: "
             + (", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__),
-            rule="The labels are the item 'labels' of a dict, or follow the inputs in a tuple.",
+            rule="The labels must be the item 'labels' of a dict, or the last item of a tuple.",
             remedy="Pass validation data with labels, or remove the Metrics hook.",
         )
     return found.cpu()
@@ -171,7 +171,7 @@ def _find_sklearn_metric(name: str) -> Callable[[Any, Any], float]:
         known = [n.removesuffix("_score") for n in metrics.__all__ if callable(getattr(metrics, n)) and n[0].islower()]
         raise ConfigError(
             f"Metrics({name!r}) is not a known metric.",
-            rule="A metric is 'perplexity' or a function of sklearn.metrics, with or without the suffix _score.",
+            rule="Use 'perplexity' or the name of a function in sklearn.metrics, with or without the suffix _score.",
             remedy=did_you_mean(name, [*known, "f1", PERPLEXITY]),
         )
     return found  # type: ignore[no-any-return]
@@ -188,6 +188,6 @@ def _to_metric_function(name: str, metric: Any) -> Callable[[Any, Any], float]:
     if not callable(metric):
         raise ConfigError(
             f"Metrics({name}={metric!r:.60}) is not a function of (labels, predictions) or a torchmetrics metric.",
-            remedy=f"Write Metrics({name}=lambda labels, predictions: ...).",
+            remedy=f"Pass a function, as in Metrics({name}=lambda labels, predictions: ...).",
         )
     return metric  # type: ignore[no-any-return]

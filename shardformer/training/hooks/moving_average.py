@@ -1,4 +1,4 @@
-"""``MovingAverage``, a hook that computes an exponential moving average (EMA) of the weights."""
+"""A hook that computes an exponential moving average (EMA) of the weights."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ KEY = "moving_average"
 
 
 class MovingAverage(Hook):
-    """Keeps an exponential moving average of each trained weight: ``average = decay * average + (1 - decay) * weight``.
+    """Keeps an exponential moving average (EMA) of each trained weight.
 
     >>> average = MovingAverage(0.999)                                                            # doctest: +SKIP
     >>> shardformer.Trainer(engine, [average, Checkpoint("run")]).fit(epochs=3, validation=data)  # doctest: +SKIP
     >>> with average.applied(engine):                                                             # doctest: +SKIP
     ...     engine.export("averaged")
 
-    Averages are stored in fp32 or a wider dtype. Each rank averages the weights that its optimizer updates: the master
-    weights, if there are any. The result is the same under every layout. Checkpoints store the average as an optimizer
-    state, which any layout can load. Buffers, such as the statistics of batch norms, are not averaged. While the
-    average is applied, a rank keeps its weights twice.
+    Each update sets ``average = decay * average + (1 - decay) * weight``, in fp32 or a wider dtype. Each rank averages
+    the weights that its optimizer updates, which are the master weights if there are any. The result is the same under
+    every layout. Checkpoints store the average as an optimizer state, which any layout can load. Buffers, such as the
+    statistics of batch norms, are not averaged. While the average is applied, each rank stores its weights twice.
 
     Steps communicate nothing. To apply the average under ZeRO, the parameters are all-gathered once.
 
@@ -117,7 +117,7 @@ class MovingAverage(Hook):
 
     @contextmanager
     def applied(self, engine: Any) -> Iterator[None]:
-        """Replace the weights by their averages within the context. All ranks must call this method between steps."""
+        """Replace the weights by their averages inside a ``with`` block. All ranks must call it between two steps."""
         self._apply_averages(engine)
         try:
             yield
@@ -136,8 +136,8 @@ class MovingAverage(Hook):
     def _store_in_optimizer(self, engine: Any) -> None:
         """Store the averaged weights in the optimizer states, so that a checkpoint contains them.
 
-        Parameters that had no gradient yet are skipped if their optimizer creates its state with the first gradient.
-        Their average equals their value.
+        Parameters without a gradient so far are skipped if their optimizer creates its state with the first gradient.
+        The average of such a parameter equals its value.
         """
         for optimizer, group, param in _grouped_tensors(engine):
             small = torch.zeros([min(n, 2) for n in param.shape])
@@ -159,7 +159,7 @@ class MovingAverage(Hook):
         if found is None:
             raise InputError(
                 f"MovingAverage has no average for a parameter of shape {tuple(param.shape)}.",
-                remedy="Call Trainer.fit first, and also after engine.reshard.",
+                remedy="Call Trainer.fit before you use the averages, and again after engine.reshard.",
             )
         if found.device != param.device:  # offloaded parameters may have moved to the device
             found = self._averages[param] = found.to(param.device)
@@ -172,7 +172,7 @@ class MovingAverage(Hook):
         if self._weights is not None:
             raise InputError(
                 "The averaged weights are already applied.",
-                remedy="Leave the outer with block first, or pass validate=False if a validation applies them.",
+                remedy="Leave the outer with block first. If a validation applies the averages, pass validate=False.",
             )
         averages = [(p, self._get_average(p, optimizer.state.get(p))) for optimizer, p in _trained_tensors(engine)]
         self._weights = [(x, x.detach().clone()) for x in _overwritten_tensors(engine)]
@@ -183,7 +183,7 @@ class MovingAverage(Hook):
 
     @torch.no_grad()
     def _restore_weights(self, engine: Any) -> None:
-        """Restore the trained weights that the averages replaced. One rank can call this method alone."""
+        """Restore the trained weights after the averages have replaced them. One rank can call this method alone."""
         weights, self._weights = self._weights, None
         if weights is None:
             return
@@ -215,7 +215,7 @@ def _find_zero_optimizer(engine: Any) -> ZeroOptimizer | None:
 
 
 def _grouped_tensors(engine: Any) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
-    """Yield the optimizer and parameter group of each trained tensor. Under ZeRO, the tensors are local slices."""
+    """Yield each trained tensor with its optimizer and parameter group. Under ZeRO, the tensors are local slices."""
     for each in engine.optimizers:
         for optimizer in each.inner if isinstance(each, ZeroOptimizer) else [each]:
             for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""``Profiler``, a hook that traces the time and memory of some steps with torch's profiler."""
+"""A hook that profiles the time and memory of some training steps with torch's profiler."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ ROWS = 25
 class Profiler(Hook):
     """Profiles some training steps on each rank with torch's profiler, and writes traces and summaries.
 
-    In ``directory/rank0``, ``rank1``, ... it writes ``step-3.json``, a trace for chrome://tracing or Perfetto;
-    ``step-3.txt``, the most expensive operators; and ``step-3-memory.png``, the memory over time, if matplotlib is
-    installed. The 3 in these names is the last profiled step. Profiled steps are slower.
+    Each rank writes three files to ``directory/rank0``, ``rank1``, and so on: a trace ``step-3.json`` for
+    chrome://tracing or Perfetto, a table ``step-3.txt`` of the most expensive operators, and a plot
+    ``step-3-memory.png`` of the memory over time, if matplotlib is installed. The 3 in these names is the last profiled
+    step. Profiled steps are slower.
 
     Communicates nothing.
     """
@@ -99,7 +100,7 @@ class Profiler(Hook):
 
 
 def plot_memory(trace: Path, image: Path) -> None:
-    """Plot the memory that a trace records over time. If matplotlib is not installed, warn and return."""
+    """Plot the allocated memory over time from a profiler trace. If matplotlib is not installed, warn and return."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -125,7 +126,7 @@ def plot_memory(trace: Path, image: Path) -> None:
 
 
 def read_memory_trace(trace: Path) -> tuple[list[float], list[float]]:
-    """Read the times (ms) and total allocated memory (MB) from a trace: of the GPU if there is one, or of the CPU."""
+    """Read the allocated memory of the device over time from a trace, and return times in ms and memory in MB."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     seen = [e for e in events if e.get("name") == "[memory]"]
     kinds = {e["args"].get("Device Type", 0) for e in seen}

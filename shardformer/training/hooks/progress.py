@@ -1,4 +1,4 @@
-"""``Progress``, a hook that shows the progress of a run in a terminal, a notebook or a log file."""
+"""A hook that shows the progress of a run in a terminal, a notebook or a log file."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ REFRESHES_PER_S = 4
 class Progress(Hook):
     """Shows a progress bar with loss, remaining time, speed and memory, or prints lines if there is no terminal.
 
-    A bar shows as many values as fit into the terminal; the step, the loss and the remaining time are always complete.
-    A notebook also shows a bar. Only the first rank prints. To show speed and memory, add ``Throughput()`` before this
+    The bar shows as many values as fit into the terminal, and always the step, the loss and the remaining time. A
+    notebook also shows a bar. Only the first rank prints. To show speed and memory, add ``Throughput()`` before this
     hook. Communicates nothing.
     """
 
     def __init__(
         self,
         every_s: Annotated[
-            float, "Seconds between lines without a terminal. The last step and validation metrics are always printed."
+            float, "Seconds between lines if there is no terminal. The last step and validations are always printed."
         ] = 10.0,
     ) -> None:
         check_number("Progress.every_s", every_s, least=0, unit="seconds", example=10)
@@ -110,12 +110,12 @@ class Progress(Hook):
 
 
 class StatusLine:
-    """State of a run as one line, which fits into the width of a terminal.
+    """One-line status of a run, which is adapted to the width of the terminal.
 
     Args:
         done: Completed fraction of the run from 0 to 1, or None if the number of steps is unknown.
         required: Texts that are always shown, of which the first is the step.
-        optional: Texts that are shown if there is room, in the order of their importance.
+        optional: Texts that are shown if there is enough space, in the order of their importance.
     """
 
     def __init__(self, done: float | None, required: Sequence[str], optional: Sequence[str]) -> None:
@@ -143,7 +143,7 @@ class StatusLine:
         return self.required[0]
 
     def texts(self, width: int) -> list[str]:
-        """Return the texts next to a bar in ``width`` columns: the required texts, and the optional ones that fit."""
+        """Return the texts to show next to the bar: all required texts, and the optional texts that fit."""
         shown = list(self.required)
         for text in self.optional:
             if len(GAP.join([*shown, text])) + self.bar_width(width) + 1 > width:
@@ -152,13 +152,13 @@ class StatusLine:
         return shown
 
     def bar_width(self, width: int) -> int:
-        """Return the width of the bar in columns, or 0 if the required texts leave too little space."""
+        """Return the width of the bar in columns, or 0 if the required texts do not leave enough space for a bar."""
         if self.done is None or len(GAP.join(self.required)) + MIN_BAR + 1 > width:
             return 0
         return BAR if width >= WIDE else MIN_BAR
 
     def to_text(self, width: int, is_ascii: bool = False) -> Text:
-        """Return the line with a bar, in at most ``width`` columns."""
+        """Format the status, including the bar, in at most ``width`` columns."""
         from rich.text import Text
 
         columns = self.bar_width(width)
@@ -172,7 +172,7 @@ class StatusLine:
 
 
 class _TerminalBar:
-    """Line at the end of the terminal that is drawn again several times per second."""
+    """Progress bar on the last line of the terminal, which is redrawn several times per second."""
 
     def __init__(self, console: Console) -> None:
         from rich.live import Live
@@ -188,7 +188,7 @@ class _TerminalBar:
 
 
 class _NotebookBar:
-    """Output of a notebook cell that is replaced several times per second."""
+    """Progress bar in the output of a notebook cell, which is updated several times per second."""
 
     def __init__(self) -> None:
         self._handle: Any = None
@@ -216,18 +216,18 @@ class _NotebookBar:
 
 
 def format_step(trainer: TrainerProtocol) -> str:
-    """Return the number of steps and their total if it is known, as in "48/60"."""
+    """Format the number of steps so far and the total number of steps, as in "48/60"."""
     return f"{trainer.step}/{trainer.num_steps}" if trainer.num_steps is not None else f"{trainer.step}"
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as hours, minutes and seconds, as in "0:01:30"."""
+    """Format a duration as hours, minutes and seconds, as in "0:01:30"."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def scale_to_unit_prefix(value: float) -> tuple[str, str]:
-    """Return a number with three digits and its unit prefix, as in ("51.2", "k") for 51200."""
+    """Split a number into three significant digits and a unit prefix, as in ("51.2", "k") for 51200."""
     # 999.6 is 1 k, not 1e+03
     unit, scale = next(((unit, scale) for unit, scale in UNITS if abs(value) >= 0.9995 * scale), ("", 1.0))
     return f"{value / scale:.3g}", unit

@@ -1,4 +1,4 @@
-"""``TensorBoard``, a hook that writes metrics to TensorBoard event files."""
+"""A hook that writes metrics to TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WRITER = (
 
 @renamed_arguments(RENAMED_DIRECTORY, attributes=RENAMED_DIRECTORY)
 class TensorBoard(MetricsHook):
-    """Writes the metrics in ``trainer.values`` to event files, which ``tensorboard --logdir directory`` shows.
+    """Writes the metrics in ``trainer.values`` to event files, which you can view with TensorBoard.
 
     A resumed run hides the values of steps after its checkpoint. Only the first rank writes. Hooks that compute
     metrics must come before this hook. Communicates nothing.

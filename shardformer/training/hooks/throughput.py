@@ -1,4 +1,4 @@
-"""``Throughput``, a hook that measures tokens per second, FLOP/s and memory."""
+"""A hook that measures tokens per second, FLOP/s and memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class Throughput(Hook):
 
     Adds to ``trainer.values``:
 
-    - ``samples_per_s`` and ``tokens_per_s``: mean over the last steps of the global batch, including padding tokens and
-      the time to load data, without validation and saving.
+    - ``samples_per_s`` and ``tokens_per_s``: samples and tokens of the global batch per second, averaged over the last
+      steps. Padding tokens and the time to load data are included. Validation and saving are excluded.
     - ``flops_per_s``: floating-point operations per second of matrix products, convolutions and attention on all ranks.
-      The first step counts the operations of forward, backward and recomputation. Later steps assume the same number
-      per token.
-    - ``memory_bytes``: peak memory of any rank so far: memory allocated by torch on a GPU, or of the process on a CPU.
+      The operations of forward, backward and recomputation are counted in the first step. Later steps assume the same
+      number per token.
+    - ``memory_bytes``: highest peak memory of any rank so far. On a GPU, it is the memory that torch has allocated, and
+      otherwise the memory of the process.
 
     Communicates two numbers in the first step, and one number every ``window`` steps.
     """
@@ -88,7 +89,7 @@ class Throughput(Hook):
 
 
 class _FlopCounter(TorchDispatchMode):
-    """Counts floating-point operations as ``torch.utils.flop_counter`` does, but without module hooks."""
+    """Counts floating-point operations like ``torch.utils.flop_counter``, but without module hooks."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -111,7 +112,7 @@ class _FlopCounter(TorchDispatchMode):
 
 
 def _measure_peak_memory(device: torch.device) -> float:
-    """Return the peak memory of this process in bytes: of the GPU if there is one, or of the CPU."""
+    """Return the peak memory of this process in bytes, on the GPU if there is one, and otherwise on the CPU."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
