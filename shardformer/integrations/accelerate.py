@@ -186,7 +186,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Raises ConfigError if accelerate is configured to shard the model.
         """
         if self.distributed_type in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-            raise _other_backend_error(f"distributed_type={str(self.distributed_type).rpartition('.')[2]}")
+            setting = f"distributed_type={str(self.distributed_type).rpartition('.')[2]}"
+            raise _other_backend_error(setting)
         if getattr(self, "parallelism_config", None) is not None:
             raise _other_backend_error("parallelism_config")
         if self.dataloader_config.dispatch_batches:
