@@ -298,7 +298,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
-        """Wrap an optimizer. Leave the optimizer state of a sharded model in place, because it may be offloaded."""
+        """Wrap an optimizer without moving the optimizer state of a sharded model, which may be offloaded."""
         return super().prepare_optimizer(optimizer, False if self._models else device_placement)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from shardformer.mesh.parallel_context import Axis
 
 
 class LossMean:
-    """Averages losses over the data-parallel ranks, with the result that one process has for the global batch.
+    """Averages the losses of the data-parallel ranks so that the result equals the loss of the global batch.
 
     Args:
         data: axis of the data-parallel ranks.
@@ -41,12 +41,12 @@ class LossMean:
 
     @property
     def has_no_samples(self) -> bool:
-        """Whether every sample on this rank is only padding for the last batch."""
+        """Whether this rank has only padding samples in the last batch."""
         return self._samples == 0
 
     @contextmanager
     def of_samples(self, count: int | None) -> Iterator[None]:
-        """Inside the context, use ``count`` as this rank's number of samples. None if all ranks have equally many."""
+        """Set this rank's number of samples to ``count`` inside the context. None: all ranks have equally many."""
         self._samples, self._is_weighted = count, False
         try:
             yield
@@ -54,7 +54,7 @@ class LossMean:
             self._samples = None
 
     def see(self, args: Any) -> None:
-        """Mark the loss as weighted if ``items`` is among the arguments of a function that computes it."""
+        """Mark the loss as weighted if a function receives the number of items as an argument."""
         self._is_weighted |= self.items is not None and any(each is self.items for each in args)
 
     def weigh(self, mean: Tensor, count: float) -> Tensor:

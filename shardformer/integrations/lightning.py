@@ -138,7 +138,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
                     module.distributed_available_fn = _is_never_distributed
 
     def _example(self, trainer: Any) -> Any:
-        """Return example inputs for the model from the training data, to derive a policy from them, or None."""
+        """Return example inputs from the training data, from which a policy can be derived, or None."""
         source = trainer.fit_loop._data_source
         with restore_cpu_generators():
             return example_of_data(source.dataloader(), self.sharded_model) if source.is_defined() else None
@@ -232,7 +232,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             )
         if trainer.state.fn == pl.trainer.states.TrainerFn.FITTING and table.gradient_owner is not None:
             raise ConfigError(
-                "This model was trained with ZeRO by an earlier fit.",
+                "This model was trained with ZeRO in an earlier call of fit.",
                 rule="A model keeps the ZeRO optimizer of its first fit, which a second fit cannot replace.",
                 remedy="Create the model again and resume: trainer.fit(module, ckpt_path=...).",
             )
@@ -245,7 +245,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         return {"num_replicas": self._context.data.size, "rank": self._context.data.rank}
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Seed the data loader's workers by data-parallel rank, so that ranks that share a model get equal batches."""
+        """Seed data loader workers by data-parallel rank, so that ranks that share a model get the same batches."""
         seed_worker = sys.modules[pl.seed_everything.__module__].pl_worker_init_function
         is_requested = os.environ.get("PL_SEED_WORKERS", "0") != "0"  # by seed_everything(workers=True)
         if is_requested and getattr(dataloader, "worker_init_fn", dataloader) is None:
@@ -268,16 +268,20 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         return gathered
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether ``decision`` is true on all ranks, or on any rank. Communicates one number per rank."""
+        """Return whether ``decision`` is true on all ranks, or on any rank if ``all`` is False.
+
+        Communicates one number per rank.
+        """
         found = [bool(number) for (number,) in all_gather_numbers([int(decision)], self._world)]
         return sum(found) == len(found) if all else any(found)
 
     # --- one step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``training_step``. With ``average_loss_over="tokens"``, every label of the global batch counts equally.
+        """Run the ``training_step`` of the LightningModule, and weight the loss by labels if the config requests it.
 
-        Communicates one number for each loss function of torch that ``training_step`` calls.
+        With ``average_loss_over="tokens"``, every label of the global batch counts equally. Communicates one number for
+        each loss function of torch that ``training_step`` calls.
         """
         data = self._context.data
         if data.size == 1 or self.parallel.average_loss_over == "ranks":
@@ -318,7 +322,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Always True, because Lightning must load a checkpoint after the model was sharded."""
+        """Always True, because a checkpoint can only be loaded after the model was sharded."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -374,7 +378,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load an unsharded optimizer state. ``load_checkpoint`` has loaded a sharded one before."""
+        """Load the optimizer state that another Lightning strategy saved. ``load_checkpoint`` loads sharded states."""
         if any(checkpoint["optimizer_states"]):
             load_plain_optimizer_state(self.sharded_model, self.optimizers[0], checkpoint["optimizer_states"][0])
 

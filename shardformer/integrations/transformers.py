@@ -260,7 +260,7 @@ class ShardedTrainer:
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a data set. Predictions and labels of samples that only pad the last batch are dropped.
+        """Evaluate the model on a data set, and drop predictions and labels of samples that pad the last batch.
 
         Seq2SeqTrainer would keep them, because one process needs no padding. It averages the losses over batches.
         """
@@ -282,7 +282,7 @@ class ShardedTrainer:
     # --- one step
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the optimizer, and wrap it by ``shard_optimizer`` for ZeRO or if it needs full weight matrices."""
+        """Create the optimizer, and shard it for ZeRO or if the optimizer needs full weight matrices."""
         created = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         self.optimizer = self._shard_optimizer(created)
         return self.optimizer
@@ -317,7 +317,7 @@ class ShardedTrainer:
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **options: Any
     ) -> Any:
-        """Evaluate a batch. Gathers the logits of all ranks that share the batch, unless only the loss is needed.
+        """Evaluate the model on a batch, and gather sharded logits unless only the loss is needed.
 
         The loss is that of the global batch, without the samples that only pad the last batch of the data set.
         """
@@ -345,7 +345,7 @@ class ShardedTrainer:
             return mean.over_ranks(to_full_tensors(loss)), *outputs
 
     def _real_samples(self, inputs: Any) -> int | None:
-        """Return how many samples this rank has in the last batch of the data set, without padding samples.
+        """Return how many samples this rank has in the last batch of the data set, not counting padding samples.
 
         None for any other batch, and for a batch whose rows are not samples.
         """
@@ -382,7 +382,7 @@ class ShardedTrainer:
             raise ConfigError(
                 f"Trainer does not support {used[0]} with pipe={num_stages}.",
                 rule="A pipeline computes the loss of the model itself, and updates modules only in a training step.",
-                remedy=f"Remove {used[0]}, or set pipe=1.",
+                remedy="Remove this setting, or set pipe=1.",
             )
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -435,7 +435,7 @@ class ShardedTrainer:
             full_state_dict(self.sharded_model)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save full weights. All ranks gather them, which Trainer allows for models that transformers sharded."""
+        """Gather and save the full weights. Trainer calls this on all ranks for models that transformers sharded."""
         self._joined_save = True
         if state_dict is None and not hasattr(self.model, "save_pretrained"):
             state_dict = full_state_dict(self.sharded_model)
@@ -559,7 +559,7 @@ FUSED_BACKWARD = ("lomo", "adalomo", "layerwise")
 
 
 def check_arguments(args: Any, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for any of the ``TrainingArguments`` that does not work with a sharded model."""
+    """Raise ConfigError if any of the ``TrainingArguments`` does not work with a sharded model."""
     if parallel.max_grad_norm is not None:
         raise ConfigError(
             f"ParallelConfig(max_grad_norm={parallel.max_grad_norm}) has no effect in a Trainer.",
@@ -616,12 +616,12 @@ class ParallelArguments:
 
 @dataclass
 class TrainingArguments(ParallelArguments, transformers.TrainingArguments):  # type: ignore[misc]
-    """``transformers.TrainingArguments`` with a parallel layout, which make an unmodified Trainer shard its model."""
+    """A subclass of ``transformers.TrainingArguments`` that makes an unmodified Trainer shard its model."""
 
 
 @dataclass
 class Seq2SeqTrainingArguments(ParallelArguments, transformers.Seq2SeqTrainingArguments):  # type: ignore[misc]
-    """``transformers.Seq2SeqTrainingArguments`` with a parallel layout, for an unmodified Seq2SeqTrainer."""
+    """A subclass of ``transformers.Seq2SeqTrainingArguments`` that makes a Seq2SeqTrainer shard its model."""
 
 
 TRAINER_PATCH = Patch(

@@ -180,7 +180,7 @@ UNSUPPORTED = {
 
 
 def check_trl_arguments(args: Any, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for any argument of a TRL config that does not work with a sharded model."""
+    """Raise ConfigError if any argument of a TRL config does not work with a sharded model."""
     if getattr(args, "sync_ref_model", False) and parallel.effective_zero_stage == 3:
         raise ConfigError(
             f"{type(args).__name__}(sync_ref_model=True) is not supported with zero_stage=3.",

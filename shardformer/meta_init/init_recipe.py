@@ -188,7 +188,7 @@ def _allocate(deferred: DeferredStorage) -> UntypedStorage:
 
 
 def _to_recorded_layout(value: Tensor, view: TensorView) -> UntypedStorage:
-    """Return the storage of a result, after copying the result if its strides or dtype differ from the recorded."""
+    """Return the storage of a result in the recorded strides and dtype, copying the result if they differ."""
     if (value.stride(), value.storage_offset(), value.dtype) == (view.stride, view.offset, view.dtype):
         return value.untyped_storage()
     storage = _allocate(view.deferred)

@@ -314,7 +314,7 @@ def _advance_generator(func: Any, step: InitStep, generator: Any, overwrites: bo
 
 
 def _prepare_for_recipe(argument: Any) -> Any:
-    """Replace a meta tensor among the arguments of a step by a view, and a tensor with values by a copy."""
+    """Prepare an argument for a recorded step: replace a meta tensor with a view, and copy a tensor with values."""
     if not isinstance(argument, Tensor):
         return argument
     return get_view(argument) if deferred_storage_of(argument) is not None else argument.detach().clone()

@@ -136,7 +136,7 @@ def _iter_sampled_chunks(header: bytes, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _read_offsets(header: bytes) -> list[tuple[int, int]]:
-    """Return the (start, end) offsets of all tensors, or none for an invalid header, which safetensors reports."""
+    """Return the (start, end) offsets of all tensors, or an empty list if the header is invalid."""
     try:
         tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
         return [(int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for entry in tensors.values()]

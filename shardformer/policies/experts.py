@@ -88,7 +88,7 @@ def _choose_dims(experts: Experts, shapes: Mapping[str, tuple[int, ...]], at: st
 
 
 def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int) -> list[dict[str, int]]:
-    """Return every consistent choice of the dims that count expert features, as dicts from parameters to dims.
+    """Return all ways to identify the feature dimension of each expert parameter, as dicts from names to dims.
 
     ``down`` has the features once, the other parameters ``fused`` times. Biases without these features are omitted.
     There are several choices if the number of features equals the hidden size.

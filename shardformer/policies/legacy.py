@@ -171,7 +171,7 @@ def _convert_argument(key: Any, argument: Argument, heads: set[str]) -> ModulePo
 
 
 def inject_class(policy: LegacyPolicy, model: nn.Module) -> tuple[type, type] | None:
-    """Replace the class of the model by the class that ``inject_policy`` returns.
+    """Replace the class of the model with the class that ``inject_policy`` returns.
 
     Returns (class before, class after), or None if the policy keeps the class.
     """
@@ -268,7 +268,7 @@ def _choose_parallel_class(layer: Layer, is_head: bool) -> Any:
 
 
 class ColumnOrEmbedding(ParallelModule):
-    """Replaces an embedding by a vocabulary-parallel embedding, and a linear layer by a column-parallel layer."""
+    """Replaces an embedding with a vocabulary-parallel embedding, and a linear layer with a column-parallel layer."""
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:

@@ -292,7 +292,7 @@ class HeadLayout:
         return {dims[0]: split}
 
     def count_local_values(self, rank: int) -> dict[str, int]:
-        """Return the number of heads, kv_heads, groups and width of a rank, which ``local_attrs`` can assign."""
+        """Return the values that ``local_attrs`` can assign on a rank: heads, kv_heads, groups and width."""
         heads, kv_heads = self.count_query_heads(rank), self.count_kv_heads(rank)
         return {"heads": heads, "kv_heads": kv_heads, "groups": heads // kv_heads, "width": heads * self.head_dim}
 
@@ -442,7 +442,8 @@ class AttentionLowering:
         known = [n for n in dir(owner) if n[:1] != "_"]
         return PolicyError(
             f"local_attrs={{{name!r}: ...}} names {self.layer.path}.{self._path(name)}, which does not exist.",
-            rule="An entry names an attribute, parameter, norm or embedding, or with a dim an argument of `forward`.",
+            rule="An entry must name an attribute, parameter, norm or embedding. With a dim, it can also name an "
+            "argument of `forward`.",
             remedy=did_you_mean(name.rpartition(".")[2], known) + " If only some models have it, end the name with ?",
         )
 

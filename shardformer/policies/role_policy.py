@@ -320,7 +320,7 @@ def get_checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyD
 
 
 def check_no_missing_roles(policy: Policy, model: nn.Module, matched: Collection[int], stacks: Sequence[str]) -> None:
-    """Raise PolicyError if the policy neither shards a weight matrix nor lists it in ``keep_replicated``.
+    """Raise PolicyError if a weight matrix is neither sharded by the policy nor listed in ``keep_replicated``.
 
     Args:
         matched: ids of the parameters with a rule.
@@ -351,7 +351,7 @@ def check_no_missing_roles(policy: Policy, model: nn.Module, matched: Collection
 
 
 def _without_layer_index(name: str, stacks: Sequence[str]) -> str:
-    """Replace the layer index in a path by ``*``. For example, ``layers.0.mlp.2`` becomes ``layers.*.mlp.2``."""
+    """Replace the layer index in a path with ``*``. For example, ``layers.0.mlp.2`` becomes ``layers.*.mlp.2``."""
     stack = next((s for s in stacks if name.startswith(s)), name)
     layer, dot, rest = name.removeprefix(stack).partition(".")
     return f"{stack}*{dot}{rest}" if layer.isdigit() else name

@@ -503,7 +503,7 @@ def _make_compiled_error(path: str, why: str) -> ConfigError:
 
 
 def fuse_activations(model: nn.Module, plan: ShardingPlan, state: ShardingMetadata) -> None:
-    """Replace activations by fused kernels that also add the bias of the preceding linear layer."""
+    """Replace activations with fused kernels that also add the bias of the preceding linear layer."""
     for path, native in list(model.named_modules(remove_duplicate=False)):
         if type(native).__name__ in WRITTEN_OUT:
             _replace_and_record(model, path, native, nn.GELU("tanh").train(native.training), "activation", state)
@@ -522,7 +522,7 @@ def fuse_activations(model: nn.Module, plan: ShardingPlan, state: ShardingMetada
 
 
 def fuse_norms(model: nn.Module, state: ShardingMetadata) -> None:
-    """Replace every supported norm in the model by a fused kernel, and record which norms were replaced."""
+    """Replace every supported norm in the model with a fused kernel, and record which norms were replaced."""
     left: Counter[str] = Counter()
     for path, norm in list(iterate_norms(model)):
         kind = type(norm).__name__

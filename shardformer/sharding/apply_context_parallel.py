@@ -142,7 +142,7 @@ def _get_head_counts(model: nn.Module) -> tuple[int, int]:
 
 
 def _is_inside_host(context: ParallelContext, group: int) -> bool:
-    """Return whether no Ulysses group of this size crosses hosts, as far as the hosts of the ranks are known.
+    """Return whether each Ulysses group of this size stays on one host, as far as the hosts are known.
 
     A Ulysses group consists of consecutive ranks of the sequence axis.
     """
@@ -222,7 +222,7 @@ def install_context_hooks(
 ) -> None:
     """Install the hooks that shard the sequence in the layers of a model.
 
-    Must run after modules were replaced by parallel layers.
+    Call this after modules were replaced with parallel layers.
     """
     run, inside = state.context_run, set[int]()
     for stack in stacks:
@@ -251,7 +251,7 @@ def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None
 
 
 def plan_for_context(plan: ShardingPlan, findings: ContextFindings, *, has_sequence_parallelism: bool) -> ShardingPlan:
-    """Return a sharding plan in which no block shares a collective with attention that every rank computes in full.
+    """Return a plan in which no two blocks share a collective, if every rank computes the attention in full.
 
     Args:
         has_sequence_parallelism: whether sequence parallelism over the tensor axis is also enabled, which raises

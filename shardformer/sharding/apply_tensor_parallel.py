@@ -201,7 +201,7 @@ def _require_layer(model: nn.Module, name: str, kind: type[nn.Module], role: str
     if not isinstance(module, kind):
         raise PolicyError(
             f"{name} is a {type(module).__name__}, but the {role} of a block must be a {kind.__name__}.",
-            remedy=f"Replace {name} by a {kind.__name__} in sub_module_replacement.",
+            remedy=f"Replace {name} with a {kind.__name__} in sub_module_replacement.",
         )
     return module
 
@@ -243,7 +243,7 @@ def install_gradient_reduction(
 
 
 class ParameterRegions:
-    """Finds out whether a parameter is inside a block, between blocks or outside the stacks of layers."""
+    """Determines whether a parameter is inside a block, between blocks, or outside the stacks of layers."""
 
     def __init__(self, plan: ShardingPlan, stream: ActivationLayout) -> None:
         self._stream, blocks = stream, [block for _, block in plan.blocks]

@@ -87,7 +87,7 @@ def check_process_group(config: ShardConfig) -> ParallelContext:
 
 @dataclass(frozen=True)
 class _GroupAnnouncement:
-    """A message that reports to other processes the group of a process, or why it cannot shard the model."""
+    """A message to other processes with the process group of this process, or why it cannot shard the model."""
 
     ranks: list[int]
     group: str
@@ -97,7 +97,7 @@ class _GroupAnnouncement:
 def _check_announcement(
     store: Any, peer: int, announcement: _GroupAnnouncement, deadline: float
 ) -> ShardFormerError | None:
-    """Return an error if another process announced a different process group or a problem.
+    """Return an error if another process announced a different process group, or that it cannot shard the model.
 
     Waits for members of this process's group until the timeout of the store, for other processes until ``deadline``.
     Skips announcements of groups without this process. Keeps an announcement that belongs to a later call.
@@ -276,14 +276,14 @@ def _make_quantized_error(model: nn.Module, path: str, layout: str) -> ConfigErr
 
 
 def check_no_hooks(model: nn.Module, plan: ShardingPlan) -> None:
-    """Raise ConfigError if a parameter to shard has hooks, which the shard would not have."""
+    """Raise ConfigError if a parameter that will be sharded has hooks, because sharding would remove them."""
     sharded = plan.sharded_parameter_ids()
     for p in model.parameters():
         if id(p) in sharded and tensor_hooks_of(p):
             raise ConfigError(
                 f"The parameter {sharded[id(p)]!r} of this {type(model).__name__} has a hook and will be sharded.",
-                rule="Each tensor rank replaces the parameter by a shard, and a hook would receive the gradient of the "
-                "shard.",
+                rule="Each tensor rank replaces the parameter with a shard, and a hook would receive the gradient of "
+                "the shard.",
                 remedy="Remove the hook. If the hook also works for a shard, register it after sharding.",
             )
 
@@ -369,7 +369,7 @@ def check_layouts(model: nn.Module, coords: Coords) -> None:
                 f"{name} has the shape {tuple(param.shape)} on this rank, but its layout requires "
                 f"{spec.local_shape(coords)}" + (f". It is tied to {other}" if other != name else ""),
                 rule="Modules that share a weight must be sharded in the same way.",
-                remedy="Replace both modules by vocabulary-parallel layers, or keep both replicated.",
+                remedy="Replace both modules with vocabulary-parallel layers, or keep both replicated.",
             )
 
 
@@ -424,7 +424,7 @@ def check_tied_stages(ties: Sequence[OverlapGroup], stages_of: Callable[[str], S
 
 
 def restore_ties(model: nn.Module, ties: Sequence[OverlapGroup], specs: Mapping[int, ShardSpec]) -> None:
-    """Tie the local shards of parameters that were tied (shared memory) before sharding.
+    """Make local shards share memory if their full parameters shared memory before sharding.
 
     Args:
         model: the sharded model.
@@ -473,7 +473,7 @@ def check_activations(model: nn.Module, device: torch.device) -> None:
 
 
 def check_norms(model: nn.Module) -> None:
-    """Raise ConfigError if ``enable_fused_normalization`` supports no norm of the model."""
+    """Raise ConfigError if ``enable_fused_normalization`` does not support any norm of the model."""
     problem: ConfigError | None = None
     for _, norm in iterate_norms(model):
         try:

@@ -88,7 +88,7 @@ class StackCompiler:
         return compile_with_random_state(graph, inputs, self._compile, self.random_device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StackCompiler:
-        """Copy the settings. A copied model compiles its layers again."""
+        """Copy the settings without the compiled graphs, so that a copied model compiles its layers again."""
         memo[id(self)] = copy = StackCompiler(self.path, self.backend, self.options, self.layers, self.random_device)
         return copy
 
@@ -108,7 +108,7 @@ def _call_layer(
     kwargs: dict[str, Any],
     lengths: Sequence[tuple[StackActivations, int]],
 ) -> Any:
-    """Call a layer. The lengths of the input are arguments, because attributes would need a new graph per value."""
+    """Set the lengths of the input, and call the layer. As attributes, lengths would need one graph per value."""
     for stream, length in lengths:
         setattr(stream, stream.length_name, length)
     return forward(*args, **kwargs) if layer is None else forward(layer, *args, **kwargs)
@@ -211,7 +211,7 @@ class CompiledLayer:
 
 
 def compile_stacks(model: nn.Module, state: ShardingMetadata, backend: Backend, options: Mapping[str, Any]) -> None:
-    """Replace the ``forward`` method of each layer by a method that compiles the layer at its first call.
+    """Replace the ``forward`` method of each layer with a method that compiles the layer at its first call.
 
     Raises ConfigError if the model, its layout or this computer does not support compilation.
     """

@@ -436,7 +436,7 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
 
 
 def _list_sharded_shapes(model: nn.Module) -> dict[str, dict[str, tuple[str, str]]]:
-    """Return the full and local shapes of sharded parameters, as nested dicts: path -> path in the table -> shapes.
+    """Return the full and local shapes of sharded parameters, grouped by module and table row.
 
     A module has one row with the shape of its weight. A module with several sharded parameters, other than a bias, has
     a row for each of them.
@@ -470,7 +470,7 @@ def _format_title(model: nn.Module, state: ShardingMetadata, total: int) -> str:
 
 
 def _replace_layer_index(model: nn.Module, path: str, layers: dict[str, int], stages: Stages | None = None) -> str:
-    """Replace the layer index in a module path by ``*``, and record the number of layers in ``layers``."""
+    """Replace the layer index in a module path with ``*``, and record the number of layers in ``layers``."""
     out: list[str] = []
     module: Any = model
     parts = path.split(".")

@@ -63,7 +63,7 @@ class CacheHeadSelector:
                 self._layers[number] = (0, ()) if is_unknown else arguments.kv_heads
 
     def select_local_heads(self, model: nn.Module, values: Sequence[Any]) -> None:
-        """Reduce KV caches that contain all heads to the heads of this rank, before a forward pass.
+        """Select the heads of this rank in KV caches that contain all heads, before a forward pass.
 
         Raises ConfigError for a cache with an unexpected number of heads or an unknown structure.
         """
@@ -214,7 +214,7 @@ class ModuleFingerprint:
 
 @dataclass(frozen=True)
 class LocalInputModule:
-    """A module whose input or output is only this rank's shard, so that hooks of the user must not read it.
+    """A module whose input or output is only this rank's shard, so that user hooks would see incomplete tensors.
 
     Args:
         why: what is local, as a clause for errors.

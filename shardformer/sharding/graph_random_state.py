@@ -99,9 +99,9 @@ torch.library.register_fake(
 
 @cache
 def stateful_operator(op: Any) -> Any:
-    """Return an operator that takes a random state as an argument, calls ``op``, and returns the new state, too.
+    """Return a version of a random operator that takes the random state as an argument and returns the new state.
 
-    The operator writes to none of its arguments. Where ``op`` writes to an argument, it returns the changed copy.
+    The new operator modifies none of its arguments. Where ``op`` writes to an argument, it returns the changed copy.
     """
     schema = schema_of(op)
     written = [n for n, arg in enumerate(schema.arguments) if arg.alias_info is not None and arg.alias_info.is_write]

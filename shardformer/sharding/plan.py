@@ -154,7 +154,7 @@ def _find_per_token_args(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
 def _paths_in_layers(
     plan: ShardingPlan, select_names: Callable[[SequenceParallelHints], Sequence[str]]
 ) -> Iterator[str]:
-    """Yield the full paths of the modules that the sequence parallelism hints of each stack list."""
+    """Yield the full paths of modules that are listed in the sequence parallelism hints of a stack."""
     for stack in plan.stacks:
         for index, layer in plan.model.get_submodule(stack.layers).named_children():
             for name in select_names(stack.sequence):
@@ -188,9 +188,9 @@ def _add_replacement(plan: ShardingPlan, at: str, module: nn.Module, sub: SubMod
         is_same = plan.model.get_submodule(other) is module
         if is_same and (known.target_module, known.kwargs or {}) != (sub.target_module, sub.kwargs or {}):
             raise PolicyError(
-                f"{other!r} and {path!r} are the same module, but one rule replaces the module by "
-                f"{qualified_name(known.target_module)} with {_format_value(known.kwargs or {})} and another by "
-                f"{qualified_name(sub.target_module)} with {_format_value(sub.kwargs or {})}.",
+                f"{other!r} and {path!r} are the same module, but one rule replaces it with "
+                f"{qualified_name(known.target_module)} (kwargs={_format_value(known.kwargs or {})}) and another with "
+                f"{qualified_name(sub.target_module)} (kwargs={_format_value(sub.kwargs or {})}).",
                 remedy="Use the same class and arguments in both rules, or remove one of the rules.",
             )
     plan.replacements[path] = sub
@@ -228,7 +228,7 @@ def _add_block(plan: ShardingPlan, at: str, module: nn.Module, block: BlockDescr
     own = [n for name, _ in entry.named_parameters(recurse=False) if (n := join_path(block.entry, name)) not in named]
     if own and block.entry not in (*block.columns, *block.cross_columns):
         raise PolicyError(
-            f"{own[0]} is a parameter of the module at the entry of a block, and not of a submodule.",
+            f"{own[0]} is a parameter of the module at the entry of a tensor-parallel block, and not of a submodule.",
             rule="Inside the block each rank computes a partial gradient of such a parameter, and after the block a "
             "full gradient.",
             remedy="Add the parameter to `parameters`, move it into a submodule, or keep this block replicated.",

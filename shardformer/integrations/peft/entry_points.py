@@ -36,7 +36,7 @@ def _apply() -> Undo:
 
 
 def _constructor(original: Callable[..., None], *, wraps_model: bool) -> Callable[..., None]:
-    """Return a replacement for a PEFT constructor that also shards the adapters it adds.
+    """Wrap a PEFT constructor so that the adapters it adds to a sharded model are also sharded.
 
     Args:
         wraps_model: whether the user calls the constructed object instead of the model.

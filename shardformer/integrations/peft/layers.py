@@ -59,7 +59,7 @@ FULL_DELTA = ("hada_", "lokr_")
 
 
 class AdapterDropout(nn.Module):
-    """Dropout for an input that is sharded over features or positions, with the same mask as in one process.
+    """A dropout layer for sharded inputs that draws the same mask as dropout in a single process.
 
     Every rank draws the mask of all features and positions from the shared random state and selects its own.
     Communicates nothing.
@@ -104,7 +104,7 @@ class AdapterDropout(nn.Module):
 
 
 def has_complete_gradients(tuner: nn.Module) -> bool:
-    """Return whether every rank computes the full gradients of an adapter, which then need no sum over ranks."""
+    """Return whether every rank computes the full gradients of an adapter, so that no sum over ranks is needed."""
     return isinstance(tuner, _FromFull)
 
 
@@ -121,7 +121,7 @@ class _InBase:
 
 @contextmanager
 def _calling_base(base: ParallelLinear, training: bool) -> Iterator[None]:
-    """Hide a bias that ``base`` adds later, and use a random state that all ranks share, while an adapter runs."""
+    """While an adapter runs, hide a bias that is added later, and use the same random state on all ranks."""
     with ExitStack() as stack:
         if training and base.block is not None:
             stack.enter_context(base.block.shared_random_state())
@@ -193,7 +193,7 @@ def _select_features(param: Tensor, dim: int, base: ParallelLinear) -> Tensor:
 
 
 class _NormOverRanks:
-    """A mixin for DoRA on a row-parallel layer that computes the norm of each weight row over all ranks.
+    """A mixin that computes DoRA's weight norms across the ranks of a row-parallel layer.
 
     Communicates: one all-reduce of the number of output features.
     """
@@ -343,7 +343,7 @@ def _feature_dim(tuner: Any, name: str) -> tuple[str, int]:
 
 
 def _check_adapter(tuner: Any, base: ParallelModule, path: str) -> list[tuple[str, nn.Module, str]]:
-    """List an adapter's parameters as (attribute, owner, name). Raise ConfigError if they cannot be sharded."""
+    """List the parameters of an adapter as (attribute, owner, name), or raise ConfigError if it is not supported."""
     kind = f"{type(tuner).__module__.removeprefix('peft.tuners.').partition('.')[0]} adapter"
     found = [
         (name, owner, key)

@@ -33,7 +33,7 @@ NEEDS_NO_VALUES = ("ADALORA", "IA3", "LOHA", "LOKR", "VERA")
 
 
 def change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
-    """Replace parallel layers by plain ones, let PEFT add adapters to the model, and then shard the adapters.
+    """Replace parallel layers with plain layers, let PEFT add adapters to the model, and then shard the adapters.
 
     All ranks must call it. Communicates one all-gather of each targeted weight if the adapters are computed from the
     weights (PiSSA, DoRA).
@@ -151,7 +151,7 @@ def _adopt(layer: ParallelModule, plain: nn.Module, state: ShardingMetadata) -> 
 
 
 def install_methods(model: Any) -> None:
-    """Replace the methods of a ``PeftModel`` that save, load or merge adapters by versions for a sharded model."""
+    """Replace the methods of a ``PeftModel`` that save, load or merge adapters with versions for a sharded model."""
     tuner = type(model.base_model)
     for table, owner in ((_METHODS, type(model)), (_TUNER_METHODS, tuner)):
         for name, method in table.items():
@@ -226,7 +226,7 @@ def _load_adapter(self: Any, model_id: Any, adapter_name: str, is_trainable: boo
 
 @contextmanager
 def _full_parameters(model: Any, value_of: Callable[[str, Tensor], Tensor]) -> Iterator[dict[str, nn.Parameter]]:
-    """Temporarily replace the parameters that ZeRO stage 3 shards by full parameters, and yield these by name.
+    """Temporarily replace the parameters sharded by ZeRO stage 3 with full parameters, and yield these by name.
 
     No hooks run in the context, because the hooks of ZeRO communicate.
 

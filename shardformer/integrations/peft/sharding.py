@@ -94,7 +94,7 @@ def is_tuner_model(module: nn.Module) -> bool:
 
 
 def calls_model(tuner: nn.Module) -> bool:
-    """Return whether a tuner of PEFT calls the model in its ``forward`` and does nothing else."""
+    """Return whether the ``forward`` method of a PEFT tuner only calls the wrapped model."""
     from peft.tuners.tuners_utils import BaseTuner
 
     return is_tuner_model(tuner) and type(tuner).forward is BaseTuner.forward
@@ -106,7 +106,7 @@ def inner_model(model: nn.Module) -> nn.Module:
 
 
 def find_wrappers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return a dict from the paths of the modules that PEFT has wrapped to their outermost wrappers."""
+    """Return the outermost PEFT wrapper of each wrapped module, as a dict from paths to wrappers."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         if is_wrapper(module) and not any(path.startswith(f"{outer}.") for outer in found):
@@ -115,7 +115,7 @@ def find_wrappers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def holder_of(wrapper: nn.Module) -> tuple[nn.Module, str]:
-    """Return the innermost of nested PEFT wrappers, and the name of its attribute that is the wrapped module."""
+    """Return the innermost PEFT wrapper around a module, and the name of the attribute that holds the module."""
     name = next(name for name in INNER if name in wrapper._modules)
     inner = wrapper._modules[name]
     return holder_of(inner) if inner is not None and is_wrapper(inner) else (wrapper, name)
@@ -127,7 +127,7 @@ def wrapped_module(wrapper: nn.Module) -> nn.Module:
 
 
 def inner_path(path: str, wrapper: nn.Module) -> str:
-    """Return the path of the module inside nested PEFT wrappers, where ``path`` is that of the outermost one."""
+    """Return the path of a module inside one or several PEFT wrappers, the outermost of which is at ``path``."""
     parts, module = [path], wrapper
     while is_wrapper(module):
         name = next(name for name in INNER if name in module._modules)
@@ -142,7 +142,7 @@ def place(model: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def take_off(model: nn.Module) -> dict[str, nn.Module]:
-    """Replace each PEFT wrapper by the module inside it, and return a dict from paths to wrappers."""
+    """Replace each PEFT wrapper with the module inside it, and return a dict from paths to wrappers."""
     wrappers = find_wrappers(model)
     for path, wrapper in wrappers.items():
         place(model, path, wrapped_module(wrapper))
@@ -151,7 +151,7 @@ def take_off(model: nn.Module) -> dict[str, nn.Module]:
 
 @dataclass(eq=False)
 class AdaptedNames:
-    """Maps the names of parameters and buffers before adapters were added to their new names.
+    """Maps the old names of parameters and buffers to the names that they have after adapters were added.
 
     Args:
         paths: path of a wrapped module before -> after.
@@ -226,7 +226,7 @@ def shard_with_adapters(
 
 
 def _find_aliases(model: nn.Module, inner: nn.Module) -> dict[str, str]:
-    """Return the inner path of each child that a PEFT model shares with the model inside (``word_embeddings``)."""
+    """Return the paths of modules that a PEFT model shares with its base model, such as ``word_embeddings``."""
     paths = {id(module): path for path, module in inner.named_modules() if path}
     return {name: paths[id(child)] for name, child in model._modules.items() if id(child) in paths}
 
@@ -305,7 +305,7 @@ def _draws_random_numbers(module: nn.Module) -> bool:
 
 
 def _check_forward(model: Any, state: ShardingMetadata) -> None:
-    """Raise ConfigError for a pipeline if an adapter changes the inputs or the loss of the full model."""
+    """Raise ConfigError if a pipeline is used with an adapter that changes the inputs or loss of the full model."""
     if state.context.pipe.size == 1 or not _is_peft_model(model):
         return
     is_prompt = getattr(model, "_is_prompt_learning", False)
@@ -399,12 +399,12 @@ def _check_replicated(base: nn.Module, path: str, kind: str) -> None:
     if isinstance(base, ParallelModule) or vars(base).get("shard_specs"):
         raise ConfigError(
             f"A {kind} on {path} is not supported, because tensor parallelism shards this {type(base).__name__}.",
-            remedy="Target linear layers, or use data parallelism or ZeRO instead of the tensor axis.",
+            remedy="Target only linear layers, or use data parallelism or ZeRO instead of the tensor axis.",
         )
 
 
 def move_hooks_between(source: nn.Module, target: nn.Module) -> None:
-    """Move all hooks from one module to another, because they expect the input and output of the full layer."""
+    """Move all forward and backward hooks from one module to another."""
     for table in HOOK_TABLES:
         hooks = getattr(source, table)
         if hooks:
