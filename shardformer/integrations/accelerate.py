@@ -399,7 +399,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Pad tensors to the largest size on any rank. Gathers sharded logits first."""
         return super().pad_across_processes(to_full_tensors(tensor), *args, **kwargs)
 
-    # --- saving and loading: all ranks call these
+    # --- saving and loading: all ranks must call these methods
 
     @property
     def sharded_models(self) -> list[nn.Module]:

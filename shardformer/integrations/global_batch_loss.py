@@ -53,7 +53,7 @@ class LossMean:
         finally:
             self._samples = None
 
-    def see(self, args: Any) -> None:
+    def mark_if_weighted(self, args: Any) -> None:
         """Mark the loss as weighted if a function receives the number of items as an argument."""
         self._is_weighted |= self.items is not None and any(each is self.items for each in args)
 
@@ -130,7 +130,7 @@ class WeightedMeanLosses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._mean.see((*args, *kwargs.values()))
+        self._mean.mark_if_weighted((*args, *kwargs.values()))
         if func not in RECORDED_LOSSES or not (call := LossCall.bind(func, args, kwargs)).is_mean:
             return func(*args, **kwargs)
         self._mean.check_samples(call)

@@ -422,7 +422,7 @@ class ShardedTrainer:
         logits = tuple(to_full_tensors(kept))
         return loss, logits[0] if len(logits) == 1 else logits, labels[0] if len(labels) == 1 else labels or None
 
-    # --- saving and loading: all ranks call these
+    # --- saving and loading: all ranks must call these methods
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         self._joined_save = False

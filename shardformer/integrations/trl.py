@@ -302,7 +302,7 @@ def fused_heads_on_shards(model: nn.Module) -> Iterator[None]:
             module.forward = forward
         raise
     for module, forward in fused.items():
-        module.forward = MethodType(_on_shards(forward.__func__, module), module)
+        module.forward = MethodType(_with_sharded_head(forward.__func__, module), module)
 
 
 def _is_fused(forward: Any) -> bool:
@@ -310,7 +310,7 @@ def _is_fused(forward: Any) -> bool:
     return code is not None and FUSED_ARGUMENT in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-def _on_shards(fused: FunctionType, model: Any) -> FunctionType:
+def _with_sharded_head(fused: FunctionType, model: Any) -> FunctionType:
     """Return a copy of TRL's fused ``forward`` that computes log-probabilities with ``score_tokens``."""
     code = fused.__code__
     if fused.__globals__["__name__"] == __name__:

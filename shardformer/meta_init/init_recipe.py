@@ -80,7 +80,7 @@ class InitStep:
 
 
 def deferred_storage_of(tensor: Any) -> DeferredStorage | None:
-    """Return the deferred storage of a tensor, or None if the tensor has values or no recipe."""
+    """Return the ``DeferredStorage`` of a lazily built tensor, or None for any other tensor."""
     if not isinstance(tensor, Tensor):
         return None
     with DisableTorchFunction():  # inside LazyInit, is_meta reports False
@@ -108,7 +108,7 @@ def get_view(tensor: Tensor) -> TensorView:
 
 
 def get_recipe(deferred: DeferredStorage) -> list[InitStep]:
-    """Return the recorded steps that compute the values of a deferred storage, in call order."""
+    """Return the recorded steps that compute the values of a deferred storage, in the order of recording."""
     found: dict[int, InitStep] = {}
     waiting = [deferred.writer] if deferred.writer is not None else []
     while waiting:

@@ -56,7 +56,7 @@ DEVICE: Any = getattr_static(Tensor, "device").__get__
 
 
 class ReportCpuDevice(TorchFunctionMode):
-    """A function mode in which tensors with recipes report the CPU as their device, because init functions check it."""
+    """A function mode in which lazily built tensors report the CPU as device, because init functions check it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == IS_META and deferred_storage_of(args[0]) is not None:
@@ -67,7 +67,7 @@ class ReportCpuDevice(TorchFunctionMode):
 
 
 class InitRecorder(TorchDispatchMode):
-    """A dispatch mode that records operations on meta tensors with recipes, and runs all other operations normally.
+    """A dispatch mode that records operations on lazily built tensors, and runs all other operations normally.
 
     Operations that need a value (``item()``, a comparison) compute it immediately. An operation that draws random
     numbers draws and discards them, so that later random numbers are unchanged.

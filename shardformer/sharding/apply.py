@@ -386,7 +386,7 @@ def bind_policy(
     plan = checks.make_checked_plan(sharder.model, policy, sharder.config, applies_rules=applies_rules)
     if sharder.has_stages and (chain := policy.layer_sequence()).stacks:
         owner_layers(plan.model, chain)
-    # with data parallelism only, the rules change nothing and must not cause a refusal
+    # with data parallelism only, the rules change nothing and must not raise an error
     plan = plan if sharder.is_tensor_parallel else ShardingPlan(plan.model, plan.stacks)
     if sharder.grid is not None:
         plan = apply_tensor_grid.plan_for_grid(plan, sharder.grid)

@@ -94,7 +94,7 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
 
 
 def _needs_rule(module: nn.Module, width: int) -> bool:
-    """Return whether a module needs a rule outside blocks, because it has parameters of its own or is a norm."""
+    """Return whether a module outside the blocks needs a sharding rule, because it has parameters or is a norm."""
     own = next(module.parameters(recurse=False), None)
     return own is not None or (not module._modules and getattr(module, "normalized_shape", None) == (width,))
 
@@ -119,7 +119,7 @@ def _get_hidden_size(plan: ShardingPlan, blocks: list[BlockDescription]) -> int 
 def _add_outer_module(
     plan: ShardingPlan, grid: TensorGrid, prefix: str, path: str, module: nn.Module, width: int
 ) -> None:
-    """Add a rule for a module that is outside all blocks and has parameters of its own."""
+    """Add a sharding rule to the plan for a module that has parameters and is outside all blocks."""
     own = dict(module.named_parameters(recurse=False))
     shapes = {tuple(p.shape) for p in own.values()}
     if shapes <= {(width,)} and not module._modules and norm_kind(module) is not None:

@@ -262,7 +262,7 @@ class ParameterRegions:
         ]
 
     def find_region(self, name: str) -> tuple[ActivationLayout, ModelRegion]:
-        """Return the activation layout around a parameter, and the region that contains the parameter."""
+        """Return the activation layout around a parameter, and the region of the model that contains it."""
         layout = next((layout for prefix, layout in self._stacks if name.startswith(prefix)), None)
         if name not in self._biases and name.startswith(self._inside):
             return layout or self._stream, ModelRegion.BLOCK

@@ -69,15 +69,15 @@ def change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
             sharding.place(inner, path, layer)
         with sharding.without_hooks(inner), sharding.without_metadata(inner):  # which PEFT would copy with modules
             made = collective_call(state.context, change)
-        wrappers = sharding.take_off(inner)
+        wrappers = sharding.remove_wrappers(inner)
         for path, layer in layers.items():
             outer = next((p for p in wrappers if path.startswith(f"{p}.")), path)
-            _adopt(layer, plain[path], state)
+            _copy_changes(layer, plain[path], state)
             sharding.place(inner, outer, layer)
             for name, child in made._modules.items():
                 if child is plain[path]:  # word_embeddings
                     made._modules[name] = layer
-        sharding.put_on_adapters(made, inner, wrappers)
+        sharding.add_adapters(made, inner, wrappers)
     if made is not inner:
         install_methods(made)
     return made
@@ -137,7 +137,7 @@ def _plain_layer(layer: Any, state: ShardingMetadata, with_values: bool) -> nn.M
     return plain.train(layer.training)  # type: ignore[no-any-return]
 
 
-def _adopt(layer: ParallelModule, plain: nn.Module, state: ShardingMetadata) -> None:
+def _copy_changes(layer: ParallelModule, plain: nn.Module, state: ShardingMetadata) -> None:
     """Copy the changes that PEFT made to a plain layer (values, ``requires_grad``, hooks) to the parallel layer."""
     for name, param in layer._parameters.items():
         full = plain._parameters[name]

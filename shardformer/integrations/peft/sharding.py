@@ -141,7 +141,7 @@ def place(model: nn.Module, path: str, module: nn.Module) -> None:
     owner._modules[name] = module
 
 
-def take_off(model: nn.Module) -> dict[str, nn.Module]:
+def remove_wrappers(model: nn.Module) -> dict[str, nn.Module]:
     """Replace each PEFT wrapper with the module inside it, and return a dict from paths to wrappers."""
     wrappers = find_wrappers(model)
     for path, wrapper in wrappers.items():
@@ -212,12 +212,12 @@ def shard_with_adapters(
     referenced = checks.find_referenced_parameters(model)
     with checks.restore_on_error(model):
         aliases = _find_aliases(model, inner)
-        wrappers = take_off(inner)
+        wrappers = remove_wrappers(inner)
 
         def put_on(sharded: nn.Module) -> None:
             for name, path in aliases.items():
                 model._modules[name] = sharded.get_submodule(path)
-            put_on_adapters(model, sharded, wrappers, referenced)
+            add_adapters(model, sharded, wrappers, referenced)
             if model is not sharded:
                 install_methods(model)
             finish(model)
@@ -231,7 +231,7 @@ def _find_aliases(model: nn.Module, inner: nn.Module) -> dict[str, str]:
     return {name: paths[id(child)] for name, child in model._modules.items() if id(child) in paths}
 
 
-def put_on_adapters(
+def add_adapters(
     model: nn.Module, sharded: nn.Module, wrappers: Mapping[str, nn.Module], referenced: set[int] | None = None
 ) -> None:
     """Add adapters to a sharded model, shard them, and record their layout and gradient reduction.
