@@ -572,7 +572,7 @@ def _shard_again(wrap: bool, ranks: int) -> Refusal:
 @pytest.mark.parametrize("wrap", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sharding_a_model_twice_raises(pool2: WorkerPool, wrap: bool, ranks: int) -> None:
-    refused(pool2.run(_shard_again, wrap, ranks), ConfigError, "already sharded", "Build the model again")
+    refused(pool2.run(_shard_again, wrap, ranks), ConfigError, "already sharded", "build the model again")
 
 
 def _use(how: str) -> Refusal:

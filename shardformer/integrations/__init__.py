@@ -1,1 +1,1 @@
-"""Integrations with other training libraries. Import the module of the library: none is imported here."""
+"""Integrations with other training libraries. Import the module of each library that you use."""

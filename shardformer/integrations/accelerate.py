@@ -1,4 +1,4 @@
-"""``Accelerator``: an ordinary accelerate loop trains a sharded model.
+"""A replacement for accelerate's ``Accelerator`` that trains models sharded by ShardFormer.
 
 accelerate counts processes. With tensor, sequence or context parallelism, several processes receive the same batch, so
 this class counts data-parallel ranks instead wherever accelerate splits batches, gathers metrics or steps schedulers.
@@ -76,12 +76,12 @@ def sharded_model_in(model: Any) -> nn.Module | None:
 
 
 def world_axis(context: ParallelContext) -> Axis:
-    """Return the axis of all ranks of a context."""
+    """Return the mesh axis that contains every rank of a parallel context."""
     return context.flatten(*AXES) if context.world is not None else Axis("world")
 
 
 class DataRanks:
-    """View of accelerate's process state in which the processes are the data-parallel ranks."""
+    """A view of accelerate's process state that counts data-parallel ranks instead of processes."""
 
     def __init__(self, state: Any, num_processes: int, process_index: int) -> None:
         self._state, self.num_processes, self.process_index = state, num_processes, process_index
@@ -91,7 +91,7 @@ class DataRanks:
 
 
 class SharedOrder(Sampler[Any]):
-    """Sampler that draws the same random order on all ranks, from the random state of the first rank.
+    """A sampler that uses the random state of rank 0 on every rank, so that all ranks draw the same order.
 
     Communicates this state, 5 KB, once per epoch.
     """
@@ -112,13 +112,13 @@ class SharedOrder(Sampler[Any]):
 
 
 class DataRankScheduler(AcceleratedScheduler):  # type: ignore[misc]
-    """Scheduler that accelerate steps once per data-parallel rank, instead of once per process."""
+    """A learning rate scheduler that accelerate steps once per data-parallel rank instead of once per process."""
 
     data_ranks = 1
     split_batches: bool
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the wrapped scheduler, if the optimizers were stepped."""
+        """Step the wrapped learning rate scheduler if the optimizers took a step."""
         if self.split_batches or not self.step_with_optimizer or not self.gradient_state.sync_gradients:
             super().step(*args, **kwargs)
             return
@@ -132,13 +132,13 @@ class DataRankScheduler(AcceleratedScheduler):  # type: ignore[misc]
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """accelerate's ``Accelerator`` for models that ShardFormer shards.
+    """A subclass of accelerate's ``Accelerator`` that shards models with ShardFormer.
 
     ``prepare`` shards plain models together with their optimizers. ``num_processes`` and ``process_index`` count
     data-parallel ranks; ``is_main_process`` is true on one of all processes.
 
     Args:
-        parallel: Layout and options. None uses that of a model that is already sharded, or else data parallelism.
+        parallel: Layout and options. None uses the layout of a model that is already sharded, or else data parallelism.
         context: Existing process grid. None creates one over the launched processes.
         policy: Your own sharding policy for the models passed to ``prepare``.
         args, kwargs: Arguments of accelerate's class.
@@ -172,25 +172,30 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if config.pipe > 1:
             raise ConfigError(
                 f"Accelerator does not support pipe={config.pipe}.",
-                rule="An accelerate loop calls the model and backward itself, but a pipeline runs them in a schedule.",
-                remedy="Use shardformer.initialize and engine.train_step(batch), or remove the pipe axis.",
+                rule="An accelerate loop calls the model and the backward pass directly, but pipeline stages must "
+                "follow a schedule.",
+                remedy="Use shardformer.initialize and engine.train_step(batch), or set pipe=1.",
             )
         context = make_context(context, config)  # joins the process group before accelerate does
         super().__init__(*args, **kwargs)
         self.use_context(context, config, policy)
 
     def use_context(self, context: ParallelContext, config: ParallelConfig, policy: Any = None) -> None:
-        """Set the process grid and the options. Raises ConfigError if accelerate is configured to shard the model."""
+        """Set the process grid and the parallel options.
+
+        Raises ConfigError if accelerate is configured to shard the model.
+        """
         if self.distributed_type in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-            raise _other_backend_error(f"distributed_type={str(self.distributed_type).rpartition('.')[2]}")
+            setting = f"distributed_type={str(self.distributed_type).rpartition('.')[2]}"
+            raise _other_backend_error(setting)
         if getattr(self, "parallelism_config", None) is not None:
             raise _other_backend_error("parallelism_config")
         if self.dataloader_config.dispatch_batches:
             raise ConfigError(
                 "dispatch_batches=True is not supported.",
-                rule="accelerate then sends a different part of each batch to every process, but ranks that share a "
+                rule="accelerate would send a different part of each batch to every process, but ranks that share a "
                 "model need the same part.",
-                remedy="Remove it: every rank reads its own part of the data set.",
+                remedy="Set dispatch_batches=False, so that every rank loads its own data.",
             )
         self.context, self.config, self.policy = context, config, policy
         _CURRENT.context = context
@@ -199,26 +204,26 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def num_processes(self) -> int:
-        """Number of data-parallel ranks."""
+        """The number of data-parallel ranks."""
         return self.context.data.size if "context" in self.__dict__ else int(self.state.num_processes)
 
     @property
     def process_index(self) -> int:
-        """Data-parallel rank of this process."""
+        """The data-parallel rank of this process."""
         return self.context.data.rank if "context" in self.__dict__ else int(self.state.process_index)
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last of all processes."""
+        """Whether this process has the highest rank of all processes."""
         return bool(self.state.process_index == self.state.num_processes - 1)
 
     @property
     def dispatch_batches(self) -> bool:
-        """False, because every rank reads its own part of the data set."""
+        """Always False, because every rank loads its own data instead of receiving batches from rank 0."""
         return False
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """Yield the part of ``inputs`` that belongs to this data-parallel rank."""
+        """Split ``inputs`` between the data-parallel ranks, and yield the slice of this rank."""
         state = DataRanks(PartialState(), self.num_processes, self.process_index)
         split: AbstractContextManager[Any] = PartialState.split_between_processes(state, inputs, apply_padding)
         return split
@@ -226,7 +231,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # --- prepare
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Shard plain models, with the optimizers of their parameters, and prepare all objects.
+        """Shard the models together with their optimizers, then prepare all objects as accelerate does.
 
         Returns:
             The objects in the order in which they were passed. With ZeRO, the optimizer is a new object.
@@ -242,15 +247,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _shard(
         self, model: nn.Module, optimizers: Sequence[Optimizer], loaders: Sequence[DataLoader[Any]]
     ) -> Optimizer | None:
-        """Shard a model and its optimizers. Return the optimizer that replaces these, or None."""
+        """Shard a model and its optimizers, and return the ZeRO optimizer that replaces them, or None."""
         sharded = sharded_model_in(model)
         if len(optimizers) > 1 and self.config.effective_zero_stage is not None:
             raise ConfigError(
                 f"zero_stage={self.config.effective_zero_stage} does not work with {len(optimizers)} optimizers of one "
                 "model in an accelerate loop.",
-                rule="ZeRO combines them into one optimizer, which a loop over the optimizers would step several "
-                "times.",
-                remedy="Use one optimizer with several parameter groups, or shardformer.initialize.",
+                rule="ZeRO combines them into one optimizer, and the loop would step it several times.",
+                remedy="Use one optimizer with several parameter groups, or use shardformer.initialize.",
             )
         if sharded is None:
             engine = shard_with_data(
@@ -265,7 +269,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if metadata_of(sharded).context.sizes != self.context.sizes:
             raise ConfigError(
                 f"The model is sharded over {metadata_of(sharded).context}, but the Accelerator uses {self.context}.",
-                remedy="Pass the context of the model: Accelerator(context=context).",
+                remedy="Pass the context of the model to the Accelerator: Accelerator(context=context).",
             )
         is_plain = optimizers and not isinstance(optimizers[0], ZeroOptimizer)
         if is_plain and self.config.effective_zero_stage is not None:
@@ -273,10 +277,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return None
 
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
-        """Add autocast and compilation to a model.
+        """Prepare a model for training with autocast and torch.compile.
 
-        A sharded model stays on its device, and gets no DDP wrapper. Its layers are compiled, instead of the full model
-        (``TorchDynamoPlugin``, ``torch_compile`` of ``TrainingArguments``).
+        A sharded model stays on its device and is not wrapped in DDP. torch.compile compiles each of its layers instead
+        of the full model (``TorchDynamoPlugin``, ``torch_compile`` of ``TrainingArguments``).
         """
         sharded = sharded_model_in(model)
         if sharded is None:
@@ -294,13 +298,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
-        """Wrap an optimizer without moving it. The optimizer of a sharded model may be in host memory."""
+        """Wrap an optimizer without moving the optimizer state of a sharded model, which may be offloaded."""
         return super().prepare_optimizer(optimizer, False if self._models else device_placement)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
         """Split the batches of a data loader over the data-parallel ranks.
 
-        An order that a sampler draws from the global random state is that of the first rank.
+        If a sampler shuffles with the global random state, all ranks use the order of rank 0.
         """
         sampler = getattr(data_loader.batch_sampler, "sampler", None)
         is_seeded = isinstance(sampler, RandomSampler) and self.use_seedable_sampler  # by accelerate
@@ -309,7 +313,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Wrap a scheduler, which steps once per data-parallel rank unless ``split_batches`` is set."""
+        """Wrap a scheduler so that it steps once per data-parallel rank, unless ``split_batches`` is set."""
         prepared = super().prepare_scheduler(scheduler)
         if type(prepared) is AcceleratedScheduler:
             prepared.__class__, prepared.data_ranks = DataRankScheduler, self.num_processes
@@ -325,7 +329,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             yield
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run the backward pass, with the loss scale of a ZeRO optimizer in fp16."""
+        """Run the backward pass, after scaling the loss if a ZeRO optimizer trains in fp16."""
         owners = [metadata_of(model).gradient_owner for model in self.sharded_models]
         with ExitStack() as stack:
             for scale in [stack.enter_context(owner.scaled()) for owner in owners if owner is not None]:
@@ -333,7 +337,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             super().backward(loss, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the gradients of a model by the norm over all of its shards."""
+        """Clip gradients by their total norm, computed over all shards of the model."""
         parameters = list(parameters) if not isinstance(parameters, Tensor) else [parameters]
         clipped = {id(p) for p in parameters}
         for model in self.sharded_models:
@@ -345,7 +349,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # --- communication over the data axis
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate tensors of all data-parallel ranks along dimension 0. Communicates one all-gather per tensor."""
+        """Gather tensors from all data-parallel ranks along dimension 0. Communicates one all-gather per tensor."""
 
         def gather_one(x: Tensor) -> Tensor:
             return all_gather(x.reshape(1) if x.dim() == 0 else x.contiguous(), self.context.data, 0, purpose="metrics")
@@ -353,7 +357,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return recursively_apply(gather_one, to_full_tensors(tensor), error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather tensors or objects of all data-parallel ranks, without the samples that pad the last batch."""
+        """Gather tensors or objects from all data-parallel ranks, and drop the samples that pad the last batch."""
         if not use_gather_object:
             try:
                 recursively_apply(lambda x: x, input_data, error_on_other_type=True)
@@ -392,26 +396,26 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return bool(all_reduce(flag, world_axis(self.context), op="max", purpose="metrics") > 0)
 
     def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pad tensors to the largest size of all ranks. Gathers sharded logits first."""
+        """Pad tensors to the largest size on any rank. Gathers sharded logits first."""
         return super().pad_across_processes(to_full_tensors(tensor), *args, **kwargs)
 
-    # --- saving and loading: all ranks call these
+    # --- saving and loading: all ranks must call these methods
 
     @property
     def sharded_models(self) -> list[nn.Module]:
-        """Sharded models that were prepared."""
+        """The sharded models that were passed to ``prepare``."""
         return [sharded for model in self._models if (sharded := sharded_model_in(model)) is not None]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Return the state dict with full tensors, on the CPU of every rank. All ranks must call it."""
+        """Return the unsharded state dict of a model, on the CPU of every rank. All ranks must call it."""
         sharded = sharded_model_in(model)
         return super().get_state_dict(model, unwrap) if sharded is None else full_state_dict(sharded)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
-        """Save a training run, to be loaded under any layout. All ranks must call it.
+        """Save a training run in a form that any layout can load. All ranks must call it.
 
-        accelerate writes the schedulers, random states and registered objects. Each sharded model and its optimizers
-        are a checkpoint of ``save_checkpoint`` in the folder ``shardformer_0``, ``shardformer_1`` and so on.
+        accelerate writes the schedulers, random states and registered objects. ``save_checkpoint`` writes each sharded
+        model and its optimizers to a folder of its own: ``shardformer_0``, ``shardformer_1`` and so on.
         """
         with self._without_sharded_models() as models:
             folder = str(super().save_state(output_dir, safe_serialization, **kwargs))
@@ -422,7 +426,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Load a checkpoint of ``save_state``, under any layout, or of a plain ``Accelerator``.
+        """Load a checkpoint that this class saved under any layout, or that accelerate's ``Accelerator`` saved.
 
         All ranks must call it.
         """
@@ -433,9 +437,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             num_saved, is_plain = _count_saved_models(input_dir)
             if input_dir is not None and num_saved != len(models):
                 raise ConfigError(
-                    f"{input_dir} has the weights of {num_saved} models, but {len(models)} sharded models are "
-                    "prepared.",
-                    remedy="Call load_state after prepare, with all models that were prepared when it was saved.",
+                    f"{input_dir} has the weights of {num_saved} models, but {len(models)} sharded models were "
+                    "passed to prepare.",
+                    remedy="Before load_state, pass the same models to prepare as when the checkpoint was saved.",
                 )
             super().load_state(input_dir, load_kwargs, **kwargs)
         assert input_dir is not None
@@ -446,9 +450,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         folder, (model, optimizers) = Path(input_dir), models[0]
         if len(optimizers) != 1:
             raise ConfigError(
-                f"{input_dir} was saved by a plain Accelerator, whose files are not assigned to "
-                f"{len(optimizers)} optimizers.",
-                remedy="Save the training run with the Accelerator of ShardFormer, which also runs in one process.",
+                f"{input_dir} was saved by accelerate's own Accelerator. It can be loaded with one optimizer per "
+                f"model, but this model has {len(optimizers)}.",
+                remedy="Save the training run with shardformer.integrations.accelerate.Accelerator, which also runs in "
+                "one process.",
             )
         weights = _load_plain_file(folder, SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
         weights = {name.removeprefix("module."): value for name, value in weights.items()}  # saved by DDP
@@ -457,7 +462,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _without_sharded_models(self) -> Iterator[list[tuple[nn.Module, list[Optimizer]]]]:
-        """Hide the sharded models and their optimizers from accelerate in this context, and yield them."""
+        """Yield the sharded models and their optimizers, and hide them from accelerate inside the context."""
         models, optimizers = self._models, self._optimizers
         sharded = self.sharded_models
         raw = [getattr(each, "optimizer", each) for each in optimizers]
@@ -472,7 +477,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def repeats_samples(loader: Any) -> bool:
-    """Return whether a data loader yields the same samples on every rank, because accelerate has not prepared it."""
+    """Return whether a data loader yields the same samples on every rank because it was not passed to ``prepare``."""
     is_plain = isinstance(loader, DataLoader) and not isinstance(loader, DataLoaderStateMixin)
     is_torch = type(getattr(loader, "sampler", None)).__module__ == Sampler.__module__
     return is_plain and is_torch and not isinstance(loader.dataset, IterableDataset)
@@ -484,10 +489,10 @@ _REDUCE = accelerate.utils.reduce
 
 
 def _replace_reduce() -> None:
-    """Replace accelerate's ``reduce`` in the modules of transformers that have imported it.
+    """Replace accelerate's ``reduce`` in every module of transformers that has imported it.
 
-    Their losses divide by a number of targets, such as boxes or masks: by the mean number of all processes, which they
-    divide by the number of processes once more.
+    Detection losses divide by the mean number of targets, such as boxes or masks. transformers computes this mean over
+    all processes, and then divides it by the number of processes once more.
     """
     for name, module in list(sys.modules.items()):
         if name.startswith("transformers.") and vars(module).get("reduce") is _REDUCE:
@@ -508,7 +513,7 @@ def _checkpoint_folder(folder: str | os.PathLike[str], number: int) -> str:
 
 
 def _count_saved_models(folder: str | os.PathLike[str] | None) -> tuple[int, bool]:
-    """Return the number of models in a saved state, and whether a plain ``Accelerator`` saved it."""
+    """Return the number of models in a checkpoint, and whether accelerate's own ``Accelerator`` saved it."""
     names = os.listdir(folder) if folder is not None and os.path.isdir(folder) else []
     sharded = sum(name.startswith(f"{CHECKPOINT_FOLDER}_") for name in names)
     plain = sum(bool(PLAIN_WEIGHTS.fullmatch(name)) for name in names)
@@ -521,7 +526,7 @@ def _load_plain_file(folder: Path, *names: str) -> Any:
 
 
 def _with_all_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Add shared weights under all of their names. accelerate saves one of them (PEFT's embedding of prompts)."""
+    """Add each shared weight under all of its names. accelerate saves only one (the prompt embedding of PEFT)."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -530,7 +535,7 @@ def _with_all_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, T
 
 
 def _example(model: nn.Module, loaders: Sequence[DataLoader[Any]]) -> Any:
-    """Return arguments of ``forward`` from the first data loader that has them, or None."""
+    """Return example inputs for ``forward`` from the first data loader that provides them, or None."""
     return next((found for each in loaders if (found := example_of_data(each, model)) is not None), None)
 
 
@@ -539,7 +544,7 @@ def _is_unprepared_optimizer(value: Any) -> bool:
 
 
 def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
-    """Return whether an optimizer has parameters of a model."""
+    """Return whether an optimizer updates any parameter of a model."""
     if isinstance(optimizer, ZeroOptimizer):
         return optimizer.table is model.__dict__.get(METADATA_ATTRIBUTE)
     held = {id(p) for p in model.parameters()}
@@ -550,5 +555,5 @@ def _other_backend_error(setting: str) -> ConfigError:
     return ConfigError(
         f"accelerate is configured with {setting}.",
         rule="Only one library can shard the model.",
-        remedy="Remove it, and set the layout and zero_stage in parallel=ParallelConfig(...).",
+        remedy="Remove this setting, and set the layout and zero_stage in parallel=ParallelConfig(...).",
     )

@@ -1,7 +1,7 @@
-"""Losses of the Trainer of transformers, averaged over data-parallel ranks as in one process with the global batch.
+"""Average the Trainer's losses over data-parallel ranks so that every label of the global batch counts equally.
 
 Ranks can have different numbers of labels, and in the last batch of an evaluation different numbers of samples. A plain
-average of their losses would therefore give other weights to the labels.
+average of their losses would give more weight to the labels of a rank with few labels.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from shardformer.mesh.parallel_context import Axis
 
 
 class LossMean:
-    """Mean of losses over the data-parallel ranks, as one process computes it for the global batch.
+    """Averages the losses of the data-parallel ranks so that the result equals the loss of the global batch.
 
     Args:
         data: axis of the data-parallel ranks.
 
     Attributes:
-        items: mean number of items of the ranks, by which models divide the sum of their losses.
+        items: mean number of items per rank, by which models divide the sum of their losses.
         batch_size: number of samples of this rank's batch, or None if it is unknown.
     """
 
@@ -41,24 +41,24 @@ class LossMean:
 
     @property
     def has_no_samples(self) -> bool:
-        """Whether all samples of this rank only pad the last batch."""
+        """Whether this rank has only padding samples in the last batch."""
         return self._samples == 0
 
     @contextmanager
     def of_samples(self, count: int | None) -> Iterator[None]:
-        """Set the number of samples in this rank's batch within this context, or None if it is equal on all ranks."""
+        """Set this rank's number of samples to ``count`` inside the context. None: all ranks have equally many."""
         self._samples, self._is_weighted = count, False
         try:
             yield
         finally:
             self._samples = None
 
-    def see(self, args: Any) -> None:
-        """Record that the loss is divided by ``items``."""
+    def mark_if_weighted(self, args: Any) -> None:
+        """Mark the loss as weighted if a function receives the number of items as an argument."""
         self._is_weighted |= self.items is not None and any(each is self.items for each in args)
 
     def weigh(self, mean: Tensor, count: float) -> Tensor:
-        """Weight the mean of ``count`` values so that the average over the ranks is the mean over all values.
+        """Scale the mean of ``count`` values so that averaging over the ranks gives the mean of all values.
 
         Communicates one number.
         """
@@ -72,9 +72,9 @@ class LossMean:
         return mean * (count * self._data.size / total) if count else mean.nan_to_num() * 0.0
 
     def check_weights(self, labels: Any) -> None:
-        """Warn once if a loss without weights is averaged over ranks with different numbers of labels.
+        """Warn once if an unweighted loss is averaged over ranks that have different numbers of labels.
 
-        Communicates the numbers of labels if the loss has no weights.
+        Communicates the numbers of labels if the loss is unweighted.
         """
         if self._is_weighted or self._has_warned or self._data.size == 1 or not isinstance(labels, Tensor):
             return
@@ -90,7 +90,7 @@ class LossMean:
             )
 
     def check_samples(self, loss: LossCall) -> None:
-        """Warn once if the classes of a loss are the samples of this rank's batch, as in contrastive losses."""
+        """Warn once if a contrastive loss compares only the samples of this rank's batch with each other."""
         logits, size = next(iter(loss.named.values())), self.batch_size
         if self._has_warned_of_samples or not loss.has_classes or tuple(logits.shape) != (size, size):
             return
@@ -105,7 +105,7 @@ class LossMean:
             )
 
     def over_ranks(self, loss: Any) -> Any:
-        """Return the loss of the global batch. A loss without weights has the weight of its samples.
+        """Average the loss over the data-parallel ranks. A loss without weights is weighted by its number of samples.
 
         Communicates at most two numbers.
         """
@@ -122,7 +122,7 @@ class LossMean:
 
 
 class WeightedMeanLosses(TorchFunctionMode):
-    """Mode in which a mean loss of ``torch.nn.functional`` is weighted by its labels in the global batch."""
+    """A torch function mode that weights each mean loss by the number of labels on this rank."""
 
     def __init__(self, mean: LossMean) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class WeightedMeanLosses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._mean.see((*args, *kwargs.values()))
+        self._mean.mark_if_weighted((*args, *kwargs.values()))
         if func not in RECORDED_LOSSES or not (call := LossCall.bind(func, args, kwargs)).is_mean:
             return func(*args, **kwargs)
         self._mean.check_samples(call)
@@ -138,7 +138,7 @@ class WeightedMeanLosses(TorchFunctionMode):
 
 
 class DataParallelSmoother:
-    """Trainer's label smoother, whose mean over the labels of a rank is weighted by their number."""
+    """A wrapper around Trainer's label smoother that weights its loss by the number of labels on this rank."""
 
     def __init__(self, smoother: Any, mean: LossMean) -> None:
         self._smoother, self._mean = smoother, mean

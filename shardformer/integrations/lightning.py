@@ -1,4 +1,4 @@
-"""``ShardFormerStrategy``: Lightning's Trainer for models that ShardFormer shards.
+"""A strategy for Lightning's Trainer that shards models with ShardFormer.
 
 >>> from shardformer.integrations.lightning import ShardFormerStrategy                       # doctest: +SKIP
 >>> strategy = ShardFormerStrategy(parallel=ParallelConfig(tensor=2))                        # doctest: +SKIP
@@ -51,7 +51,7 @@ check_release("lightning", pl.__version__)
 STATE_KEY = "lightning"
 """Key of Lightning's own state in ``extra`` of a checkpoint."""
 UNSUPPORTED_FIELDS = {
-    "pipe": "training_step runs the forward pass itself, but a pipeline runs it in a schedule. "
+    "pipe": "training_step calls the forward pass directly, but pipeline stages must follow a schedule. "
     "Use shardformer.initialize and engine.train_step(batch)",
     "micro_batches": "Use Trainer(accumulate_grad_batches=...)",
     "micro_batch_size": "Use Trainer(accumulate_grad_batches=...)",
@@ -63,7 +63,7 @@ UNSUPPORTED_CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging")
 
 
 class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
-    """Strategy of Lightning's Trainer that shards the model of a LightningModule and its optimizer.
+    """A Lightning strategy that shards the model of a LightningModule together with its optimizer.
 
     All parameters of the LightningModule must belong to one of its attributes, such as ``self.model``. That model is
     sharded when ``fit``, ``validate``, ``test`` or ``predict`` starts. Checkpoints are directories in ShardFormer's
@@ -94,13 +94,13 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         if self.parallel.on_nonfinite != default.on_nonfinite and self.parallel.effective_zero_stage is None:
             raise ConfigError(
                 f"ShardFormerStrategy does not support on_nonfinite={self.parallel.on_nonfinite!r} without ZeRO.",
-                remedy="Set zero_stage=1, or use Trainer(detect_anomaly=True).",
+                remedy="Set zero_stage=1 in ParallelConfig, or use Trainer(detect_anomaly=True).",
             )
         known = ("process_group_backend", "timeout", "cluster_environment")
         if unknown := [name for name in options if name not in known]:
             raise ConfigError(
                 f"ShardFormerStrategy received the unknown argument {unknown[0]}.",
-                remedy=f"Use parallel, policy, {', '.join(known)}.",
+                remedy=f"Remove it. The supported arguments are parallel, policy, {', '.join(known)}.",
             )
         super().__init__(**options)
         self.context: ParallelContext | None = None
@@ -109,7 +109,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     # --- setup
 
     def setup_environment(self) -> None:
-        """Join the processes and create the process grid."""
+        """Initialize the process group and create the process grid."""
         super().setup_environment()
         self.context = make_context(self.context, self.parallel)
 
@@ -138,13 +138,13 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
                     module.distributed_available_fn = _is_never_distributed
 
     def _example(self, trainer: Any) -> Any:
-        """Return arguments of ``forward`` from the training data, from which a policy may be derived, or None."""
+        """Return example inputs from the training data, from which a policy can be derived, or None."""
         source = trainer.fit_loop._data_source
         with restore_cpu_generators():
             return example_of_data(source.dataloader(), self.sharded_model) if source.is_defined() else None
 
     def _move_others(self) -> None:
-        """Move everything except the sharded model to the device, and set the ``device`` of the LightningModule."""
+        """Move all of the LightningModule except the sharded model to this rank's device."""
         modules, name = self.lightning_module._modules, self._name_of_model
         model = modules[name]
         modules[name] = None  # keeps the order of the modules
@@ -164,25 +164,25 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
 
     @property
     def _name_of_model(self) -> str:
-        """Name of the attribute of the LightningModule that contains its parameters."""
+        """Name of the LightningModule attribute that contains the model and all parameters."""
         owners = {name.partition(".")[0] for name, _ in self.lightning_module.named_parameters(remove_duplicate=False)}
         children = dict(self.lightning_module.named_children())
         if len(owners) != 1 or not owners <= children.keys():
             raise ConfigError(
                 f"The parameters of {type(self.lightning_module).__name__} belong to the attributes {sorted(owners)}.",
-                rule="ShardFormerStrategy shards one model, which must be one attribute of the LightningModule.",
-                remedy="Put all parameters into one nn.Module: self.model = Model(...).",
+                rule="ShardFormerStrategy shards one model, which must be a single attribute of the LightningModule.",
+                remedy="Put all parameters into one nn.Module, for example self.model = Model(...).",
             )
         return str(owners.pop())
 
     @property
     def sharded_model(self) -> nn.Module:
-        """The attribute of the LightningModule that is sharded."""
+        """The model inside the LightningModule that this strategy shards."""
         model: nn.Module = getattr(self.lightning_module, self._name_of_model)
         return model
 
     def _check(self, trainer: Any) -> None:
-        """Raise ConfigError for options of the Trainer that do not work with a sharded model."""
+        """Raise ConfigError for Trainer options that do not work with a sharded model."""
         plugins = pl.plugins
         known = (plugins.Precision, plugins.MixedPrecision, plugins.HalfPrecision, plugins.DoublePrecision)
         precision, io_plugin = type(self.precision_plugin), type(self.checkpoint_io)
@@ -190,7 +190,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         problems = {
             "sync_batchnorm=True": (
                 vars(self)["_layer_sync"] is not None,
-                "Every data-parallel rank has its own statistics",
+                "Each data-parallel rank computes its own batch statistics",
             ),
             f"precision with {precision.__name__}": (precision not in known, "It replaces modules or parameters"),
             "precision='16-mixed'": (
@@ -211,28 +211,29 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             ),
             f"the callback {', '.join(averaging)}": (
                 bool(averaging),
-                "It averages copies of the module, which checkpoints would lack",
+                "It averages copies of the module, which checkpoints would not contain",
             ),
         }
         for what, (is_used, rule) in problems.items():
             if is_used:
-                raise ConfigError(f"ShardFormerStrategy does not support {what}.", rule=rule, remedy="Remove it.")
+                remedy = "Remove or change this setting."
+                raise ConfigError(f"ShardFormerStrategy does not support {what}.", rule=rule, remedy=remedy)
         self._check_earlier_fit(trainer)
 
     def _check_earlier_fit(self, trainer: Any) -> None:
-        """Raise ConfigError if the model was sharded before, in a way that this strategy cannot continue."""
+        """Raise ConfigError if the model is already sharded in a way that this strategy cannot reuse."""
         if METADATA_ATTRIBUTE not in self.sharded_model.__dict__:
             return
         table, sizes = metadata_of(self.sharded_model), self._context.sizes
         if table.context.sizes != sizes:
             raise ConfigError(
                 f"The model is sharded over {table.context}, but the strategy uses {self._context}.",
-                remedy="Use the same layout, or create the model again and load a checkpoint.",
+                remedy="Use the layout of the model, or create the model again and load a checkpoint.",
             )
         if trainer.state.fn == pl.trainer.states.TrainerFn.FITTING and table.gradient_owner is not None:
             raise ConfigError(
-                "This model was trained with ZeRO by an earlier fit.",
-                rule="The model keeps the optimizer of its first fit.",
+                "This model was trained with ZeRO in an earlier call of fit.",
+                rule="A model keeps the ZeRO optimizer of its first fit, which a second fit cannot replace.",
                 remedy="Create the model again and resume: trainer.fit(module, ckpt_path=...).",
             )
 
@@ -240,11 +241,11 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Number of replicas and rank that Lightning's sampler uses, counted over the data-parallel ranks."""
+        """Arguments that make Lightning's sampler split the data over the data-parallel ranks."""
         return {"num_replicas": self._context.data.size, "rank": self._context.data.rank}
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Seed the workers by the data-parallel rank, because ranks that share a model need the same batches."""
+        """Seed data loader workers by data-parallel rank, so that ranks that share a model get the same batches."""
         seed_worker = sys.modules[pl.seed_everything.__module__].pl_worker_init_function
         is_requested = os.environ.get("PL_SEED_WORKERS", "0") != "0"  # by seed_everything(workers=True)
         if is_requested and getattr(dataloader, "worker_init_fn", dataloader) is None:
@@ -259,7 +260,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         return tensor if data.size == 1 else super().reduce(tensor, data.group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Stack the tensors of the data-parallel ranks. Communicates one all-gather of the tensor."""
+        """Gather a tensor from all data-parallel ranks along a new dimension. Communicates one all-gather."""
         data = self._context.data
         if _is_world(group) and data.size == 1:
             return tensor.unsqueeze(0)
@@ -267,16 +268,20 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         return gathered
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks, or any of them, pass a true decision. Communicates one number per rank."""
+        """Return whether ``decision`` is true on all ranks, or on any rank if ``all`` is False.
+
+        Communicates one number per rank.
+        """
         found = [bool(number) for (number,) in all_gather_numbers([int(decision)], self._world)]
         return sum(found) == len(found) if all else any(found)
 
     # --- one step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``training_step``. With ``average_loss_over="tokens"``, every label of the global batch counts equally.
+        """Run the ``training_step`` of the LightningModule, and weight the loss by labels if the config requests it.
 
-        Communicates one number per loss function of torch that it calls.
+        With ``average_loss_over="tokens"``, every label of the global batch counts equally. Communicates one number for
+        each loss function of torch that ``training_step`` calls.
         """
         data = self._context.data
         if data.size == 1 or self.parallel.average_loss_over == "ranks":
@@ -292,7 +297,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         if loss is None:
             raise ConfigError(
                 f"training_step returned None on data-parallel rank {data.rank} of {data.size}.",
-                rule="A rank that skips a batch does not take part in reducing the gradients of the others.",
+                rule="A rank that skips a batch would not take part in the gradient reduction of the other ranks.",
                 remedy="Return loss * 0.0 to skip the samples of this rank, or filter the data before training.",
             )
         weights.scale_loss(0, loss)
@@ -300,7 +305,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         return output
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the backward pass, with the loss scale of ``ParallelConfig(precision="fp16")``."""
+        """Run the backward pass, after scaling the loss if ``ParallelConfig(precision="fp16")`` is set."""
         owner = metadata_of(self.sharded_model).gradient_owner
         with nullcontext(1) if owner is None else owner.scaled() as scale:
             loss = closure_loss if scale == 1 else closure_loss.float() * scale
@@ -309,7 +314,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients without communication over the data-parallel ranks."""
+        """Accumulate gradients without reducing them over the data-parallel ranks."""
         with no_sync(self.sharded_model):
             yield
 
@@ -317,24 +322,24 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True, because a checkpoint is loaded into the sharded model."""
+        """Always True, because a checkpoint can only be loaded after the model was sharded."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the state of the LightningModule without its model, whose weights each rank writes itself."""
+        """Return the state dict of the LightningModule without the sharded model, which is saved separately."""
         prefix = f"{self._name_of_model}."
         return {name: x for name, x in self.lightning_module.state_dict().items() if not name.startswith(prefix)}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an empty state, because each rank writes its own part of the optimizer state."""
+        """Return an empty dict, because ``save_checkpoint`` saves the sharded optimizer state separately."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save the model, its optimizer and Lightning's state to directory ``filepath``. All ranks must call this."""
+        """Save the model, its optimizer and Lightning's state in a directory. All ranks must call this."""
         if storage_options is not None:
             raise ConfigError(
                 f"storage_options={storage_options!r:.60} has no effect.",
-                remedy="Save to a path of a shared file system, without storage_options.",
+                remedy="Remove storage_options, and save to a path on a shared file system.",
             )
         folder, model = Path(self.broadcast(str(filepath))), self.sharded_model
         written = io.BytesIO()
@@ -345,24 +350,25 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         release(folder, model)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load the model and its optimizer, saved under any layout, and return Lightning's state."""
+        """Load the model and its optimizer from a checkpoint of any layout, and return Lightning's own state."""
         folder = Path(self.broadcast(str(checkpoint_path)))
-        if folder.is_file():  # of Lightning's other strategies
+        if folder.is_file():  # saved by another strategy of Lightning
             loaded: dict[str, Any] = super().load_checkpoint(folder, weights_only)
             return loaded
         is_fitting = self.lightning_module.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
         found = load_checkpoint(self.sharded_model, folder, self.optimizers if is_fitting else None)
         if not isinstance(found.extra, dict) or STATE_KEY not in found.extra:
             raise ConfigError(
-                f"{folder} was not saved by Lightning.",
-                remedy="Load its weights before training: shardformer.load_checkpoint(module.model, folder).",
+                f"The checkpoint {folder} was not saved by Lightning.",
+                remedy="To load only its weights, call shardformer.load_checkpoint(module.model, folder) before "
+                "training.",
             )
         state = io.BytesIO(base64.b64decode(found.extra[STATE_KEY]))
         checkpoint: dict[str, Any] = torch.load(state, map_location="cpu", weights_only=weights_only is not False)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the state of the LightningModule. From a plain checkpoint, load the state of its model, too."""
+        """Load the state dict of the LightningModule, and the weights of its model if the checkpoint has them."""
         prefix = f"{self._name_of_model}."
         state = checkpoint["state_dict"]
         if model := {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}:
@@ -372,12 +378,12 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizer state of a plain checkpoint. ``load_checkpoint`` loads sharded optimizer states."""
+        """Load the optimizer state that another Lightning strategy saved. ``load_checkpoint`` loads sharded states."""
         if any(checkpoint["optimizer_states"]):
             load_plain_optimizer_state(self.sharded_model, self.optimizers[0], checkpoint["optimizer_states"][0])
 
     def teardown(self) -> None:
-        """Release the references that Lightning holds. The sharded model stays on its device."""
+        """Tear down Lightning's plugins, but leave the sharded model on its device."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

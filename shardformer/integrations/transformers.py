@@ -1,4 +1,4 @@
-"""``Trainer`` and ``Seq2SeqTrainer``: transformers' trainers for models that ShardFormer shards.
+"""Subclasses of transformers' ``Trainer`` and ``Seq2SeqTrainer`` that shard models with ShardFormer.
 
 >>> from shardformer.integrations.transformers import Trainer                             # doctest: +SKIP
 >>> trainer = Trainer(model, args, train_dataset=..., parallel=ParallelConfig(tensor=2))  # doctest: +SKIP
@@ -47,12 +47,12 @@ transformers: Any = load_transformers()
 
 
 class ShardedTrainer:
-    """Mixin that shards the model of a Trainer class: ``class MyTrainer(ShardedTrainer, TheirTrainer)``.
+    """A mixin that makes a Trainer class shard its model: ``class MyTrainer(ShardedTrainer, TheirTrainer)``.
 
     Args:
         model: A plain model, identical on every rank, or one that ``shard_model`` returned.
         args: Arguments of the training. Batch sizes are per data-parallel rank.
-        parallel: Layout and options. None uses that of a sharded model, or else data parallelism.
+        parallel: Layout and options. None uses the layout of a sharded model, or else data parallelism.
         policy: Your own sharding policy. None selects one automatically.
         context: Existing process grid. None creates one over the launched processes.
         others, options: Arguments of the Trainer class.
@@ -100,13 +100,12 @@ class ShardedTrainer:
     def _set_layout(
         self, model: Any, args: Any, parallel: Any, policy: Any = None, context: ParallelContext | None = None
     ) -> None:
-        """Set the layout and check the arguments before Trainer is initialized."""
+        """Set the parallel layout and check the training arguments before Trainer is initialized."""
         if not self.replaces_fused_heads and any(kind.__module__.startswith("trl.") for kind in type(self).__mro__):
             raise ConfigError(
-                f"ShardedTrainer does not support {type(self).__name__}, a trainer of TRL.",
-                rule="TRL computes log-probabilities from the weight of the head, but each rank has only a slice of "
-                "it.",
-                remedy="Put shardformer.integrations.trl.ShardedTRLTrainer before the class.",
+                f"ShardedTrainer does not support {type(self).__name__}, which is a trainer of TRL.",
+                rule="TRL computes log-probabilities from the full weight of the head, but each rank has only a slice.",
+                remedy="Use shardformer.integrations.trl.ShardedTRLTrainer as the first base class instead.",
             )
         of_arguments = getattr(args, "parallel", None)
         if (
@@ -116,7 +115,7 @@ class ShardedTrainer:
         ):
             raise ConfigError(
                 f"TrainingArguments(parallel={of_arguments}) differs from Trainer(parallel={parallel!r:.80}).",
-                remedy="Pass the layout to one of them.",
+                remedy="Pass the layout to only one of them.",
             )
         self.parallel, self.policy = ParallelConfig.of(of_arguments if parallel is None else parallel), policy
         sharded = sharded_model_in(model)
@@ -129,20 +128,20 @@ class ShardedTrainer:
             raise ConfigError(
                 f"predict_with_generate=True is not supported with sequence={self.context.sequence.size}.",
                 rule="A sharded sequence cannot be extended token by token.",
-                remedy="Evaluate the loss only, or use the tensor axis.",
+                remedy="Set predict_with_generate=False, or use the tensor axis instead of the sequence axis.",
             )
         self._check_loss(self.context.pipe.size)
         if self.args.world_size == 1 and self.context.world is not None and prod(self.context.sizes.values()) > 1:
             raise ConfigError(
-                f"TrainingArguments found one process, but the layout is {self.context}.",
-                remedy="Pass use_cpu=True to TrainingArguments if the processes have no GPU.",
+                f"TrainingArguments found one process, but the layout {self.context} needs several.",
+                remedy="If you train on CPUs, pass use_cpu=True to TrainingArguments.",
             )
         self._shard(self.model)
         if self.label_smoother is not None:
             self.label_smoother = DataParallelSmoother(self.label_smoother, self._loss_mean)
 
     def _shard(self, model: Any) -> None:
-        """Shard a plain model, together with the optimizer that the user passed."""
+        """Shard the model, together with its optimizer if the user passed one."""
         is_stage = self.has_stages and sharded_model_in(model) is not None  # which knows only the total number
         has_count = hasattr(model, "num_parameters")
         self._num_parameters = model.num_parameters(exclude_embeddings=not is_stage) if has_count else 0
@@ -156,14 +155,14 @@ class ShardedTrainer:
             self.pipeline = make_pipeline(sharded_model_in(model), self.parallel, None, None)  # type: ignore[arg-type]
 
     def _example(self) -> Any:
-        """Return arguments of ``forward``, from which the policy of an unknown model is derived, or None."""
+        """Return example inputs for the model, from which a policy can be derived, or None."""
         data = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         collate = self._get_collator_with_removed_columns(copy.copy(self.data_collator), description="training")
         return example_of_data(data, self.model, collate)
 
     @property
     def sharded_model(self) -> nn.Module:
-        """The sharded model, without wrappers."""
+        """The sharded model, without wrappers such as ``torch.compile``."""
         found = sharded_model_in(self.model)
         assert found is not None
         return found
@@ -185,14 +184,14 @@ class ShardedTrainer:
     # --- which ranks have batches of their own
 
     def get_tp_size(self) -> int:
-        """Return 1, because the accelerator counts data-parallel ranks."""
+        """Return 1, because the accelerator already counts data-parallel ranks instead of processes."""
         return 1
 
     def _get_num_items_in_batch(self, batch_samples: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the mean number of items of the data-parallel ranks.
+        """Return the number of items (label tokens) in a batch, averaged over the data-parallel ranks.
 
-        Each rank divides its loss by it, and the mean over the ranks is the loss of the global batch. Trainer uses the
-        sum, and multiplies the loss by the number of processes, even if the model ignores the number of items.
+        Each rank divides its loss by this number, so that the mean over the ranks is the loss of the global batch.
+        Trainer divides by the sum and multiplies by the number of processes, even if the model ignores the sum.
         """
         if self._loss_mean.has_no_samples:
             batch_samples = [_ignore_labels(batch) for batch in batch_samples]
@@ -214,7 +213,7 @@ class ShardedTrainer:
 
     @contextmanager
     def _counting(self, num_processes: int, process_index: int) -> Iterator[None]:
-        """Replace ``args.world_size`` and ``args.process_index`` inside this context."""
+        """Temporarily replace ``args.world_size`` and ``args.process_index``."""
         args = self.args
         before = args.distributed_state
         args.distributed_state = DataRanks(before, num_processes, process_index)
@@ -233,12 +232,12 @@ class ShardedTrainer:
         return super().set_initial_training_values(args, loader, *others, **options)  # type: ignore[misc]
 
     def _check_loader(self, loader: Any, method: str) -> None:
-        """Raise ConfigError if the data-parallel ranks would read the same samples."""
+        """Raise ConfigError if all data-parallel ranks would read the same samples from a data loader."""
         if self.context.data.size > 1 and repeats_samples(loader):
             raise ConfigError(
                 f"{method} of {type(self).__name__} returns a DataLoader that yields the same samples on all "
                 f"{self.context.data.size} data-parallel ranks.",
-                remedy="Return self.accelerator.prepare(loader), which splits them over the ranks.",
+                remedy="Return self.accelerator.prepare(loader), which splits the samples over the ranks.",
             )
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -261,9 +260,9 @@ class ShardedTrainer:
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a data set. Predictions and labels of samples that pad the last batch are dropped.
+        """Evaluate the model on a data set, and drop predictions and labels of samples that pad the last batch.
 
-        Seq2SeqTrainer keeps them, because one process has none, and averages the losses over batches.
+        Seq2SeqTrainer would keep them, because one process needs no padding. It averages the losses over batches.
         """
         self._check_loader(dataloader, "get_eval_dataloader or get_test_dataloader")
         use_objects = self.args.eval_use_gather_object
@@ -283,7 +282,7 @@ class ShardedTrainer:
     # --- one step
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Create Trainer's optimizer. With ZeRO, or if it needs full matrices, ``shard_optimizer`` wraps it."""
+        """Create the optimizer, and shard it for ZeRO or if the optimizer needs full weight matrices."""
         created = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         self.optimizer = self._shard_optimizer(created)
         return self.optimizer
@@ -297,7 +296,7 @@ class ShardedTrainer:
         return shard_optimizer(self.sharded_model, optimizer, **{**self.parallel.zero_options(), "stage": stage})
 
     def floating_point_ops(self, inputs: Any) -> float:
-        """Return 6 times the non-embedding parameters times the tokens. Trainer sums this over all processes."""
+        """Estimate FLOPs as 6 times non-embedding parameters times tokens. Trainer sums them over all processes."""
         name = getattr(self.model, "main_input_name", "input_ids")
         tokens = inputs.get(name) if isinstance(inputs, Mapping) else None
         if not isinstance(tokens, Tensor):
@@ -306,9 +305,9 @@ class ShardedTrainer:
         return float(6 * self._num_parameters * tokens.numel() / copies)
 
     def compute_loss_context_manager(self) -> Any:
-        """Weight mean losses by their number of labels, so that their mean over the ranks equals the global mean.
+        """Weight mean losses by their number of labels, so that averaging over the ranks gives the global mean.
 
-        Models whose loss is a sum divided by the number of items have no mean losses.
+        A loss that the model divides by the number of items is not a mean loss, and stays unchanged.
         """
         stack = super().compute_loss_context_manager()  # type: ignore[misc]
         if self.context.data.size > 1 and self.args.average_tokens_across_devices:
@@ -318,9 +317,9 @@ class ShardedTrainer:
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **options: Any
     ) -> Any:
-        """Evaluate a batch. Gathers the logits of all ranks that share it, unless only the loss is needed.
+        """Evaluate the model on a batch, and gather sharded logits unless only the loss is needed.
 
-        The loss is that of the global batch, without the samples that pad the last batch of the data set.
+        The loss is that of the global batch, without the samples that only pad the last batch of the data set.
         """
         if self.has_stages:
             found = self._predict_in_stages(inputs, prediction_loss_only, ignore_keys)
@@ -346,9 +345,9 @@ class ShardedTrainer:
             return mean.over_ranks(to_full_tensors(loss)), *outputs
 
     def _real_samples(self, inputs: Any) -> int | None:
-        """Return the number of this rank's samples in the last batch of the data set, without those that fill it up.
+        """Return how many samples this rank has in the last batch of the data set, not counting padding samples.
 
-        None for other batches, and for those whose rows are not samples.
+        None for any other batch, and for a batch whose rows are not samples.
         """
         state, data = self.accelerator.gradient_state, self.context.data
         size = self.args.eval_batch_size
@@ -365,7 +364,7 @@ class ShardedTrainer:
         return self.context.pipe.size > 1
 
     def _check_loss(self, num_stages: int) -> None:
-        """Raise ConfigError if the model does not compute the loss itself, as a pipeline requires."""
+        """Raise ConfigError for a custom loss and for other Trainer options that a pipeline does not support."""
         kind = type(self)
         problems = {
             "label_smoothing_factor": self.label_smoother is not None,
@@ -383,7 +382,7 @@ class ShardedTrainer:
             raise ConfigError(
                 f"Trainer does not support {used[0]} with pipe={num_stages}.",
                 rule="A pipeline computes the loss of the model itself, and updates modules only in a training step.",
-                remedy="Remove it, or the pipe axis.",
+                remedy="Remove this setting, or set pipe=1.",
             )
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -399,7 +398,7 @@ class ShardedTrainer:
             return self.pipeline.step(self._stage_inputs(inputs, num_items_in_batch)).detach()
 
     def _stage_inputs(self, inputs: Any, num_items_in_batch: Any) -> dict[str, Any]:
-        """Return the inputs of a pipeline, which sums the losses of all data ranks."""
+        """Prepare a batch for the pipeline, with the number of items of the global batch."""
         found = dict(self._prepare_inputs(inputs))
         if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
             found["num_items_in_batch"] = round(float(num_items_in_batch) * self.context.data.size)
@@ -423,20 +422,20 @@ class ShardedTrainer:
         logits = tuple(to_full_tensors(kept))
         return loss, logits[0] if len(logits) == 1 else logits, labels[0] if len(labels) == 1 else labels or None
 
-    # --- saving and loading: all ranks call these
+    # --- saving and loading: all ranks must call these methods
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         self._joined_save = False
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         if self._joined_save:
             return
-        if hasattr(self.model, "save_pretrained"):  # older releases of transformers let only the first rank enter _save
+        if hasattr(self.model, "save_pretrained"):  # older releases of transformers call _save only on the first rank
             self.model.save_pretrained(output_dir or self.args.output_dir)
         else:
             full_state_dict(self.sharded_model)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save full weights. All ranks gather them, which Trainer allows for models that transformers sharded."""
+        """Gather and save the full weights. Trainer calls this on all ranks for models that transformers sharded."""
         self._joined_save = True
         if state_dict is None and not hasattr(self.model, "save_pretrained"):
             state_dict = full_state_dict(self.sharded_model)
@@ -447,7 +446,7 @@ class ShardedTrainer:
             self.is_distributed_loading_by_transformers = False
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write the optimizer state of the plain model, which any layout and the plain Trainer can load."""
+        """Save the unsharded optimizer state, which any layout and the Trainer of transformers can load."""
         raw = getattr(self.optimizer, "optimizer", self.optimizer)
         state = plain_optimizer_state(self.sharded_model, raw, output_dir)
         with self._replaced_optimizer(SavedState(state)):
@@ -474,7 +473,7 @@ class ShardedTrainer:
                 super()._save_rng_state(output_dir)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load the random state of the first rank that had the same batches as this rank."""
+        """Load the random state of the first rank that receives the same batches as this rank."""
         size, index = self.args.world_size, self.args.process_index
         if checkpoint is not None and size > 1:
             files = [os.path.isfile(os.path.join(checkpoint, f"rng_state_{n}.pth")) for n in (size - 1, size)]
@@ -484,7 +483,7 @@ class ShardedTrainer:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Warn of missing keys, except for tied weights, which are saved under one of their names."""
+        """Warn about missing keys, but not about tied weights, which are saved under only one of their names."""
         missing = set(load_result.missing_keys)
         tensors = self.model.state_dict(keep_vars=True)
         found = {id(value) for name, value in tensors.items() if name not in missing}
@@ -493,7 +492,7 @@ class ShardedTrainer:
 
 
 def _first_samples(inputs: Any, count: int) -> Any:
-    """Return the first samples of a batch: the first rows of its tensors, and the first items of its lists."""
+    """Return the first ``count`` samples of a batch, by slicing its tensors and lists."""
     size = transformers.trainer_pt_utils.find_batch_size(inputs)
 
     def first(value: Any) -> Any:
@@ -506,7 +505,7 @@ def _first_samples(inputs: Any, count: int) -> Any:
 
 
 def _ignore_labels(inputs: Any, first: int = 0) -> Any:
-    """Return a batch in which only the labels of the first samples are counted."""
+    """Return a copy of a batch in which the labels of all but the first ``first`` samples are ignored (-100)."""
     found = dict(inputs)
     for name in ("labels", "shift_labels"):
         if isinstance(found.get(name), Tensor) and not found[name].is_floating_point():
@@ -516,7 +515,7 @@ def _ignore_labels(inputs: Any, first: int = 0) -> Any:
 
 
 class SavedState:
-    """Replaces the optimizer while Trainer saves its state."""
+    """Replaces the optimizer while Trainer saves a checkpoint, to provide the unsharded optimizer state."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
@@ -526,7 +525,7 @@ class SavedState:
 
 
 class LoadingState:
-    """Replaces the optimizer while Trainer loads its state, and loads the state of the plain model's optimizer."""
+    """Replaces the optimizer while Trainer loads a checkpoint, to load an unsharded optimizer state."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
@@ -540,7 +539,7 @@ def _is_any_matrix_sharded(model: nn.Module) -> bool:
 
 
 def _needs_full_matrices(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is not element-wise, or True if a trial cannot determine it."""
+    """Return whether an optimizer needs full weight matrices, or True if a trial step cannot determine it."""
     try:
         return needs_full_matrices(optimizer)
     except ConfigError:
@@ -560,11 +559,11 @@ FUSED_BACKWARD = ("lomo", "adalomo", "layerwise")
 
 
 def check_arguments(args: Any, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for an argument of ``TrainingArguments`` that does not work with a sharded model."""
+    """Raise ConfigError if any of the ``TrainingArguments`` does not work with a sharded model."""
     if parallel.max_grad_norm is not None:
         raise ConfigError(
-            f"max_grad_norm={parallel.max_grad_norm} has no effect in parallel=.",
-            remedy="Set TrainingArguments(max_grad_norm=...), which is 1.0 by default.",
+            f"ParallelConfig(max_grad_norm={parallel.max_grad_norm}) has no effect in a Trainer.",
+            remedy="Set TrainingArguments(max_grad_norm=...) instead. Its default is 1.0.",
         )
     for name, reason in UNSUPPORTED.items():
         if value := getattr(args, name, None):
@@ -577,16 +576,16 @@ def check_arguments(args: Any, parallel: ParallelConfig) -> None:
             f"TrainingArguments(optim={optim!r}) is not supported.",
             rule="This optimizer updates each parameter during the backward pass, before the ranks have reduced its "
             "gradient.",
-            remedy="Use another optimizer, with zero_stage=2 to store fewer gradients.",
+            remedy="Use another optimizer. To save memory for gradients, set zero_stage=2.",
         )
 
 
 class Trainer(ShardedTrainer, transformers.Trainer):  # type: ignore[misc]
-    """transformers' ``Trainer`` for a sharded model. ``parallel`` is the layout; see ``ShardedTrainer``."""
+    """A ``transformers.Trainer`` that shards its model. ``ShardedTrainer`` describes the additional arguments."""
 
 
 class Seq2SeqTrainer(ShardedTrainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
-    """transformers' ``Seq2SeqTrainer`` for a sharded model. ``parallel`` is the layout; see ``ShardedTrainer``."""
+    """A ``transformers.Seq2SeqTrainer`` that shards its model. See ``ShardedTrainer`` for additional arguments."""
 
 
 # --- the layout in the arguments of an unmodified Trainer
@@ -594,7 +593,7 @@ class Seq2SeqTrainer(ShardedTrainer, transformers.Seq2SeqTrainer):  # type: igno
 
 @dataclass
 class ParallelArguments:
-    """Mixin of ``TrainingArguments`` with the layout.
+    """A mixin that adds the parallel layout to ``TrainingArguments``.
 
     Args:
         parallel: Fields of ``ParallelConfig``, as a dict or in JSON, or a ``ParallelConfig``. None does not shard.
@@ -617,12 +616,12 @@ class ParallelArguments:
 
 @dataclass
 class TrainingArguments(ParallelArguments, transformers.TrainingArguments):  # type: ignore[misc]
-    """transformers' ``TrainingArguments`` with ``parallel``, for an unmodified Trainer."""
+    """A subclass of ``transformers.TrainingArguments`` that makes an unmodified Trainer shard its model."""
 
 
 @dataclass
 class Seq2SeqTrainingArguments(ParallelArguments, transformers.Seq2SeqTrainingArguments):  # type: ignore[misc]
-    """transformers' ``Seq2SeqTrainingArguments`` with ``parallel``, for an unmodified Seq2SeqTrainer."""
+    """A subclass of ``transformers.Seq2SeqTrainingArguments`` that makes a Seq2SeqTrainer shard its model."""
 
 
 TRAINER_PATCH = Patch(

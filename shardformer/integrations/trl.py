@@ -1,4 +1,4 @@
-"""``SFTTrainer``, ``DPOTrainer`` and other trainers of TRL for models that ShardFormer shards.
+"""Subclasses of TRL's ``SFTTrainer``, ``DPOTrainer`` and other trainers that shard models with ShardFormer.
 
 >>> from shardformer.integrations.trl import SFTTrainer                                     # doctest: +SKIP
 >>> trainer = SFTTrainer(model, args, train_dataset=..., parallel=ParallelConfig(tensor=2))  # doctest: +SKIP
@@ -46,7 +46,7 @@ FUSED_ARGUMENT, FUSED_FUNCTION = "fused_lm_head", "_ChunkedLogProbFunction"
 
 
 class ShardedTRLTrainer(ShardedTrainer):
-    """Mixin that shards the models of a trainer of TRL: ``class MyTrainer(ShardedTRLTrainer, trl.TheirTrainer)``.
+    """A mixin that makes a TRL trainer shard its models: ``class MyTrainer(ShardedTRLTrainer, trl.TheirTrainer)``.
 
     Takes the arguments of the trainer class, and ``parallel``, ``policy`` and ``context`` of ``ShardedTrainer``.
     Reference models and reward models are sharded over the same ranks.
@@ -82,7 +82,7 @@ class ShardedTRLTrainer(ShardedTrainer):
         return [parameter.name for parameter in parameters]
 
     def _count_data_ranks(self) -> None:
-        """Replace values that TRL computed from the number of processes by values for the data-parallel ranks."""
+        """Recompute what TRL derived from the number of processes, using the number of data-parallel ranks."""
         args, data = self.args, self.context.data
         process = int(self.accelerator.state.process_index)
         if torch.initial_seed() == args.seed + process != args.seed + data.rank:  # set_seed(..., device_specific=True)
@@ -98,9 +98,9 @@ class ShardedTRLTrainer(ShardedTrainer):
         for name, size, steps, generations in groups:
             if size * data.size * steps % generations:
                 raise ConfigError(
-                    f"{generations} generations per prompt do not divide the {size * data.size * steps} completions of "
-                    f"{name}={size} on {data.size} data-parallel ranks.",
-                    remedy=f"Increase {name}, which is the batch size of a data-parallel rank.",
+                    f"{generations} generations per prompt do not divide the {size * data.size * steps} completions "
+                    f"that {name}={size} gives on {data.size} data-parallel ranks.",
+                    remedy=f"Increase {name}, the batch size of each data-parallel rank, or use fewer generations.",
                 )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ class ShardedTRLTrainer(ShardedTrainer):
         if sharded_model_in(model) is not None:
             raise ConfigError(
                 f"{what} cannot be checked on a sharded {type(model).__name__}.",
-                remedy="Pass the plain model to the trainer, with parallel=ParallelConfig(...).",
+                remedy="Pass the plain model to the trainer, and let parallel=ParallelConfig(...) shard it.",
             )
         check_packing(model, what, "Set packing=False and padding_free=False")
 
@@ -157,7 +157,7 @@ class ShardedTRLTrainer(ShardedTrainer):
 
 
 class ModelSharder(Accelerator):
-    """Accelerator that shards the models that a trainer only evaluates: reference, teacher and reward models."""
+    """An Accelerator that also shards models that are only evaluated, such as reference and reward models."""
 
     trained: type
 
@@ -172,15 +172,15 @@ class ModelSharder(Accelerator):
 
 UNSUPPORTED = {
     "use_vllm": "The engine would need the full weights after each step. Generate with the sharded model instead",
-    "use_transformers_continuous_batching": "Its scheduler runs on each rank on its own",
-    "use_transformers_paged": "Its scheduler runs on each rank on its own",
+    "use_transformers_continuous_batching": "Its scheduler runs independently on each rank",
+    "use_transformers_paged": "Its scheduler runs independently on each rank",
     "activation_offloading": "Use ParallelConfig(activation_offload=...) instead",
 }
-"""Arguments of TRL's configurations that are refused -> reason."""
+"""Arguments of TRL's configurations that are not supported -> reason."""
 
 
 def check_trl_arguments(args: Any, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for an argument of a configuration of TRL that does not work with a sharded model."""
+    """Raise ConfigError if any argument of a TRL config does not work with a sharded model."""
     if getattr(args, "sync_ref_model", False) and parallel.effective_zero_stage == 3:
         raise ConfigError(
             f"{type(args).__name__}(sync_ref_model=True) is not supported with zero_stage=3.",
@@ -199,9 +199,9 @@ def check_trl_arguments(args: Any, parallel: ParallelConfig) -> None:
 
 @contextmanager
 def gathers_over_data(accelerator: Accelerator) -> Iterator[None]:
-    """Make ``gather``, ``gather_object`` and ``reduce`` of accelerate.utils communicate over the data-parallel ranks.
+    """Make accelerate's ``gather``, ``gather_object`` and ``reduce`` communicate over the data-parallel ranks.
 
-    Trainers that generate call them to collect the rewards of all processes.
+    Trainers that generate completions call these functions to collect the rewards of all processes.
     """
     from accelerate import utils
 
@@ -227,14 +227,14 @@ def gathers_over_data(accelerator: Accelerator) -> Iterator[None]:
     patch = torch_patches.Patch(
         "accelerate.utils.gather, gather_object and reduce",
         f"{__name__}.gathers_over_data of accelerator {id(accelerator)}",
-        "they collect from all processes, also from those that have the same batch",
+        "they collect from all processes, even from those that have the same batch",
     )
     with torch_patches.temporarily(patch, apply):
         yield
 
 
 def _rebind(name: str, old: Any, new: Any) -> None:
-    """Replace a function of accelerate.utils in all modules that have imported it, except in accelerate itself."""
+    """Replace a function of accelerate.utils in every module that has imported it, except in accelerate itself."""
     for module in list(sys.modules.values()):
         path = str(getattr(module, "__name__", ""))
         is_theirs = path.startswith("accelerate.") and path != "accelerate.utils"
@@ -246,9 +246,9 @@ def _rebind(name: str, old: Any, new: Any) -> None:
 
 
 def guard_weights(model: Any, trainer: type) -> None:
-    """Raise an error if TRL or the class of a trainer reads a weight of a sharded head.
+    """Make the weights of a sharded head raise ConfigError when the code of a trainer reads them.
 
-    Each rank has a slice of the weight. The trainer would compute with the slice as if it were the full weight.
+    Each rank has a slice of the weight. The trainer would use this slice as if it were the full weight.
     """
     modules = {kind.__module__ for kind in trainer.__mro__}
     find_head = getattr(model, "get_output_embeddings", None)
@@ -274,14 +274,14 @@ def _read_guarded(name: str, modules: set[str], layer: nn.Module) -> Any:
     if is_trainer or reader.startswith("trl."):
         raise ConfigError(
             f"{reader}.{frame.f_code.co_name} reads the {name} of the head, which is sharded over the vocabulary.",
-            rule="Each rank has a slice of it, so the result would be wrong.",
+            rule="Each rank has only a slice of it, so the result would be wrong.",
             remedy="Use the logits of the model, or a layout without the tensor axis.",
         )
     return layer._parameters[name]
 
 
 def sharded_layers(module: nn.Module) -> list[ParallelModule]:
-    """Return the parallel layers in a module that store slices of parameters."""
+    """Return the layers in a module whose parameters are sharded over the ranks."""
     layers = [each for each in module.modules() if isinstance(each, ParallelModule)]
     return [layer for layer in layers if any(spec.is_sharded for spec in layer.shard_specs.values())]
 
@@ -291,7 +291,7 @@ def sharded_layers(module: nn.Module) -> list[ParallelModule]:
 
 @contextmanager
 def fused_heads_on_shards(model: nn.Module) -> Iterator[None]:
-    """Remove TRL's fused heads while the model is sharded, and put them back for the sharded model."""
+    """Remove TRL's fused heads before the model is sharded, and add them to the sharded model afterwards."""
     fused = {module: vars(module)["forward"] for module in model.modules() if _is_fused(vars(module).get("forward"))}
     for module in fused:
         del module.__dict__["forward"]
@@ -302,7 +302,7 @@ def fused_heads_on_shards(model: nn.Module) -> Iterator[None]:
             module.forward = forward
         raise
     for module, forward in fused.items():
-        module.forward = MethodType(_on_shards(forward.__func__, module), module)
+        module.forward = MethodType(_with_sharded_head(forward.__func__, module), module)
 
 
 def _is_fused(forward: Any) -> bool:
@@ -310,15 +310,16 @@ def _is_fused(forward: Any) -> bool:
     return code is not None and FUSED_ARGUMENT in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-def _on_shards(fused: FunctionType, model: Any) -> FunctionType:
-    """Return TRL's fused forward, which calls ``score_tokens`` instead of its own function."""
+def _with_sharded_head(fused: FunctionType, model: Any) -> FunctionType:
+    """Return a copy of TRL's fused ``forward`` that computes log-probabilities with ``score_tokens``."""
     code = fused.__code__
     if fused.__globals__["__name__"] == __name__:
         return fused
     if FUSED_FUNCTION not in code.co_names or "original_forward" not in code.co_freevars:
         raise ConfigError(
-            f"trl {trl.__version__} computes log-probabilities in a way that does not support a sharded head.",
-            remedy="Use trl 1.16, or only the data axis.",
+            f"The release {trl.__version__} of trl computes log-probabilities in a way that does not support a head "
+            "that is sharded over ranks.",
+            remedy="Install trl 1.16, or use only the data axis.",
         )
     replaced = {
         FUSED_FUNCTION: SimpleNamespace(
@@ -340,9 +341,9 @@ def score_tokens(
     get_head: Any, plain_function: Any, hidden_TH: Tensor, weight: Tensor, bias: Any, labels_T: Tensor,
     temperature: float, chunk_size: int, softcap: float | None, scale: float, outputs: Any,
 ) -> Any:  # fmt: skip
-    """Return log-probabilities, entropies and further statistics of the labels, like TRL's fused function.
+    """Return log-probabilities, entropies and other statistics of the labels, as TRL's fused head does.
 
-    Communicates on a sharded head as ``vocab_parallel_statistics``, and what the head communicates.
+    A sharded head communicates what ``vocab_parallel_statistics`` and the head itself communicate.
     """
     if isinstance(hidden_TH, SequenceShardedTensor):
         rows = hidden_TH.rows
@@ -364,16 +365,16 @@ def score_tokens(
 
 
 class SFTTrainer(ShardedTRLTrainer, trl.SFTTrainer):  # type: ignore[misc]
-    """TRL's ``SFTTrainer`` for a sharded model. ``parallel`` is the layout; see ``ShardedTRLTrainer``."""
+    """A ``trl.SFTTrainer`` that shards its model. ``ShardedTRLTrainer`` describes the additional arguments."""
 
 
 class DPOTrainer(ShardedTRLTrainer, trl.DPOTrainer):  # type: ignore[misc]
-    """TRL's ``DPOTrainer`` for a sharded model. ``parallel`` is the layout; see ``ShardedTRLTrainer``."""
+    """A ``trl.DPOTrainer`` that shards its models. ``ShardedTRLTrainer`` describes the additional arguments."""
 
 
 class RewardTrainer(ShardedTRLTrainer, trl.RewardTrainer):  # type: ignore[misc]
-    """TRL's ``RewardTrainer`` for a sharded model. ``parallel`` is the layout; see ``ShardedTRLTrainer``."""
+    """A ``trl.RewardTrainer`` that shards its model. ``ShardedTRLTrainer`` describes the additional arguments."""
 
 
 class GRPOTrainer(ShardedTRLTrainer, trl.GRPOTrainer):  # type: ignore[misc]
-    """TRL's ``GRPOTrainer`` for a sharded model. ``parallel`` is the layout; see ``ShardedTRLTrainer``."""
+    """A ``trl.GRPOTrainer`` that shards its models. ``ShardedTRLTrainer`` describes the additional arguments."""

@@ -1,4 +1,4 @@
-"""Lazy initialization: models on the meta device with a recipe to compute the shard of each tensor on a rank."""
+"""Lazy initialization: build a model on the meta device, and compute only the shards of this rank later."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Recipes: recorded operations that compute the values of tensors on the meta device.
+"""Record the operations that initialize meta tensors, and run them later to compute the values.
 
     DeferredStorage    a storage on the meta device, shared by all views of a tensor
     InitStep           a recorded operation, with references to the steps that wrote its inputs
     recipe             the steps that compute the current values of a storage
 
-A step that draws random numbers stores the generator state before it. Each storage can therefore be computed
-independently, in any order and repeatedly.
+A step that draws random numbers stores the state of the generator before the step. Each storage can therefore be
+computed independently, in any order and repeatedly.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _GENERATOR_LOCK = threading.Lock()  # All threads share torch's default generato
 
 @dataclass(eq=False)
 class DeferredStorage:
-    """Storage on the meta device without values: its size, and the last step that wrote to it."""
+    """A storage on the meta device whose values can be computed by running its recipe."""
 
     num_bytes: int
     writer: InitStep | None = None
@@ -47,7 +47,7 @@ class DeferredStorage:
 
 @dataclass(frozen=True)
 class TensorView:
-    """Strided view of a deferred storage, which replaces a tensor in the arguments of a step."""
+    """A strided view of a deferred storage, which replaces a meta tensor in the arguments of a recorded step."""
 
     deferred: DeferredStorage
     dtype: torch.dtype
@@ -56,14 +56,14 @@ class TensorView:
     offset: int
 
     def of(self, storage: UntypedStorage) -> Tensor:
-        """Return the same view of a storage that has values."""
+        """Apply this view to a storage that has values, and return the tensor."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(eq=False)
 class InitStep:
-    """Recorded operation of a recipe, with the steps that wrote its inputs."""
+    """A recorded tensor operation, with references to the steps that wrote its inputs."""
 
     func: Any  # a torch operator or a ``SafetensorsSource``
     args: tuple[Any, ...]  # each tensor without values is a ``TensorView``
@@ -80,7 +80,7 @@ class InitStep:
 
 
 def deferred_storage_of(tensor: Any) -> DeferredStorage | None:
-    """Return the deferred storage of a tensor, or None if the tensor has values or no recipe."""
+    """Return the ``DeferredStorage`` of a lazily built tensor, or None for any other tensor."""
     if not isinstance(tensor, Tensor):
         return None
     with DisableTorchFunction():  # inside LazyInit, is_meta reports False
@@ -88,7 +88,7 @@ def deferred_storage_of(tensor: Any) -> DeferredStorage | None:
 
 
 def defer_storage(tensor: Tensor) -> DeferredStorage:
-    """Attach a new ``DeferredStorage`` to the storage of a meta tensor; both have the same lifetime."""
+    """Attach a new ``DeferredStorage`` to the storage of a meta tensor. Both have the same lifetime."""
     storage = tensor.untyped_storage()
     deferred = DeferredStorage(storage.nbytes())
     storage.__dict__[ATTRIBUTE] = deferred
@@ -96,19 +96,19 @@ def defer_storage(tensor: Tensor) -> DeferredStorage:
 
 
 def drop_recipe(tensor: Tensor) -> None:
-    """Remove the recipe of a meta tensor, after which its values can no longer be computed."""
+    """Remove the recipe of a meta tensor, so that its values can no longer be computed."""
     tensor.untyped_storage().__dict__.pop(ATTRIBUTE, None)
 
 
 def get_view(tensor: Tensor) -> TensorView:
-    """Return the shape, strides and offset of a meta tensor as a view of its deferred storage."""
+    """Return a view of the tensor's deferred storage with the shape, strides and offset of the tensor."""
     deferred = deferred_storage_of(tensor)
     assert deferred is not None
     return TensorView(deferred, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def get_recipe(deferred: DeferredStorage) -> list[InitStep]:
-    """Return the recorded steps that compute the values of a deferred storage, in call order."""
+    """Return the recorded steps that compute the values of a deferred storage, in the order of recording."""
     found: dict[int, InitStep] = {}
     waiting = [deferred.writer] if deferred.writer is not None else []
     while waiting:
@@ -120,7 +120,7 @@ def get_recipe(deferred: DeferredStorage) -> list[InitStep]:
 
 
 def run_recipe(deferred: DeferredStorage) -> UntypedStorage:
-    """Compute the values of a deferred storage on the CPU; free intermediate storages after their last use."""
+    """Run the recipe of a deferred storage on the CPU, and free intermediate storages after their last use."""
     steps = get_recipe(deferred)
     uses = Counter(id(p) for step in steps for p in step.deferred_storages())
     storages: dict[int, UntypedStorage] = {}
@@ -138,13 +138,13 @@ def run_recipe(deferred: DeferredStorage) -> UntypedStorage:
 
 
 def compute_values(tensor: Tensor) -> Tensor:
-    """Run the recipe of a meta tensor, and return the tensor with values on the CPU."""
+    """Run the recipe of a meta tensor, and return a CPU tensor with the resulting values."""
     view = get_view(tensor)
     return view.of(run_recipe(view.deferred))
 
 
 def run_step(step: InitStep, storages: dict[int, UntypedStorage]) -> None:
-    """Run one recorded step, and add its results to ``storages``.
+    """Run one recorded step, and store its results in ``storages``.
 
     Args:
         storages: id of each deferred storage -> storage with values.
@@ -168,7 +168,7 @@ def run_step(step: InitStep, storages: dict[int, UntypedStorage]) -> None:
 
 
 def _rerun_random_op(func: Any, state: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a random function with the generator state ``state``, without changing torch's default generator."""
+    """Run a random operation from a recorded generator state, without changing torch's default generator."""
     if any(argument.name == "generator" for argument in schema_of(func).arguments):
         generator = torch.Generator()
         generator.set_state(state)
@@ -188,7 +188,7 @@ def _allocate(deferred: DeferredStorage) -> UntypedStorage:
 
 
 def _to_recorded_layout(value: Tensor, view: TensorView) -> UntypedStorage:
-    """Return the storage of a result in the strides and dtype that were recorded; copy it if they differ."""
+    """Return the storage of a result in the recorded strides and dtype, copying the result if they differ."""
     if (value.stride(), value.storage_offset(), value.dtype) == (view.stride, view.offset, view.dtype):
         return value.untyped_storage()
     storage = _allocate(view.deferred)
@@ -197,12 +197,12 @@ def _to_recorded_layout(value: Tensor, view: TensorView) -> UntypedStorage:
 
 
 def iter_random_steps(deferred: DeferredStorage) -> Iterator[InitStep]:
-    """Return an iterator over the steps of a recipe that draw random numbers."""
+    """Iterate over the steps of a recipe that draw random numbers."""
     return (step for step in get_recipe(deferred) if step.state is not None)
 
 
 def describe_recipe(deferred: DeferredStorage) -> str:
-    """Describe a recipe by its operators and a hash of their arguments, independent of random seeds."""
+    """Return the operators of a recipe and a hash of their arguments as text, independent of random seeds."""
     digest, names = hashlib.sha256(), []
     numbers: dict[int, int] = {}
 

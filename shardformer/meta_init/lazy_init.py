@@ -1,4 +1,4 @@
-"""LazyInit: builds a model on the meta device and records the operations that initialize its tensors."""
+"""Build models on the meta device, and record the operations that initialize their tensors."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ RANDOM_FACTORIES = {
     aten.randn.generator: (aten.normal_.default, 0),
     aten.normal.float_float: (aten.normal_.default, 2),
 }
-"""Random factory function -> in-place function that torch calls on an empty tensor, and the number of leading arguments
-of that function."""
+"""Random factory function -> (in-place function that fills an empty tensor, number of leading arguments for it)."""
 
 FACTORIES = {*EMPTY_FACTORIES, *FILLED_FACTORIES, *RANDOM_FACTORIES}
 
@@ -49,7 +48,7 @@ OVERWRITING_OPS = {
     "log_normal_",
     "cauchy_",
 }
-"""Functions that overwrite a tensor without reading it; the amount of random numbers does not depend on its values."""
+"""Functions that overwrite a tensor without reading it. They draw the same amount of random numbers for any values."""
 
 VERSION = "_shardformer_version"
 IS_META: Any = getattr_static(Tensor, "is_meta").__get__
@@ -57,7 +56,7 @@ DEVICE: Any = getattr_static(Tensor, "device").__get__
 
 
 class ReportCpuDevice(TorchFunctionMode):
-    """Function mode that reports the CPU as device of meta tensors with recipes, because init functions check it."""
+    """A function mode in which lazily built tensors report the CPU as device, because init functions check it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == IS_META and deferred_storage_of(args[0]) is not None:
@@ -68,7 +67,7 @@ class ReportCpuDevice(TorchFunctionMode):
 
 
 class InitRecorder(TorchDispatchMode):
-    """Records operations on meta tensors with recipes; all other operations run normally.
+    """A dispatch mode that records operations on lazily built tensors, and runs all other operations normally.
 
     Operations that need a value (``item()``, a comparison) compute it immediately. An operation that draws random
     numbers draws and discards them, so that later random numbers are unchanged.
@@ -127,9 +126,9 @@ class InitRecorder(TorchDispatchMode):
             if device.type == "meta" and not self.allows_meta:
                 raise ConfigError(
                     "A tensor was created on the meta device inside LazyInit, so its values are unknown.",
-                    rule="LazyInit can only build a model from its config.",
-                    remedy="Load saved weights with shardformer.from_pretrained(ModelClass, folder), and do not use "
-                    "torch.device('meta').",
+                    rule="LazyInit supports only models that are built from a config.",
+                    remedy="Do not use torch.device('meta') inside LazyInit. To load saved weights, call "
+                    "shardformer.from_pretrained(ModelClass, folder).",
                 )
             return func(*args, **kwargs)
         if func in RANDOM_FACTORIES:
@@ -171,7 +170,7 @@ class InitRecorder(TorchDispatchMode):
 
 
 class LazyInit(InitRecorder):
-    """Context manager that builds models without values: ``with LazyInit(): model = BertModel(config)``.
+    """A context that builds models without allocating weights: ``with LazyInit(): model = BertModel(config)``.
 
     Parameters and floating-point buffers are created on the meta device, each with a recipe. ``shard_model`` or
     ``materialize`` computes the values later. They are bitwise identical to the values of a model that is built on the
@@ -206,12 +205,12 @@ class LazyInit(InitRecorder):
 
 
 def was_modified_unrecorded(param: nn.Parameter) -> bool:
-    """Return whether a meta parameter was modified outside ``LazyInit``, where changes are not recorded."""
+    """Return whether a meta parameter was modified outside ``LazyInit``, so that the change was not recorded."""
     return bool(param._version != vars(param).get(VERSION, param._version))
 
 
 class _ActiveLazyInits(threading.local):
-    """Parameters that were registered in each active ``LazyInit`` context of this thread."""
+    """The parameters that were registered in each ``LazyInit`` context that is active in this thread."""
 
     def __init__(self) -> None:
         self.params: list[list[nn.Parameter]] = []
@@ -234,7 +233,7 @@ def _record_parameter(module: nn.Module, name: str, param: Any) -> None:
 
 
 class LazyLoading(LazyInit):
-    """LazyInit for transformers' ``from_pretrained``, which itself builds the model on the meta device."""
+    """A variant of LazyInit for transformers' ``from_pretrained``, which itself creates tensors on the meta device."""
 
     allows_meta = True
 
@@ -247,7 +246,7 @@ def _creates_float(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _slice_before_cast(func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> InitStep | None:
-    """Rewrite a slice of a cast tensor as a cast of the slice, so that no full-size cast copy is allocated."""
+    """Cast a slice of a tensor instead of slicing the cast tensor, so that no full-size copy is allocated."""
     sources: list[TensorView] = []
 
     def to_source(x: Any) -> Any:
@@ -307,7 +306,7 @@ def _get_writers(deferred_storages: Any) -> tuple[InitStep, ...]:
 
 
 def _advance_generator(func: Any, step: InitStep, generator: Any, overwrites: bool) -> None:
-    """Advance a random generator as a recorded step does, by running the step and discarding its result."""
+    """Run a recorded step and discard its result, to advance a random generator as the step does."""
     given = {"generator": generator} if generator is not None else {}
     inputs = [] if overwrites else step.deferred_storages()
     probe = InitStep(func, step.args, {**step.kwargs, **given})
@@ -315,7 +314,7 @@ def _advance_generator(func: Any, step: InitStep, generator: Any, overwrites: bo
 
 
 def _prepare_for_recipe(argument: Any) -> Any:
-    """Convert an argument of a recorded step: a meta tensor to a view, a tensor with values to a copy."""
+    """Prepare an argument for a recorded step: replace a meta tensor with a view, and copy a tensor with values."""
     if not isinstance(argument, Tensor):
         return argument
     return get_view(argument) if deferred_storage_of(argument) is not None else argument.detach().clone()
@@ -334,7 +333,7 @@ def _replace_device(device: str, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class RecordedCall:
-    """Wrapper of a method of a lazily built model that records how the method changes weights."""
+    """A wrapper around a method of a lazily built model that records how the method changes weights."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self._model, self._name = model, name
@@ -347,7 +346,7 @@ class RecordedCall:
 
 @contextmanager
 def record_weight_changes(model: nn.Module) -> Iterator[None]:
-    """Record changes to the weights of a lazily built model inside this context.
+    """Record all changes to the weights of a lazily built model that happen inside the context.
 
     Weights that were modified outside such a context remain invalid.
     """
@@ -360,9 +359,9 @@ def record_weight_changes(model: nn.Module) -> Iterator[None]:
 
 
 def record_calls(model: nn.Module) -> None:
-    """Wrap methods of a lazily built model so that they record how they change weights.
+    """Wrap the methods of a lazily built model so that they record how they change its weights.
 
-    This applies to the public methods of its own classes except ``forward``, and to ``_apply`` and ``apply`` of torch.
+    This wraps the public methods of the model's own classes except ``forward``, and torch's ``_apply`` and ``apply``.
     """
     names = {"_apply", "apply"}
     for kind in type(model).__mro__:
@@ -374,7 +373,7 @@ def record_calls(model: nn.Module) -> None:
 
 
 def end_recorded_calls(model: nn.Module) -> None:
-    """Restore the original methods of a model after ``record_calls``."""
+    """Restore the original methods of a model whose methods ``record_calls`` has wrapped."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, RecordedCall):

@@ -1,4 +1,4 @@
-"""Computes the values of models that were built lazily, on the meta device."""
+"""Compute the weights of models that were built lazily, on the meta device."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ NOTES = "_shardformer_loading"
 
 
 def is_lazy(model: nn.Module) -> bool:
-    """Return whether a parameter or buffer of the model has a recipe instead of values."""
+    """Return whether the values of any parameter or buffer of the model are not computed yet."""
     return has_meta_tensors(model) and any(deferred_storage_of(t) is not None for _, t in list_named_tensors(model))
 
 
 def record_changes(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context that records changes to the weights of a lazily built model; a null context otherwise."""
+    """Return a context that records changes to a lazily built model, or a null context for other models."""
     return InitRecorder() if is_lazy(model) else nullcontext()
 
 
 def copy_materialized(model: nn.Module) -> nn.Module:
-    """Return a copy of a lazily built model with values; the model itself stays without values."""
+    """Copy a lazily built model, and compute the weights of the copy only."""
     with record_changes(model):
         copied = copy.deepcopy(model)
     end_recorded_calls(copied)  # they are bound to the original model
@@ -39,7 +39,7 @@ def copy_materialized(model: nn.Module) -> nn.Module:
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module:
-    """Copy a model with its parameters on the meta device; buffers keep their values.
+    """Copy a model, with the parameters of the copy on the meta device. Its buffers keep their values.
 
     ``shard_model`` allocates uninitialized shards for the copy, which the caller must fill.
     """
@@ -57,14 +57,15 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
 
 
 def list_lazy_notes(model: nn.Module) -> list[str]:
-    """Return notes for ``describe`` on how the values of a lazily built model were computed."""
+    """Return sentences for ``describe`` about how the weights of a lazily built model were computed."""
     return ["Built with LazyInit: each rank computed only its own shards.", *vars(model).get(NOTES, ())]
 
 
 def materialize(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """Compute all values of a model built under ``LazyInit``, in place, on the CPU or on ``device``.
+    """Compute the weights and buffers of a model that was built with ``LazyInit``, in place.
 
-    Needs no process group. To compute only the shards of this rank, call ``shard_model`` instead.
+    The tensors are on ``device``, or on the CPU without it. This needs no process group. To compute only the shards of
+    this rank, call ``shard_model`` instead.
 
     Returns:
         The same model.
@@ -92,7 +93,7 @@ def _check_device(device: torch.device | str | None) -> torch.device | None:
 
 
 def materialize_parameters(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """Compute the values of all meta tensors of a model, one tensor at a time to limit the peak memory.
+    """Compute the values of all meta tensors in a model, one tensor at a time to limit peak memory.
 
     Raises:
         ConfigError: if a weight file changed while it was read.
@@ -134,7 +135,7 @@ def materialize_parameters(model: nn.Module, device: torch.device | str | None =
 
 
 def check_recipes(model: nn.Module) -> None:
-    """Check that the values of all meta tensors of a model, which has some, can be computed.
+    """Check that the values of all meta tensors in a model can be computed.
 
     Raises:
         ConfigError: if a meta tensor has no recipe, a parameter was modified outside ``LazyInit``, or a weight file
@@ -143,17 +144,17 @@ def check_recipes(model: nn.Module) -> None:
     empty = [name for name, t in list_named_tensors(model) if t.is_meta and deferred_storage_of(t) is None]
     if empty:
         raise ConfigError(
-            f"{len(empty)} tensors of this {type(model).__name__} are on the meta device and have no values; the first "
+            f"{len(empty)} tensors of this {type(model).__name__} are on the meta device and have no values. The first "
             f"is {empty[0]!r}.",
             rule="LazyInit records values only for tensors that are created, converted and copied inside its block.",
-            remedy="Build the model in `with LazyInit():` instead of torch.device('meta'), with .to() and .half() "
-            "inside the block, or load it with shardformer.from_pretrained.",
+            remedy="Build the model inside `with LazyInit():` instead of torch.device('meta'), and call .to() and "
+            ".half() in the same block. Or load the model with shardformer.from_pretrained.",
         )
     changed = [name for name, p in model.named_parameters() if was_modified_unrecorded(p)]
     if changed:
         raise ConfigError(
             f"The parameter {changed[0]!r} of this {type(model).__name__} was modified after the LazyInit block ended.",
-            remedy="Modify weights inside the `with LazyInit():` block, or after shard_model or materialize.",
+            remedy="Modify weights inside the `with LazyInit():` block, or after calling shard_model or materialize.",
         )
     for file in find_weight_files(model):
         file.check(reads=True)

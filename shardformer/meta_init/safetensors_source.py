@@ -1,4 +1,4 @@
-"""Safetensors files as sources of tensor values, fingerprinted when opened and read on demand.
+"""Read tensors from safetensors files on demand, and detect files that changed after they were opened.
 
 Files of at most 1 MiB are hashed completely. For larger files the hashes cover the header and samples: 16 evenly spaced
 chunks of 64 KiB, and a page from the middle of every tensor. With ``all_bytes`` they cover the complete file.
@@ -27,7 +27,7 @@ TENSOR_BYTES = 1 << 12
 
 @dataclass(frozen=True)
 class FileFingerprint:
-    """Hashes of the contents of a file, independent of its path."""
+    """The size and hashes of a file, which identify its contents independent of its path."""
 
     size: int  # in bytes
     header: str  # SHA-256
@@ -38,14 +38,14 @@ class FileFingerprint:
         return f"{self.size} {self.header} {self.sampled} {self.full_hash}"
 
     def describe_difference(self, other: FileFingerprint) -> str:
-        """Return a description of the first difference from an unequal fingerprint."""
+        """Describe the first difference between this fingerprint and another one."""
         name = next(f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name))
         sizes = f"size ({self.size} and {other.size} bytes)"
         return {"size": sizes, "header": "header", "sampled": "sampled bytes", "full_hash": "bytes"}[name]
 
 
 class WeightsFile:
-    """Safetensors file with a fingerprint of its contents at the time of opening.
+    """A safetensors file with a fingerprint of its contents, computed when it is opened.
 
     Raises:
         OSError: if the file cannot be read.
@@ -57,10 +57,10 @@ class WeightsFile:
         self.contents, self._stamp = _compute_fingerprint(path, all_bytes=all_bytes)
 
     def check(self, *, reads: bool = False) -> None:
-        """Raise ConfigError if the file changed after it was opened.
+        """Raise ConfigError if the file has changed since it was opened.
 
-        Compares size and modification time. With ``reads``, or if these differ, it also compares the fingerprint. With
-        ``all_bytes``, a file that was rewritten with the same bytes counts as unchanged.
+        Compares the size and the modification time. With ``reads``, or if these differ, it also compares the
+        fingerprint. With ``all_bytes``, a file that was rewritten with the same bytes counts as unchanged.
         """
         try:
             stat = os.stat(self.path)
@@ -70,21 +70,22 @@ class WeightsFile:
             # an untouched file is not read completely a second time
             contents, stamp = _compute_fingerprint(self.path, all_bytes=self.all_bytes and not is_untouched)
         except OSError as error:
-            raise self._make_error(f"can no longer be read: {error}") from error
+            raise self._make_error(f"The weight file {self.path!r} can no longer be read: {error}.") from error
         except ValueError as error:
-            raise self._make_error(f"changed since it was loaded: {error}") from error
+            raise self._make_error(f"The weight file {self.path!r} changed since it was loaded: {error}.") from error
         before = self.contents if contents.full_hash else replace(self.contents, full_hash="")
         if contents != before:
             raise self._make_error(
-                f"changed since it was loaded; the first difference is in its {before.describe_difference(contents)}"
+                f"The weight file {self.path!r} changed since it was loaded. The first difference is in its "
+                f"{before.describe_difference(contents)}."
             )
         if stamp != self._stamp and not contents.full_hash:
-            raise self._make_error("was rewritten since it was loaded")
+            raise self._make_error(f"The weight file {self.path!r} was rewritten since it was loaded.")
         self._stamp = stamp
 
-    def _make_error(self, problem: str) -> ConfigError:
+    def _make_error(self, message: str) -> ConfigError:
         return ConfigError(
-            f"The weight file {self.path!r} {problem}.",
+            message,
             remedy="Load the model again, and shard or materialize it before its files are moved or rewritten. Use "
             "from_pretrained(..., all_bytes=True) to accept files that are rewritten with the same bytes.",
         )
@@ -114,7 +115,9 @@ def _read_header(file: BinaryIO | Any, size: int) -> bytes:
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     limit = min(size - LENGTH_BYTES, MAX_HEADER_BYTES)
     if not 0 < length <= limit:
-        raise ValueError(f"its header has {length} bytes, but at most {max(limit, 0)} are valid in a file of {size}")
+        raise ValueError(
+            f"the header of the file has {length} bytes, but a file of {size} bytes allows at most {max(limit, 0)}"
+        )
     header: bytes = file.read(length)
     return header
 
@@ -133,7 +136,7 @@ def _iter_sampled_chunks(header: bytes, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _read_offsets(header: bytes) -> list[tuple[int, int]]:
-    """Return (start, end) of each tensor; empty for an invalid header, which safetensors reports better."""
+    """Return the (start, end) offsets of all tensors, or an empty list if the header is invalid."""
     try:
         tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
         return [(int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for entry in tensors.values()]
@@ -143,7 +146,7 @@ def _read_offsets(header: bytes) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class SafetensorsSource:
-    """Callable that maps one tensor of a safetensors file into memory; only accessed pages are read from disk."""
+    """A callable that maps one tensor of a safetensors file into memory. Only accessed pages are read from disk."""
 
     file: WeightsFile
     key: str  # name of the tensor in the file
@@ -165,12 +168,12 @@ class SafetensorsSource:
         return value
 
     def __str__(self) -> str:
-        """Return a text that is identical on all ranks that read the same file contents."""
+        """Return a text that is identical on all ranks that read the same contents from a file."""
         return f"read {self.key} {hashlib.sha256(str(self.file.contents).encode()).hexdigest()[:16]}"
 
 
 def load_lazy_tensors(path: str, *, all_bytes: bool = False) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file by name, on the meta device, with recipes to read their values.
+    """Return the tensors of a safetensors file as meta tensors, whose values are read from the file on demand.
 
     Args:
         all_bytes: whether to compare all bytes of the file between ranks instead of samples.
@@ -190,12 +193,12 @@ def load_lazy_tensors(path: str, *, all_bytes: bool = False) -> dict[str, Tensor
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:  # or a shape is invalid in torch
         raise ConfigError(
             f"The weight file {path!r} cannot be read: {first_line(error)}.",
-            remedy="Download or save the file again: it is truncated or not a safetensors file.",
+            remedy="The file is truncated or not a safetensors file. Download or save it again.",
         ) from error
 
 
 def find_weight_files(model: nn.Module) -> list[WeightsFile]:
-    """Return the safetensors files that the recipes of a model read, in order of first use, without duplicates."""
+    """Return the safetensors files from which the weights of a lazily built model will be read."""
     files: dict[int, WeightsFile] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         deferred = deferred_storage_of(tensor)

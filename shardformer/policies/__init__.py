@@ -1,4 +1,4 @@
-"""Policies, which describe which layers of a model are sharded, and how."""
+"""Policies that describe which layers of a model are sharded, and how."""
 
 from __future__ import annotations
 

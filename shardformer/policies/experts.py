@@ -1,4 +1,4 @@
-"""Shard the stacked weights of a mixture of experts: their dims, and slices that grouped matmuls support.
+"""Shard the stacked weights of a mixture of experts.
 
 Every expert is sharded over its features. The slice of each rank is a multiple of 8 features if the width allows it.
 Otherwise the experts are computed one by one, with slices of any size.
@@ -23,15 +23,15 @@ from shardformer.policies.module_descriptions import BlockDescription, ModulePol
 from shardformer.policies.roles import Experts
 
 ALIGNED = 8
-"""Preferred multiple of features per rank and expert: torch's grouped matmuls need rows of a multiple of 16 bytes."""
+"""Preferred multiple of features per rank and expert. torch's grouped matmuls need rows of a multiple of 16 bytes."""
 
 
 def describe_experts(experts: Experts, layer: nn.Module, path: str, axis: Axis) -> ModulePolicyDescription:
-    """Describe how to shard the stacked weights of experts.
+    """Describe how to shard the stacked weights of a mixture of experts.
 
     Args:
-        layer: the layer that contains them.
-        path: path of the layers, for errors.
+        layer: the layer that contains the experts.
+        path: path of the layers, for error messages.
         axis: the tensor axis.
     """
     module = paths.get_module(layer, experts.at)
@@ -57,15 +57,16 @@ def _require_stacked_parameter(module: nn.Module, at: str, name: str) -> Tensor:
     full = getattr(module, name, None)
     if not isinstance(full, nn.Parameter) or full.dim() not in (2, 3):
         raise PolicyError(
-            f"{at}.{name} is not a parameter of stacked experts.",
-            rule="Its dims must be (experts, width, hidden) or (experts, hidden, width), a bias (experts, width).",
-            remedy="Name parameters of the module. Describe experts that are modules as an MLP with * in its path.",
+            f"{at}.{name} is not a parameter with the stacked weights of experts.",
+            rule="The shape of a weight must be (experts, width, hidden) or (experts, hidden, width), and that of a "
+            "bias (experts, width).",
+            remedy="Correct the name. If the experts are separate modules, describe them as an MLP with * in its path.",
         )
     return full
 
 
 def _choose_dims(experts: Experts, shapes: Mapping[str, tuple[int, ...]], at: str) -> Mapping[str, int]:
-    """Return the dim along which each parameter of stacked experts is sharded.
+    """Return the dimension along which each parameter of the experts is sharded.
 
     Raises PolicyError if no dim or several dims are possible.
     """
@@ -76,21 +77,21 @@ def _choose_dims(experts: Experts, shapes: Mapping[str, tuple[int, ...]], at: st
     if len(ways) != 1:
         found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise PolicyError(
-            f"{at} has {found}, in which {'several dims' if ways else 'no dims'} match.",
-            rule=f"With hidden size H and W features per expert, `up` needs H x {experts.fused}W and `down` W x H "
-            "elements per expert.",
+            f"{at} has {found}, in which {'several dims' if ways else 'no dims'} match the features of an expert.",
+            rule=f"With hidden size H and W features per expert, an expert has H x {experts.fused}W elements in `up` "
+            "and W x H in `down`.",
             remedy=f"Pass dims={ways[0]} if the forward pass uses these dims"
             if ways
-            else "Correct the names, `fused` or `dims`",
+            else "Correct the parameter names, `fused` or `dims` in the policy",
         )
     return ways[0]
 
 
 def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int) -> list[dict[str, int]]:
-    """Return all consistent choices of the dim of expert features, each as a dict from parameters to dims.
+    """Return all ways to identify the feature dimension of each expert parameter, as dicts from names to dims.
 
     ``down`` has the features once, the other parameters ``fused`` times. Biases without these features are omitted.
-    Several choices fit if the number of features equals the hidden size.
+    There are several choices if the number of features equals the hidden size.
     """
     ways = []
     for at in (2, 1):
@@ -105,7 +106,7 @@ def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int)
 
 
 def _make_eager_config(module: nn.Module, at: str) -> dict[str, Any]:
-    """Return the config with transformers' eager computation of experts, which supports shards of any size."""
+    """Return a config that selects transformers' eager experts, which support shards of any size."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "_experts_implementation"):
         return {}

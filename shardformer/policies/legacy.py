@@ -1,4 +1,4 @@
-"""Convert legacy policies, which override ``argument_policy``, to module descriptions."""
+"""Support legacy policies, which list the layers to shard in ``argument_policy``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardformer.tensor_parallel.parallel_module import GroupLike, ParallelModul
 
 @dataclass
 class Layer:
-    """Legacy description of one linear layer or embedding to shard, by the paths of its weight and bias.
+    """A linear layer or embedding that a legacy policy shards, with the paths of its weight and bias.
 
     Args:
         weight: path of the weight, such as ``attention.self.query.weight``.
@@ -48,7 +48,7 @@ class Layer:
 
 @dataclass
 class Col_Layer(Layer):
-    """Legacy description of a linear layer that is sharded along its output features (column parallel).
+    """A linear layer that a legacy policy shards along its output features (column-parallel).
 
     Args:
         gather_output: whether every rank gets the full output.
@@ -59,12 +59,12 @@ class Col_Layer(Layer):
 
 @dataclass
 class Row_Layer(Layer):
-    """Legacy description of a linear layer that is sharded along its input features (row parallel)."""
+    """A linear layer that a legacy policy shards along its input features (row-parallel)."""
 
 
 @dataclass
 class Argument:
-    """Legacy description of the changes in one class of modules.
+    """The changes that a legacy policy makes to one class of modules.
 
     Args:
         attr_dict: attribute -> its value after sharding.
@@ -76,14 +76,14 @@ class Argument:
 
 
 class LegacyPolicy:
-    """Base of ``Policy`` with the methods that a legacy policy overrides."""
+    """Base class of ``Policy`` with the methods that legacy policies override."""
 
     model: Any
     axis: Axis
 
     @staticmethod
     def argument_policy(model_config: Any, shard_config: int) -> dict[Any, Argument]:
-        """Return the changes for each class of modules in the model.
+        """Return a dict from module classes to the changes that sharding makes to them.
 
         ``shard_config`` is the tensor parallel size.
         """
@@ -94,12 +94,12 @@ class LegacyPolicy:
 
     @staticmethod
     def inject_policy() -> tuple[Any, ...]:
-        """Return (class of the model, class that replaces it), or an empty tuple to keep the class."""
+        """Return the model's class and the class that replaces it, or an empty tuple to keep the class."""
         return ()
 
     @staticmethod
     def binding_policy() -> dict[str, str] | None:
-        """Return the parameters to tie, as a dict from the path of one parameter to the path of the other."""
+        """Return the pairs of parameters to tie, as a dict from the path of one to the path of the other."""
         return None
 
     @staticmethod
@@ -134,16 +134,17 @@ class LegacyPolicy:
 
 
 def convert_legacy_policy(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescription]:
-    """Convert the ``Argument`` objects of a legacy policy to module descriptions.
+    """Convert the ``Argument`` objects that a legacy policy returns to module descriptions.
 
-    Raises PolicyError for an argument without effect, or a layer without a weight or a kind of sharding.
+    Raises PolicyError for an ``Argument`` without effect, or a layer without a weight or a kind of sharding.
     """
     arguments = policy.argument_policy(getattr(policy.model, "config", None), policy.axis.size)
     values = list(arguments.values()) if isinstance(arguments, dict) else [arguments]
     wrong = [value for value in values if not isinstance(value, Argument)]
     if wrong or not isinstance(arguments, dict):
         raise PolicyError(
-            f"{type(policy).__name__}.argument_policy() returned {[*wrong, arguments][0]!r:.80}.",
+            f"{type(policy).__name__}.argument_policy() returned {[*wrong, arguments][0]!r:.80} instead of a dict of "
+            "Argument objects.",
             remedy="Return {module class: Argument(attr_dict={...}, param_funcs=[...])}. See docs/policies.md.",
         )
     for argument in arguments.values():
@@ -160,7 +161,7 @@ def _convert_argument(key: Any, argument: Argument, heads: set[str]) -> ModulePo
         raise PolicyError(
             f"The Argument for {getattr(key, '__name__', key)} has no effect, because it has no attr_dict "
             f"and no layers from {names}.",
-            rule="An Argument changes attributes (attr_dict), or lists the layers to shard (param_funcs).",
+            rule="An Argument must change attributes (attr_dict) or list layers to shard (param_funcs).",
             remedy="Override the functions in param_funcs, or remove the Argument.",
         )
     return ModulePolicyDescription(
@@ -170,7 +171,7 @@ def _convert_argument(key: Any, argument: Argument, heads: set[str]) -> ModulePo
 
 
 def inject_class(policy: LegacyPolicy, model: nn.Module) -> tuple[type, type] | None:
-    """Change the class of the model to the class that ``inject_policy`` returns.
+    """Replace the class of the model with the class that ``inject_policy`` returns.
 
     Returns (class before, class after), or None if the policy keeps the class.
     """
@@ -182,7 +183,7 @@ def inject_class(policy: LegacyPolicy, model: nn.Module) -> tuple[type, type] | 
 
 
 def bind_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, str]]:
-    """Tie the pairs of parameters that ``binding_policy`` returns.
+    """Tie each pair of parameters that ``binding_policy`` returns.
 
     Returns (name, name of the parameter to which it is tied) for each pair.
     """
@@ -193,7 +194,7 @@ def bind_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, s
             raise PolicyError(
                 f"binding_policy ties {source} {tuple(source_param.shape)} to {target} "
                 f"{tuple(model.get_parameter(target).shape)}, but their shapes on this rank differ.",
-                remedy="Shard both parameters or neither.",
+                remedy="Shard both parameters in the same way, or shard neither.",
             )
         setattr(*parent_of(model, target), source_param)
         tied.append((target, source))
@@ -201,12 +202,12 @@ def bind_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, s
 
 
 def check_legacy(policy: LegacyPolicy, model: nn.Module) -> None:
-    """Raise PolicyError if the model lacks the class or a parameter that a legacy policy names."""
+    """Raise PolicyError if a legacy policy names a class or a parameter that the model does not have."""
     pair = _result_or_empty(policy.inject_policy())
     if pair and not isinstance(model, pair[0]):
         raise PolicyError(
-            f"inject_policy names {pair[0].__name__}, but the model is a {type(model).__name__}.",
-            remedy=f"Return ({type(model).__name__}, {pair[1].__name__}).",
+            f"inject_policy replaces the class {pair[0].__name__}, but the model is a {type(model).__name__}.",
+            remedy=f"Return ({type(model).__name__}, {pair[1].__name__}) from inject_policy.",
         )
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name in [n for bound in dict(_result_or_empty(policy.binding_policy())).items() for n in bound]:
@@ -218,9 +219,9 @@ def check_legacy(policy: LegacyPolicy, model: nn.Module) -> None:
 
 
 def _result_or_empty(result: Any) -> Any:
-    """Return the result of a method of a legacy policy, or () if the method is not implemented.
+    """Return the result of a legacy policy's method, or () if the method is not implemented.
 
-    Such a method returns None or an exception.
+    A method that is not implemented returns None or an exception.
     """
     is_exception = isinstance(result, BaseException) or (isinstance(result, type) and issubclass(result, BaseException))
     return () if result is None or is_exception else result
@@ -230,7 +231,7 @@ def _get_module_path(layer: Layer) -> str:
     if not isinstance(layer, Layer):
         raise PolicyError(
             f"A layer list of the policy contains {layer!r:.80}, which is not a Layer.",
-            remedy="Use Col_Layer(weight='fc1.weight', bias='fc1.bias').",
+            remedy="Use Col_Layer or Row_Layer, for example Col_Layer(weight='fc1.weight', bias='fc1.bias').",
         )
     check_field_types(layer)
     path = layer.weight or layer.bias
@@ -259,15 +260,15 @@ def _choose_parallel_class(layer: Layer, is_head: bool) -> Any:
         return Linear1D_Row
     if not isinstance(layer, Col_Layer):
         raise PolicyError(
-            f"Layer(weight={layer.weight!r}) has no replace_layer, so its split dimension is unknown.",
-            rule="Col_Layer splits output features, Row_Layer splits input features.",
+            f"Layer(weight={layer.weight!r}) has no replace_layer, so the dimension to shard is unknown.",
+            rule="Col_Layer shards the output features, and Row_Layer shards the input features.",
             remedy="Use Col_Layer or Row_Layer, or pass replace_layer=.",
         )
     return VocabParallelLMHead1D if is_head and not layer.gather_output else ColumnOrEmbedding
 
 
 class ColumnOrEmbedding(ParallelModule):
-    """Replaces an embedding by a vocabulary-parallel embedding, and a linear layer by a column-parallel one."""
+    """Replaces an embedding with a vocabulary-parallel embedding, and a linear layer with a column-parallel layer."""
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Convert roles (attention, MLP) to module descriptions, and distribute attention heads over ranks."""
+"""Convert the roles of a policy to module descriptions, and distribute attention heads over ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ColumnPaths = Mapping[str, dict[str, Any]]
 
 @dataclass
 class LayerLowering:
-    """Converts the roles of one layer to module descriptions.
+    """Converts the attention and MLP roles of a layer to descriptions of what sharding replaces.
 
     Args:
         layer: the layer.
@@ -60,8 +60,8 @@ class LayerLowering:
     def has_role(self, role: Role) -> bool:
         """Return whether the layer has the module that a role describes.
 
-        An optional role does not exist if the layer has its module but not its exit. ``check_exits`` ensures that at
-        least one layer has the exit. Raises PolicyError if a required module is missing.
+        An optional role does not exist if the layer has its module but not its output layer. ``check_exits`` ensures
+        that at least one layer has the output layer. Raises PolicyError if a required module is missing.
         """
         has = paths.find_module(self.layer, role.at) is not None
         if "*" in role.at:
@@ -89,7 +89,7 @@ class LayerLowering:
             if features != fused * width:
                 raise PolicyError(
                     f"{self.path}.{up} has {features} output features, but {self.path}.{down} has {width} inputs.",
-                    remedy="Correct the paths, or pass fused=2 if a gate and its up projection are fused.",
+                    remedy="Correct the paths, or pass fused=2 if the gate and up projections are one linear layer.",
                 )
         check_width(width, self.axis, f"{self.path}.{ups[0]}")
         split, row = Split.fused([width] * fused, self.axis.size), Split.even(width, self.axis.size)
@@ -122,7 +122,7 @@ class LayerLowering:
 
 
 def check_width(width: int, axis: Axis, path: str) -> None:
-    """Raise ConfigError if an MLP or expert has fewer features than there are tensor ranks."""
+    """Raise ConfigError if an MLP or expert has fewer features than there are tensor-parallel ranks."""
     if width < axis.size:
         raise ConfigError(
             f"A tensor size of {axis.size} exceeds the {width} features of {path}.",
@@ -131,13 +131,13 @@ def check_width(width: int, axis: Axis, path: str) -> None:
 
 
 def check_exits(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> None:
-    """Raise PolicyError if an optional role never applies, because no layer has the module at its exit."""
+    """Raise PolicyError if an optional role never applies because no layer has its output layer."""
     for role in stack.blocks:
         out = get_exit_path(role) if role.optional else None
         there = [layer for layer in layers if paths.find_module(layer, role.at) is not None]
         if out is not None and there and all(paths.find_module(layer, out) is None for layer in there):
             raise PolicyError(
-                f"{len(there)} layers have {paths.join_path(path, '*', role.at)!r}, but none has its exit "
+                f"{len(there)} layers have {paths.join_path(path, '*', role.at)!r}, but none has its output layer "
                 f"{paths.join_path(path, '*', out)!r}.",
                 remedy=did_you_mean(out, [name for name, _ in there[0].named_modules() if name])
                 + " Correct the path, or remove the role.",
@@ -146,7 +146,7 @@ def check_exits(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> No
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Distribution of the query and KV heads of one attention over tensor parallel ranks.
+    """Describes which query heads and KV heads of an attention module each tensor-parallel rank has.
 
     Splits query heads as evenly as possible, in full groups if there are enough KV heads. With fewer KV heads than
     ranks, each KV head is replicated on all ranks whose query heads read it. Six query heads on two KV heads over four
@@ -172,7 +172,7 @@ class HeadLayout:
             raise ConfigError(
                 f"num_heads={self.num_heads} cannot be divided evenly among num_kv_heads={self.num_kv_heads}"
                 + self._in_partitions,
-                rule="A model type has default head counts, which apply if its config sets only one of them.",
+                rule="If a config sets only one of the two numbers, the other one is the default of the model type.",
                 remedy=f"Set the number of key-value heads in the model's config, num_key_value_heads, to {fits}.",
             )
         if (most := self.num_heads // self.partitions) < self.ranks:
@@ -188,7 +188,7 @@ class HeadLayout:
 
     @cached_property
     def partition(self) -> HeadLayout:
-        """Distribution of the heads of one partition over the ranks."""
+        """The layout of the heads in a single partition."""
         n = self.partitions
         return replace(self, num_heads=self.num_heads // n, num_kv_heads=self.num_kv_heads // n, partitions=1)
 
@@ -198,7 +198,7 @@ class HeadLayout:
 
     @cached_property
     def query_bounds(self) -> list[int]:
-        """Boundaries between the ranks' query heads in one partition, as a list of ranks + 1 indices."""
+        """Boundaries between the query heads of consecutive ranks in one partition, as ranks + 1 indices."""
         if (kv_heads := self.num_kv_heads // self.partitions) >= self.ranks:
             return [b * self.group for b in even_bounds(kv_heads, self.ranks)]
         return even_bounds(self.num_heads // self.partitions, self.ranks)
@@ -207,7 +207,7 @@ class HeadLayout:
         return self.partitions * len(self._query_heads(rank))
 
     def _kv_head_per_query(self, rank: int) -> list[int]:
-        """Return the index of the KV head that each query head of a rank reads."""
+        """Return the index of the KV head that each query head of a rank uses."""
         return [head // self.group for head in self._query_heads(rank)]
 
     def _query_heads(self, rank: int) -> range:
@@ -218,9 +218,9 @@ class HeadLayout:
         return sorted(set(self._kv_head_per_query(rank)))
 
     def map_local_kv_heads(self, rank: int) -> list[int] | None:
-        """Return the local KV head that each query head of a rank reads, if the forward pass cannot derive it.
+        """Return the local KV head of each query head of a rank, or None if the forward pass can derive it.
 
-        None if all KV heads are read by the same number of query heads, so that repeating each is correct.
+        None means that the same number of query heads reads each KV head, so that repeating each KV head is correct.
         """
         read, stored = self._kv_head_per_query(rank), self.kv_heads_of_rank(rank)
         if all(read.count(h) == read.count(stored[0]) for h in stored):
@@ -228,7 +228,7 @@ class HeadLayout:
         return [partition * len(stored) + stored.index(h) for partition in range(self.partitions) for h in read]
 
     def get_kv_heads_read(self, rank: int) -> list[int]:
-        """Return the indices of the KV heads that a rank reads, in the order in which its forward pass reads them."""
+        """Return the indices of the KV heads that the forward pass of a rank reads, in the order of its reads."""
         own = self.kv_heads_of_rank(rank) if self.map_local_kv_heads(rank) is None else self._kv_head_per_query(rank)
         each = self.num_kv_heads // self.partitions
         return [partition * each + h for partition in range(self.partitions) for h in own]
@@ -238,11 +238,11 @@ class HeadLayout:
         return len(self.get_kv_heads_read(rank))
 
     def query_split(self, unit: int | None = None) -> Split:
-        """Return how the ranks split a dim that has ``unit`` features per query head (default: the head dim)."""
+        """Return the split of a dimension that has ``unit`` features (default: the head dim) per query head."""
         return self._make_split(pairwise(self.query_bounds), unit)
 
     def kv_split(self, unit: int | None = None) -> Split:
-        """Return how the ranks split a dim that has ``unit`` features per KV head (default: the head dim)."""
+        """Return the split of a dimension that has ``unit`` features (default: the head dim) per KV head."""
         stored = [self.kv_heads_of_rank(r) for r in range(self.ranks)]
         return self._make_split([(h[0], h[-1] + 1) for h in stored], unit)
 
@@ -252,7 +252,7 @@ class HeadLayout:
         return Split.stack([partition] * self.partitions, [partition.full] * self.partitions)
 
     def grouped_split(self, queries: bool, width: int) -> Split:
-        """Return how the ranks split a fused projection whose features are grouped by KV head.
+        """Return the split of a fused qkv or kv projection whose features are grouped by KV head.
 
         Args:
             queries: whether each group contains the query heads of the KV head, before its k and v.
@@ -277,7 +277,7 @@ class HeadLayout:
         return Split(tuple(parts))
 
     def parameter_split(self, path: str, full: Tensor, counted: LocalAttr) -> dict[int, Split]:
-        """Return a dict from dims to splits, for a parameter or buffer that ``local_attrs`` names."""
+        """Return the split of a parameter or buffer that ``local_attrs`` lists, as a dict from dims to splits."""
         kind, dim = (counted, None) if isinstance(counted, str) else counted
         if kind == "inside":
             return {}
@@ -287,25 +287,25 @@ class HeadLayout:
             raise PolicyError(
                 f"{path} has the shape {tuple(full.shape)}, but local_attrs={counted!r} must match exactly one dim "
                 f"of size {split.full}.",
-                remedy=f"If several dims have that size, name the dim as ({kind!r}, dim). Otherwise correct {kind!r}.",
+                remedy=f"If several dims have that size, pass ({kind!r}, dim). Otherwise replace {kind!r}.",
             )
         return {dims[0]: split}
 
     def count_local_values(self, rank: int) -> dict[str, int]:
-        """Return the counts on a rank that ``local_attrs`` can assign: heads, kv_heads, groups and width."""
+        """Return the values that ``local_attrs`` can assign on a rank: heads, kv_heads, groups and width."""
         heads, kv_heads = self.count_query_heads(rank), self.count_kv_heads(rank)
         return {"heads": heads, "kv_heads": kv_heads, "groups": heads // kv_heads, "width": heads * self.head_dim}
 
 
 def get_features_per_head(path: str, features: int, count: int, expected: int | None = None) -> int:
-    """Return the number of features per head of a projection.
+    """Return the number of features of each head in a projection.
 
     Raises PolicyError if the heads do not divide the features, or the number is not ``expected``.
     """
     if features % count or features != count * (expected or features // count):
         of = f" of {expected} features each" if expected and not features % count else ""
         raise PolicyError(
-            f"{path} has {features} features, which does not match {count} heads{of}.",
+            f"{path} has {features} features, which do not match {count} heads{of}.",
             remedy="Correct num_heads, num_kv_heads or the paths in the policy.",
         )
     return features // count
@@ -313,11 +313,11 @@ def get_features_per_head(path: str, features: int, count: int, expected: int | 
 
 @dataclass(frozen=True)
 class AttentionLowering:
-    """Converts the role of one attention to a module description.
+    """Converts an attention role to a description of what sharding replaces in the attention module.
 
     Args:
-        role: the attention.
-        layer: the layer that contains it.
+        role: the attention role.
+        layer: the layer that contains the attention module.
         config: the model's config, in which head counts are looked up.
         num_heads, num_kv_heads: head counts, or the config fields with them, from the role or the policy.
     """
@@ -340,7 +340,7 @@ class AttentionLowering:
 
     @property
     def uneven_heads(self) -> int | None:
-        """Number of heads if an early stage of the model has fewer heads than ranks; None otherwise."""
+        """The number of heads if an early stage of the model has fewer heads than ranks, or else None."""
         heads = self._head_count(self.num_heads)
         return heads if heads is not None and heads < self.layer.axis.size and self.layer.is_stage else None
 
@@ -389,7 +389,7 @@ class AttentionLowering:
         return paths.resolve_path(self.role.at, name)
 
     def _local_attr_kind(self, name: str, entry_kind: str) -> str:
-        """Return what an entry of ``local_attrs`` counts, such as "heads".
+        """Return what is counted by an entry of ``local_attrs``, such as "heads".
 
         Raises PolicyError if a module or tensor of the kind ``entry_kind`` cannot count that.
         """
@@ -400,7 +400,7 @@ class AttentionLowering:
         return kind
 
     def _add_local_attrs(self, description: ModulePolicyDescription, key_kwargs: Mapping[str, Any]) -> dict[str, int]:
-        """Add the changes for the entries of ``local_attrs`` to the description of the attention.
+        """Add the changes that ``local_attrs`` requires to the description of the attention module.
 
         Returns argument of `forward` -> its dim that counts heads.
 
@@ -442,12 +442,13 @@ class AttentionLowering:
         known = [n for n in dir(owner) if n[:1] != "_"]
         return PolicyError(
             f"local_attrs={{{name!r}: ...}} names {self.layer.path}.{self._path(name)}, which does not exist.",
-            rule="An entry names an attribute, parameter, norm or embedding, or with a dim an argument of `forward`.",
+            rule="An entry must name an attribute, parameter, norm or embedding. With a dim, it can also name an "
+            "argument of `forward`.",
             remedy=did_you_mean(name.rpartition(".")[2], known) + " If only some models have it, end the name with ?",
         )
 
     def _make_projection_kwargs(self, linears: AttentionProjections) -> dict[str, dict[str, Any]]:
-        """Return the keyword arguments for the parallel layer that replaces each input projection."""
+        """Return keyword arguments for the parallel layers that replace the input projections."""
         layout, q_unit = self.layout, None
         expand = layout.map_local_kv_heads(self.layer.axis.rank)
         columns: dict[str, dict[str, Any]] = {}
@@ -499,7 +500,7 @@ class AttentionLowering:
 
 
 def _remove_missing_projections(projections: AttentionProjections, at: str, layer: nn.Module) -> AttentionProjections:
-    """Remove optional projections (paths that end in ``?``) that the attention of a layer does not have."""
+    """Remove optional projections, whose paths end in ``?``, that the attention module of a layer does not have."""
     names = {field: getattr(projections, field) for field in ("q", "k", "v", "qkv", "kv")}
     optional = {field: name[:-1] for field, name in names.items() if name and name.endswith("?")}
     found: dict[str, Any] = {

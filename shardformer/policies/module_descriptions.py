@@ -1,4 +1,4 @@
-"""Descriptions of what sharding replaces in each class of modules, and checks of the types of their fields."""
+"""Dataclasses that describe how sharding changes a module, and checks of their field types."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shardformer.pipeline.layer_sequence import prepend_path
 from shardformer.tensor_parallel.block import HeadRange
 
 ModuleKey = str | type[nn.Module]
-"""Selects the described modules: by class, by class name, or by path with ``*`` for indices."""
+"""Selects modules by class, by class name, or by path with ``*`` for indices."""
 
 
 @dataclass
 class SubModuleReplacementDescription:
-    """Description of a submodule and the parallel layer that replaces it.
+    """Describes a submodule and the parallel layer that replaces it.
 
     Args:
         suffix: path of the submodule inside the described module.
@@ -39,7 +39,7 @@ class SubModuleReplacementDescription:
 
 @dataclass
 class BlockArguments:
-    """Arguments of an attention module's forward whose values differ between tensor parallel ranks.
+    """Describes arguments of an attention module whose values differ between tensor-parallel ranks.
 
     Args:
         at: path of the module.
@@ -60,7 +60,7 @@ class BlockArguments:
 
 @dataclass
 class BlockDescription:
-    """Description of a tensor-parallel block, such as an attention module or MLP: its linear layers, entry and exit.
+    """Describes a tensor-parallel block, such as an attention module or an MLP, and its linear layers.
 
     Args:
         entry: path of the module whose first tensor argument enters the region.
@@ -89,19 +89,19 @@ class BlockDescription:
     replicated_terms: Sequence[str] | None = None
 
     def within(self, path: str) -> BlockDescription:
-        """Return the block with ``path`` as a prefix of all module paths."""
+        """Return a copy of the block with ``path`` prepended to all module paths."""
         own = prepend_path(self, path, "entry", "columns", "row", "cross_columns", "shared_exit", "gather_module")
         return replace(own, arguments=self.arguments and prepend_path(self.arguments, path, "at"))
 
     @property
     def holds_exit(self) -> bool:
-        """Whether the module at the entry of the block contains the linear layer at the exit."""
+        """Whether the module at the entry of the block contains the linear layer at the exit of the block."""
         return f"{self.row}.".startswith(f"{self.entry}." if self.entry else "")
 
 
 @dataclass
 class ModulePolicyDescription:
-    """Description of what sharding replaces in one class of modules.
+    """Describes what sharding replaces in the modules of one class.
 
     Names of attributes and parameters may be paths.
 
@@ -137,7 +137,7 @@ TYPE_NAMES = {str: "a string", int: "a whole number", bool: "True or False", typ
 
 
 def check_field_types(instance: Any) -> None:
-    """Raise PolicyError if a field of a dataclass, or of dataclasses in its fields, has a value of the wrong type.
+    """Raise PolicyError if a field of a dataclass, or of a nested dataclass, has a value of the wrong type.
 
     >>> from shardformer.policies.roles import MLP
     >>> MLP("mlp", up="fc1", down=3)
@@ -153,7 +153,7 @@ def check_field_types(instance: Any) -> None:
 
 
 def check_type(owner: str, name: str, value: Any, hint: Any) -> None:
-    """Raise PolicyError if ``value`` does not have the type ``hint``."""
+    """Raise PolicyError if ``value`` does not match the type hint ``hint``."""
     if not _matches_type(value, hint):
         raise PolicyError(
             f"{owner} has the invalid value {name}={value!r:.120}.",
@@ -168,7 +168,7 @@ def type_hints_of(kind: Any) -> Mapping[str, Any]:
 
 
 def describe_type(hint: Any) -> str:
-    """Return a type hint in words for an error message, such as "a string"."""
+    """Convert a type hint to words for an error message, such as "a string"."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(describe_type(each) for each in arguments)

@@ -1,4 +1,4 @@
-"""``Policy``, the base class of policies, which describe how a model is sharded.
+"""The base class of policies, which describe how a model is sharded.
 
 A policy has one of three forms, each converted to the next:
 
@@ -41,7 +41,7 @@ class Policy(LegacyPolicy):
 
     name: str | None = None
     notes: Sequence[str] = ()
-    """Sentences that ``describe_sharding`` adds."""
+    """Sentences that ``describe_sharding`` prints."""
     validate: bool = True
     """Whether a user's policy is validated on a reduced model before use."""
 
@@ -74,7 +74,7 @@ class Policy(LegacyPolicy):
         self.model = model
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
-        """Set the sharding config, after checking that the policy supports it."""
+        """Set the sharding config, and check that the policy supports it."""
         self.shard_config = shard_config
         # without tensor parallelism the policy describes the model as for a single rank
         self.axis = shard_config.head_axis() if shard_config.enable_tensor_parallelism else Axis("tensor")
@@ -89,7 +89,7 @@ class Policy(LegacyPolicy):
         return model
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
-        """Return what sharding replaces in each class of modules.
+        """Return a dict from modules to descriptions of what sharding replaces in them.
 
         The default converts the result of ``argument_policy``.
         """
@@ -109,16 +109,16 @@ class Policy(LegacyPolicy):
         return LayerSequence.of(self.model, self.stacks())
 
     def no_pipeline_reason(self) -> str | None:
-        """Return why this model does not support pipeline parallelism, or None if it does."""
+        """Return the reason why this model does not support pipeline parallelism, or None if it does."""
         return None
 
     def replicated(self) -> list[str] | None:
-        """Return the paths of modules and parameters that may stay replicated, or None if all may."""
+        """Return the paths of modules and parameters that may stay replicated, or None if all of them may."""
         return None
 
 
 class WithoutRules(Policy):
-    """Policy without rules, for a model whose weights are not sharded."""
+    """A policy that shards no weights."""
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
         return {}

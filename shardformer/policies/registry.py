@@ -1,7 +1,7 @@
 """Registry of model families and their policies.
 
-A family is the ``model_type`` of a transformers config. For timm, whose models have no config, it is ``timm:`` plus the
-class name. The module of a policy is imported on first use.
+A family is named after the ``model_type`` of its transformers config. timm models have no config, so their family is
+``timm:`` plus the class name. The module of a policy is imported on first use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardformer.policies.policy import Policy
 
 @dataclass(frozen=True)
 class PolicyLocation:
-    """Module and class name of a policy, from which the policy is imported on first use.
+    """The module and class name of a policy, which is imported on first use.
 
     Args:
         file_name: a module of ``shardformer.policies.models``, or the full name of a module.
@@ -75,7 +75,7 @@ _REGISTERED: dict[str, type[Policy]] = {}
 
 
 def register_policy(model_type: str, policy: type[Policy]) -> None:
-    """Register a policy for a model family in this process, which replaces a built-in policy of the family.
+    """Register a policy for a model family in this process. It replaces a built-in policy of the same family.
 
     Args:
         model_type: ``model_type`` of the transformers config, or ``timm:`` plus the class name for a timm model.
@@ -93,7 +93,7 @@ def register_policy(model_type: str, policy: type[Policy]) -> None:
 
 
 def find_registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
-    """Return the policy registered for the model's family and a description of its source, or None without a policy."""
+    """Return the policy that is registered for the model's family and a description of its source, or None."""
     family = get_model_family(model)
     if not isinstance(family, str):
         return None
@@ -108,7 +108,7 @@ def is_user_registered(model: nn.Module) -> bool:
 
 
 def get_model_family(model: nn.Module) -> Any:
-    """Return the name of the model's family: ``model_type`` of the config, or ``timm:`` plus a class name."""
+    """Return the name of the model's family, such as ``llama`` or ``timm:VisionTransformer``."""
     classes = [f"timm:{cls.__name__}" for cls in type(model).__mro__ if cls.__module__.partition(".")[0] == "timm"]
     known = next((name for name in classes if name in _REGISTERED or name in FAMILIES), None)
     named = getattr(getattr(model, "config", None), "model_type", None)

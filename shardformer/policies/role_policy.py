@@ -1,4 +1,4 @@
-"""``RolePolicy``, a policy in the form of a table of the model's roles (attention modules, MLPs, embeddings).
+"""A policy that lists the roles of a model's modules in a table, such as attention modules and MLPs.
 
 Paths in a table are relative: those of stacks to the base model (so that one table serves every head class), those of
 attention modules and MLPs to one layer, and those of their projections to that module. A leading dot makes the path of
@@ -40,7 +40,7 @@ LARGE_SHARE = 0.1
 
 
 class RolePolicy(Policy):
-    """A policy in the form of a table of roles (attention modules, MLPs, embeddings).
+    """A policy that lists the roles of a model's modules: attention modules, MLPs, embeddings and heads.
 
     See ``shardformer/policies/models`` for examples.
 
@@ -50,7 +50,7 @@ class RolePolicy(Policy):
         head: the language model head, relative to the full model. Ignored for classes without one.
         unstacked_blocks: attention modules and MLPs outside the stacks, relative to the full model.
         submodels: submodules that are models themselves (a text model), relative to the full model, ``?`` if optional.
-            The policy of its own model type describes each.
+            Each is described by the policy of its own model type.
         keep_replicated: paths that stay replicated although they are large or inside a layer, relative to the base
             model, with ``*`` for an index. A leading dot makes a path relative to the full model; it may be missing.
         no_sequence_parallel, no_pipeline: why the model does not support sequence parallelism, or a pipeline.
@@ -78,7 +78,7 @@ class RolePolicy(Policy):
             if name not in known and close:
                 raise PolicyError(
                     f"{cls.__name__} defines the unknown attribute {name!r}.",
-                    remedy=f"Rename it to {close[0]!r}, or to a name that is less similar.",
+                    remedy=f"Rename it to {close[0]!r}. If it is your own attribute, choose a less similar name.",
                 )
 
     def set_model(self, model: nn.Module) -> None:
@@ -98,22 +98,22 @@ class RolePolicy(Policy):
             policy.config_sanity_check()
 
     def sums_block_outputs(self) -> bool:
-        """Return whether each layer directly adds the outputs of the blocks that ``shared_exit`` combines."""
+        """Return whether each layer directly adds the outputs of the blocks that share one collective."""
         return True
 
     def reads_layer_outputs(self) -> bool:
-        """Return whether the model reads the outputs of layers before the last one."""
+        """Return whether the model reads the output of any layer before the last one."""
         return False
 
     def no_sequence_parallel_reason(self) -> str | None:
-        """Return why this model does not support sequence parallelism, or None if it does."""
+        """Return the reason why this model does not support sequence parallelism, or None if it does."""
         if _is_backbone(self.model) or self.reads_layer_outputs():
             return BETWEEN_LAYERS
         reasons = [stack.whole_sequence for stack in self.stacks()]
         return self.no_sequence_parallel or (reasons[0] if reasons and all(reasons) else None)
 
     def no_pipeline_reason(self) -> str | None:
-        """Return why this model does not support pipeline parallelism, or None if it does."""
+        """Return the reason why this model does not support pipeline parallelism, or None if it does."""
         if self.no_pipeline or self.reads_layer_outputs():
             return self.no_pipeline or BETWEEN_STAGES
         layers = [stack.layers for stack in self.layer_sequence().stacks]
@@ -128,7 +128,7 @@ class RolePolicy(Policy):
 
     @property
     def base(self) -> str:
-        """Path of the base model inside the model with a head; empty if the model is the base model."""
+        """Path of the base model inside a model with a head, or an empty string for a base model."""
         prefix = getattr(self.model, "base_model_prefix", "")
         return prefix if prefix and isinstance(getattr(self.model, prefix, None), nn.Module) else ""
 
@@ -165,7 +165,7 @@ class RolePolicy(Policy):
             return known[0]
         raise PolicyError(
             f"No policy is registered for {path!r}, a {type(model).__name__} inside the model.",
-            remedy="Register one with shardformer.register_policy(model_type, policy).",
+            remedy="Register a policy with shardformer.register_policy(model_type, policy).",
         )
 
     def _describe_layers(
@@ -189,7 +189,7 @@ class RolePolicy(Policy):
         return [*self._describe_own_stacks(), *(s.within(path) for path, policy in submodels for s in policy.stacks())]
 
     def _describe_own_stacks(self, *, accepts_any_norm: bool = False) -> list[StackDescription]:
-        """Return the stacks of layers that this policy describes, without the stacks of submodels.
+        """Return the stacks of layers that this policy describes, without those of submodels.
 
         Args:
             accepts_any_norm: whether any module is accepted as the final norm. Otherwise a module that reads several
@@ -240,7 +240,7 @@ class RolePolicy(Policy):
         return out
 
     def _find_present_stacks(self) -> list[tuple[LayerStack, bool]]:
-        """Return (stack of layers, whether it is one of several stages) for each stack that the model has."""
+        """Return the stacks of layers that the model has, and whether each is one of several stages."""
         base = paths.get_module(self.model, self.base)
         names = [name for name, _ in base.named_modules()]
         out = []
@@ -259,7 +259,7 @@ class RolePolicy(Policy):
         subs = [LayerReplacement(paths.join_path(self.base, path.rstrip("?")), embedding) for path in found]
         heads = [path.rstrip("?") for path in paths.as_path_list(self.head)]
         present = {path: module for path in heads if (module := paths.find_module(self.model, path)) is not None}
-        # a user's module in the place of a head that a table of this package names stays replicated
+        # if the user replaced a head that a policy of this package describes, the user's module stays replicated
         own = [path for path, module in present.items() if is_from_package(self) and not paths.is_linear(module)]
         self._replicated_paths = [*self._replicated_paths, *own]
         self.notes = [*self.notes, *(f"{path} is replicated, because it is not a linear layer." for path in own)]
@@ -286,18 +286,18 @@ class RolePolicy(Policy):
         return None
 
     def _convert_attention(self, role: Attention, lowering: LayerLowering) -> AttentionLowering:
-        """Create the ``AttentionLowering`` of a role, with the policy's head counts if the role has none."""
+        """Create the ``AttentionLowering`` for a role, with the head counts of the policy if the role has none."""
         heads, kv_heads = role.num_heads or self.num_heads, role.num_kv_heads or self.num_kv_heads
         return AttentionLowering(role, lowering, getattr(self.model, "config", None), heads, kv_heads)
 
 
 def is_from_package(policy: Policy) -> bool:
-    """Return whether a policy is built in or derived by this package, instead of written by the user."""
+    """Return whether a policy is part of this package or was derived by it, instead of written by the user."""
     return type(policy).__module__.startswith("shardformer.")
 
 
 def get_checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyDescription]:
-    """Return the module descriptions of a policy, after checking the types of descriptions that a user wrote.
+    """Return the module descriptions of a policy, and check their types if the user wrote the policy.
 
     Raises PolicyError for a value of the wrong type. Roles are checked when they are created.
     """
@@ -309,7 +309,8 @@ def get_checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyD
     if wrong or not isinstance(found, Mapping):
         raise PolicyError(
             f"{type(policy).__name__}.module_policy() returned {[*wrong, found][0]!r:.80}.",
-            rule="It must return a dict: class, class name or path of modules -> ModulePolicyDescription.",
+            rule="The method must return a dict from classes, class names or paths of modules to "
+            "ModulePolicyDescription objects.",
             remedy="Correct the return value. See docs/policies.md for an example.",
         )
     for key, description in found.items():
@@ -319,7 +320,7 @@ def get_checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyD
 
 
 def check_no_missing_roles(policy: Policy, model: nn.Module, matched: Collection[int], stacks: Sequence[str]) -> None:
-    """Raise PolicyError if the policy has neither a rule nor an entry in ``keep_replicated`` for a matrix.
+    """Raise PolicyError if a weight matrix is neither sharded by the policy nor listed in ``keep_replicated``.
 
     Args:
         matched: ids of the parameters with a rule.
@@ -344,12 +345,13 @@ def check_no_missing_roles(policy: Policy, model: nn.Module, matched: Collection
             f"The policy has no rule for {name!r} {tuple(p.shape)}, {p.numel() / total:.1%} of all parameters"
             + (f", nor for {', '.join(map(repr, others))}" if others else ""),
             rule="Every matrix of a layer, and every large matrix elsewhere, must be sharded or listed as replicated.",
-            remedy=f"Add a role for it, or add it to the policy's `keep_replicated` ({known or 'now empty'}).",
+            remedy="Add a role for the matrix, or add its path to the policy's `keep_replicated` "
+            f"({known or 'now empty'}).",
         )
 
 
 def _without_layer_index(name: str, stacks: Sequence[str]) -> str:
-    """Replace the index of a layer in a path by ``*``: ``layers.*.mlp.2`` for ``layers.0.mlp.2``."""
+    """Replace the layer index in a path with ``*``. For example, ``layers.0.mlp.2`` becomes ``layers.*.mlp.2``."""
     stack = next((s for s in stacks if name.startswith(s)), name)
     layer, dot, rest = name.removeprefix(stack).partition(".")
     return f"{stack}*{dot}{rest}" if layer.isdigit() else name

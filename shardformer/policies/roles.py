@@ -1,4 +1,4 @@
-"""Roles, which describe the attention modules, MLPs and experts of a layer, and the stack of layers."""
+"""Dataclasses that describe the attention modules, MLPs and experts in a model's layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOCAL_ATTR_KINDS = {
 
 @dataclass(frozen=True)
 class _Checked:
-    """Base class of roles, which raises PolicyError for a field with a value of the wrong type."""
+    """Base class of roles that raises PolicyError if a field has a value of the wrong type."""
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -34,7 +34,7 @@ class _Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionProjections(_Checked):
-    """Paths of the linear layers of an attention module, which may be fused: q, k and v, or qkv, or q and kv.
+    """The paths of the linear layers in an attention module. These are q, k and v, or qkv, or q and kv.
 
     Args:
         out: the output projection.
@@ -70,14 +70,14 @@ Q_K_V_OUT = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_pr
 )
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs(_Checked):
-    """Inputs of an attention module, if they are not only the first tensor argument of its module.
+    """Describes the inputs of an attention module, if it reads more than its first tensor argument.
 
     Args:
         entry: the module whose first tensor argument is the input. For an attention module that adds its residual
             itself, the first of the projections.
         arguments: further arguments of `forward` that projections read. Each enters the tensor-parallel region.
         cross_attention: whether k and v read the states of another stack.
-        inner_inputs: projections that read the output of other modules inside the attention (such as a low-rank
+        inner_inputs: projections that read the output of other modules inside the attention module (such as a low-rank
             projection and its norm) instead of its input.
         reads_width: whether the forward pass reads the features of all heads from the last dim of its input.
         full_sequence: whether the module needs the full sequence outside the block, too, because it adds its residual
@@ -95,7 +95,7 @@ class AttentionInputs(_Checked):
 @renamed_arguments({"counts": "local_attrs"})
 @dataclass(frozen=True)
 class Attention(_Checked):
-    """Role of an attention module in a layer: its projections, inputs and head counts.
+    """Describes an attention module in a layer by its projections, inputs and head counts.
 
     Args:
         at: path of the module. Its first tensor argument is the input, unless ``inputs`` specifies another.
@@ -132,7 +132,7 @@ class Attention(_Checked):
 
 
 def unknown_kind_error(attention: Attention, name: str, kinds: Sequence[str], entry_kind: str = "") -> PolicyError:
-    """Return the error for an entry of ``local_attrs`` that does not count one of ``kinds``."""
+    """Return the error for an entry of ``local_attrs`` that counts something other than ``kinds``."""
     entry = attention.local_attrs[name]
     kind = entry if isinstance(entry, str) else entry[0]
     return PolicyError(
@@ -145,7 +145,7 @@ def unknown_kind_error(attention: Attention, name: str, kinds: Sequence[str], en
 @renamed_arguments({"exits_with": "shared_exit"})
 @dataclass(frozen=True)
 class MLP(_Checked):
-    """Role of an MLP in a layer: the linear layers that read its input, and the linear layer at its exit.
+    """Describes an MLP in a layer by the linear layers that read its input and the one that computes its output.
 
     Args:
         at: path of the module. Its first tensor argument is the input. ``*`` matches several modules (experts).
@@ -170,10 +170,10 @@ class MLP(_Checked):
 @renamed_arguments({"summands": "replicated_terms"})
 @dataclass(frozen=True)
 class Experts(_Checked):
-    """Role of the experts of a layer, whose weights are stacked into 3-D parameters.
+    """Describes the experts of a layer if their weights are stacked into 3-D parameters.
 
-    Each expert is sharded along its features.
-    All tensor inputs of the module enter the tensor-parallel region, and its output leaves it.
+    Each expert is sharded along its features. All tensor inputs of the module enter the tensor-parallel region, and its
+    output leaves the region.
 
     Args:
         at: path of the module.
@@ -201,7 +201,7 @@ Role = Attention | MLP | Experts
 
 
 def get_exit_path(role: Role) -> str | None:
-    """Return the path of a role's last linear layer, relative to its layer, or None if there are several."""
+    """Return the path of a role's output layer inside the layer, or None if the role has several."""
     if isinstance(role, Experts) or "*" in role.at:
         return None
     return resolve_path(role.at, role.projections.out if isinstance(role, Attention) else role.down)
@@ -210,7 +210,7 @@ def get_exit_path(role: Role) -> str | None:
 @renamed_arguments({"context": "cross_states", "whole_sequence": "no_sequence_parallel"})
 @dataclass(frozen=True)
 class LayerStack(_Checked):
-    """Role of a stack of layers: the path of the ModuleList, and the roles in each layer.
+    """Describes a stack of layers by the path of its ModuleList and the roles in each layer.
 
     Args:
         layers: path of the ModuleList, with ``*`` for an index if the model has several stages ("layers.*.blocks").
@@ -246,8 +246,8 @@ class LayerStack(_Checked):
             arguments = role.inputs.arguments if isinstance(role, Attention) else ()
             if name in arguments or (arguments and isinstance(role, Attention) and role.inputs.cross_attention):
                 raise PolicyError(
-                    f"The states of another stack enter the attention {role.at!r} twice: through cross_states of the "
-                    f"stack {self.layers!r} and through the arguments {list(arguments)}.",
-                    rule="Their gradients would be summed over the ranks twice.",
+                    f"The attention {role.at!r} receives the states of another stack twice: through cross_states of "
+                    f"the stack {self.layers!r} and through the arguments {list(arguments)}.",
+                    rule="The gradients of these states would be summed over the ranks twice.",
                     remedy="Remove `arguments` from attention modules with cross_attention=True.",
                 )

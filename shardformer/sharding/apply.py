@@ -1,4 +1,4 @@
-"""Apply a sharding plan to a model, and record each change of the model."""
+"""Apply a sharding plan to a model, and record each change to the model."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ from shardformer.zero.torch_optimizer_patches import TRAINING_PATCHES
 
 @dataclass
 class ResolvedPolicy:
-    """Policy of one model, with its sharding plan and the results of validating the parallel layout.
+    """The policy of a model, with its sharding plan and the results of validating the parallel layout.
 
     Args:
-        policy: bound to the model and to the configuration.
+        policy: the policy, bound to the model and to the configuration.
         source: where the policy comes from, as text.
         plan: the policy's changes to the model, checked by ``make_checked_plan`` and adapted to a tensor grid.
         context: results of validating context parallelism.
@@ -72,7 +72,7 @@ class ResolvedPolicy:
 
 
 class Sharder:
-    """Shards one model in place with a policy that was found and validated before.
+    """Shards a model in place with a policy that is already chosen and validated.
 
     ``shard_model_api.shard_in_place`` shows the order of the calls.
 
@@ -113,7 +113,7 @@ class Sharder:
 
     @contextmanager
     def restoring_on_error(self) -> Iterator[None]:
-        """Remove wrappers such as ``torch.compile`` inside the context. Restore the model if its body raises."""
+        """Temporarily remove wrappers such as ``torch.compile``, and restore the model if the context raises."""
         with (
             restore_random_state_on_error(self.context.device),
             checks.restore_on_error(self.model),
@@ -162,7 +162,7 @@ class Sharder:
         return plan
 
     def lines_to_compare(self, plan: ShardingPlan) -> list[str]:
-        """Return the config, model and plan as lines of text, which ranks compare before they modify the model."""
+        """Describe the config, model and plan as lines of text, which ranks compare before they modify the model."""
         config, state = self.config, self.state
         settings = [state.request.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
         settings += [str(state.activations), f"check_consistency={config.check_consistency}"]
@@ -170,7 +170,7 @@ class Sharder:
         return [*settings, *model_fingerprint(self.model), *plan.fingerprint(), *stages]
 
     def shard(self, plan: ShardingPlan) -> list[dict[int, Tensor]]:
-        """Apply the sharding plan, which must be identical on every rank, to the model.
+        """Apply the sharding plan to the model. The plan must be identical on every rank.
 
         Returns the parameters that several pipeline stages share, each as a dict: rank on the pipe axis -> the
         parameter on this rank. Empty without a pipeline. Communicates initial weights and random states.
@@ -197,7 +197,7 @@ class Sharder:
         return list(stages.shared_params)
 
     def _find_unsupported_inputs(self) -> dict[str, str]:
-        """Return a dict from the names of unsupported arguments of ``forward`` to the reasons."""
+        """Return the names of the ``forward`` arguments that this layout does not support, with the reasons."""
         resolved = self._resolved
         active = {
             "tensor": self.is_tensor_parallel,
@@ -210,7 +210,7 @@ class Sharder:
         }
 
     def _modify_model(self, plan: ShardingPlan) -> list[InstalledBlock]:
-        """Apply the plan, and load or initialize this rank's shards if the model was built lazily.
+        """Apply the plan, then load or initialize this rank's shards if the model was built lazily.
 
         Returns the tensor-parallel blocks. Communicates only to create the process groups of context parallelism.
         """
@@ -275,7 +275,7 @@ class Sharder:
         return blocks
 
     def _replace_modules(self, plan: ShardingPlan) -> None:
-        """Replace submodules, shard parameters, and change attributes and methods according to the plan."""
+        """Replace submodules, shard parameters, and change attributes and methods as the plan specifies."""
         shared: dict[int, nn.Parameter] = {}
         done: set[tuple[int, str]] = set()  # a shared module is listed once per owner
         native = {path: self.model.get_submodule(path) for path in plan.replacements}
@@ -340,12 +340,12 @@ class Sharder:
         if not isinstance(new, nn.Module):
             raise PolicyError(
                 f"{qualified_name(target)}.from_native_module returned {new!r:.80} for {path!r}.",
-                remedy="Return the nn.Module that replaces the native module.",
+                remedy="Return the nn.Module that replaces the plain module.",
             )
         return new
 
     def _get_sharding_axis(self, path: str, plan: ShardingPlan) -> Axis:
-        """Return the mesh axis that shards a module: the grid's column axis inside a stack, else the tensor axis."""
+        """Return the mesh axis that shards a module: the tensor axis, or the column axis for a layer on a grid."""
         inside = self.grid is not None and path.startswith(tuple(f"{stack.layers}." for stack in plan.stacks))
         return self.grid.column if inside and self.grid is not None else self.context.tensor
 
@@ -368,7 +368,7 @@ class Sharder:
 
 
 def _get_modifiable_owner(model: nn.Module, path: str) -> Any:
-    """Return the module or config at ``path``, after replacing a config, which modules share, by a copy."""
+    """Return the module at ``path``, or a copy of the config at ``path``, because modules share configs."""
     owner = get_at(model, path)
     if not isinstance(owner, nn.Module):
         owner = copy.copy(owner)
@@ -379,14 +379,14 @@ def _get_modifiable_owner(model: nn.Module, path: str) -> Any:
 def bind_policy(
     sharder: Sharder, policy: Policy, source: str, *, applies_rules: bool = True, **findings: Any
 ) -> ResolvedPolicy:
-    """Bind a policy to the model of the sharder, and plan the sharding.
+    """Bind a policy to the sharder's model, and create the sharding plan.
 
     ``findings`` are further fields of the returned ``ResolvedPolicy``.
     """
     plan = checks.make_checked_plan(sharder.model, policy, sharder.config, applies_rules=applies_rules)
     if sharder.has_stages and (chain := policy.layer_sequence()).stacks:
         owner_layers(plan.model, chain)
-    # with data parallelism only, the rules change nothing and must not cause a refusal
+    # with data parallelism only, the rules change nothing and must not raise an error
     plan = plan if sharder.is_tensor_parallel else ShardingPlan(plan.model, plan.stacks)
     if sharder.grid is not None:
         plan = apply_tensor_grid.plan_for_grid(plan, sharder.grid)
@@ -396,7 +396,7 @@ def bind_policy(
 def shard_for_validation(
     model: nn.Module, config: ShardConfig, policy: Policy, *, applies_rules: bool = True, **findings: Any
 ) -> Sharder:
-    """Shard a model that was built only to validate a policy or a layout, and return its sharder.
+    """Shard a model that was built only to validate a policy or layout, and return the sharder.
 
     Args:
         applies_rules: whether the policy's rules are checked even if no tensor axis shards the model.
@@ -413,7 +413,7 @@ def shard_for_validation(
 
 
 def _replace_module_references(model: nn.Module, replacement_by_id: Mapping[int, nn.Module]) -> None:
-    """Replace modules wherever the model refers to them: in submodules, attributes, lists, tuples and dicts.
+    """Replace modules wherever the model refers to them, including in attributes, lists, tuples and dicts.
 
     Args:
         replacement_by_id: id(module) -> its replacement.
@@ -436,7 +436,7 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def _replace_modules_in_value(value: Any, replacement_by_id: Mapping[int, nn.Module], visited: set[int]) -> Any:
-    """Return an attribute's value with modules replaced. Modifies lists and dicts in place, which may be shared."""
+    """Replace the modules in an attribute's value. Lists and dicts are changed in place, because they may be shared."""
     if isinstance(value, nn.Module):
         return replacement_by_id.get(id(value), value)
     if type(value) not in (list, dict, tuple) or id(value) in visited:
@@ -458,7 +458,7 @@ def _replace_modules_in_value(value: Any, replacement_by_id: Mapping[int, nn.Mod
 
 @contextmanager
 def _temporarily_unwrap(model: nn.Module, *, num_stages: int = 1) -> Iterator[Mapping[int, nn.Module]]:
-    """Remove wrappers such as ``torch.compile`` from submodules inside the context.
+    """Temporarily remove wrappers such as ``torch.compile`` from the submodules of a model.
 
     Args:
         num_stages: number of pipeline stages that the model will run on.
@@ -503,7 +503,7 @@ def _make_compiled_error(path: str, why: str) -> ConfigError:
 
 
 def fuse_activations(model: nn.Module, plan: ShardingPlan, state: ShardingMetadata) -> None:
-    """Replace activations by fused kernels that also add the bias of the linear layer before the activation."""
+    """Replace activations with fused kernels that also add the bias of the preceding linear layer."""
     for path, native in list(model.named_modules(remove_duplicate=False)):
         if type(native).__name__ in WRITTEN_OUT:
             _replace_and_record(model, path, native, nn.GELU("tanh").train(native.training), "activation", state)
@@ -522,7 +522,7 @@ def fuse_activations(model: nn.Module, plan: ShardingPlan, state: ShardingMetada
 
 
 def fuse_norms(model: nn.Module, state: ShardingMetadata) -> None:
-    """Replace every supported norm of the model by a fused kernel, and record which norms were replaced."""
+    """Replace every supported norm in the model with a fused kernel, and record which norms were replaced."""
     left: Counter[str] = Counter()
     for path, norm in list(iterate_norms(model)):
         kind = type(norm).__name__

@@ -1,4 +1,4 @@
-"""Set up context parallelism: check the model, choose ring and Ulysses sizes, and install the hooks."""
+"""Set up context parallelism: check the model, choose ring and Ulysses sizes, and install hooks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RING, GROUP = "ring", "ulysses"
 
 @dataclass(frozen=True)
 class RingSizes:
-    """Sizes of the ring and Ulysses groups into which context parallelism divides the sequence axis.
+    """The sizes of the ring and Ulysses groups into which context parallelism divides the sequence axis.
 
     Args:
         ring: number of ranks that exchange keys and values.
@@ -64,7 +64,7 @@ def check_context_parallel(
         raise ConfigError(
             f"sequence={context.sequence.size} needs a stack of layers, but the policy of {type(model).__name__} has "
             "none" + (f". {' '.join(notes).removesuffix('.')}" if notes else ""),
-            remedy="Write the policy as roles (RolePolicy with a LayerStack), or remove the sequence axis.",
+            remedy="Write a RolePolicy with a LayerStack, or remove the sequence axis.",
         )
     if why := explain_unsupported_attention(model):
         if is_explicit_method(context, method):
@@ -72,15 +72,15 @@ def check_context_parallel(
                 f"context_parallel={method!r} with sequence={context.sequence.size} does not support "
                 f"{type(model).__name__}, which {why}.",
                 rule="Ring attention, Ulysses and gathered keys use the AttentionInterface of transformers.",
-                remedy="Use context_parallel='auto' with one size for the axis, which computes this attention in full "
-                "on every rank. Or remove the sequence axis and use enable_sequence_parallelism=True.",
+                remedy="To compute this attention in full on every rank, use context_parallel='auto' with one size for "
+                "the axis. Or remove the sequence axis and use enable_sequence_parallelism=True.",
             )
         return
     choose_ring_sizes(model, context, method)
 
 
 def explain_unsupported_attention(model: nn.Module) -> str | None:
-    """Return why context parallelism cannot replace the model's attention, or None if it can."""
+    """Return the reason why context parallelism cannot replace the model's attention, or None if it can."""
     classes = find_attention_classes(model)
     own = sorted(cls.__name__ for cls, source in classes.items() if not uses_attention_interface(source))
     if own:
@@ -89,12 +89,12 @@ def explain_unsupported_attention(model: nn.Module) -> str | None:
 
 
 def is_explicit_method(context: ParallelContext, method: str) -> bool:
-    """Return whether the config fixes the method of context-parallel attention instead of leaving it to ``"auto"``."""
+    """Return whether the config specifies a method of context-parallel attention instead of ``"auto"``."""
     return method != "auto" or (RING in context.sizes and GROUP in context.sizes)
 
 
 def choose_ring_sizes(model: nn.Module, context: ParallelContext, method: str) -> RingSizes:
-    """Choose the sizes of the ring and Ulysses groups for a method of context parallelism.
+    """Choose how many ranks form a ring and how many form a Ulysses group.
 
     ``"auto"`` minimizes the communicated bytes, by the formulas of ring attention and Ulysses, with Ulysses groups
     within a host. Raises ConfigError if the method does not fit the sizes of the sequence axis.
@@ -105,7 +105,7 @@ def choose_ring_sizes(model: nn.Module, context: ParallelContext, method: str) -
         if (method == "ring" and sizes.group > 1) or (method in ("ulysses", "gather") and sizes.ring > 1 < sizes.group):
             raise ConfigError(
                 f"context_parallel={method!r} does not fit the sequence axis of size {sizes.ring} x {sizes.group}.",
-                rule="Two sizes define a ring of Ulysses groups. Keys are sent along the ring, and heads within "
+                rule="Two sizes define a ring of Ulysses groups. Ranks exchange keys along the ring, and heads within "
                 "a group.",
                 remedy="Use context_parallel='auto', or pass one size for the axis.",
             )
@@ -131,7 +131,7 @@ def _iterate_candidate_sizes(model: nn.Module, context: ParallelContext) -> Iter
 
 
 def _get_head_counts(model: nn.Module) -> tuple[int, int]:
-    """Return the numbers of query heads and KV heads in the model's config; (1, 1) if they differ between layers."""
+    """Return the numbers of query heads and KV heads in the config, or (1, 1) if they differ between layers."""
     config = getattr(model, "config", None)
     inner = getattr(config, "get_text_config", lambda: config)()
     for name in ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads"):
@@ -142,7 +142,7 @@ def _get_head_counts(model: nn.Module) -> tuple[int, int]:
 
 
 def _is_inside_host(context: ParallelContext, group: int) -> bool:
-    """Return whether every Ulysses group of this size is within one host, for ranks whose hosts are known.
+    """Return whether each Ulysses group of this size stays on one host, as far as the hosts are known.
 
     A Ulysses group consists of consecutive ranks of the sequence axis.
     """
@@ -154,7 +154,7 @@ def _is_inside_host(context: ParallelContext, group: int) -> bool:
 
 @dataclass(frozen=True)
 class ContextFindings:
-    """Results of validating context parallelism on a reduced model.
+    """The results of validating context parallelism on a reduced model.
 
     Args:
         dims: sequence dimensions of the arguments of layers and full-sequence modules.
@@ -174,7 +174,7 @@ class ContextFindings:
 def install_context_attention(
     model: nn.Module, state: ShardingMetadata, method: str, findings: ContextFindings, *, uses_random: bool
 ) -> None:
-    """Install context-parallel attention, and hooks that gather the sequence for modules that need all positions.
+    """Install context-parallel attention, and hooks that gather the full sequence for modules that need it.
 
     Communicates to create process groups.
     """
@@ -222,7 +222,7 @@ def install_context_hooks(
 ) -> None:
     """Install the hooks that shard the sequence in the layers of a model.
 
-    Must run after modules were replaced by parallel layers.
+    Call this after modules were replaced with parallel layers.
     """
     run, inside = state.context_run, set[int]()
     for stack in stacks:
@@ -240,23 +240,22 @@ def install_context_hooks(
 
 
 def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None:
-    """Warn, on the first rank only, that context parallelism computes this model's attention in full on every rank."""
+    """Warn on rank 0 that context parallelism computes the attention of this model in full on every rank."""
     if context.rank == 0:
         warnings.warn(
             f"The attention of {type(model).__name__} cannot read positions of other ranks. Each of the "
-            f"{context.sequence.size} ranks of the sequence axis therefore computes it for all positions, and "
-            "saves time and memory only in the other layers. shardformer.describe_sharding(model) shows details.",
+            f"{context.sequence.size} ranks of the sequence axis therefore computes the attention for all positions, "
+            "and saves time and memory only in the other layers. shardformer.describe_sharding(model) shows details.",
             stacklevel=5,
         )
 
 
 def plan_for_context(plan: ShardingPlan, findings: ContextFindings, *, has_sequence_parallelism: bool) -> ShardingPlan:
-    """Return a sharding plan in which full attention shares no collective with another block.
-
-    If every rank computes the attention for all positions, its block must not share an exit with another block.
+    """Return a plan in which no two blocks share a collective, if every rank computes the attention in full.
 
     Args:
-        has_sequence_parallelism: whether sequence parallelism over the tensor axis is enabled, too. Raises ConfigError.
+        has_sequence_parallelism: whether sequence parallelism over the tensor axis is also enabled, which raises
+            ConfigError for such attention.
     """
     if not findings.is_whole:
         return plan

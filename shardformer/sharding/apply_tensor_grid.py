@@ -1,4 +1,4 @@
-"""Tensor parallelism on a 2D, 2.5D or 3D grid of ranks: plan and install the changes outside blocks."""
+"""Extend tensor parallelism on a 2D, 2.5D or 3D grid of ranks to the modules between attention and MLP blocks."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ ArgumentSamples = dict[tuple[str, str], int | None]
 
 
 def reshape_config_to_grid(config: ShardConfig, context: ParallelContext) -> tuple[ShardConfig, TensorGrid]:
-    """Return the config with its tensor axis reshaped to the grid of the tensor parallel mode, and the grid.
+    """Reshape the tensor axis of a config to a grid of ranks, and return the new config and the grid.
 
-    All processes call it. Raises ConfigError if the sizes do not fit the mode.
+    All processes must call this function. Raises ConfigError if the sizes do not fit the tensor parallel mode.
     """
     view = with_tensor_grid(context, config.tensor_parallel_mode)
     if view is not config.context:
@@ -53,14 +53,14 @@ def reshape_config_to_grid(config: ShardConfig, context: ParallelContext) -> tup
 def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
     """Extend a sharding plan to the modules between blocks, where each rank has a shard of the hidden features.
 
-    Shards norms and per-feature parameters. Other modules with parameters receive all features, gathered at the
-    submodule of the layer that contains them. Raises PolicyError if a rule supports only one tensor axis.
+    Shards norms and per-feature parameters. Other modules with parameters receive all features, which are gathered
+    before the submodule of the layer that contains them. Raises PolicyError if a rule supports only one tensor axis.
     """
     if not plan.stacks:
         raise PolicyError(
             f"tensor_parallel_mode={grid.mode!r} needs a stack of layers, but the policy of "
             f"{type(plan.model).__name__} has none.",
-            remedy="Write the policy as roles (RolePolicy with a LayerStack), or use tensor_parallel_mode='1d'.",
+            remedy="Write a RolePolicy with a LayerStack, or set tensor_parallel_mode='1d'.",
         )
     plan = replace(
         plan, replacements=dict(plan.replacements), parameters=dict(plan.parameters), full_sequence_modules=[]
@@ -85,7 +85,7 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
         raise ConfigError(
             f"tensor_parallel_mode='3d' does not support {type(plan.model).__name__}, because "
             f"{[*gathered, *around][0]!r} reads all hidden features of a token.",
-            rule="In 3D, the ranks of a grid row have different samples between the blocks.",
+            rule="In a 3D grid, the ranks of a grid row have different samples between the blocks.",
             remedy="Use tensor_parallel_mode='2d', '2.5d' or '1d'.",
         )
     inside = tuple(f"{path}." for path in (*gathered, *around))
@@ -94,7 +94,7 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
 
 
 def _needs_rule(module: nn.Module, width: int) -> bool:
-    """Return whether a module outside blocks needs a rule: it has direct parameters, or is a norm without any."""
+    """Return whether a module outside the blocks needs a sharding rule, because it has parameters or is a norm."""
     own = next(module.parameters(recurse=False), None)
     return own is not None or (not module._modules and getattr(module, "normalized_shape", None) == (width,))
 
@@ -107,7 +107,7 @@ def _check_replacement_classes(plan: ShardingPlan, prefix: str) -> None:
         if issubclass(target, Linear1D_Col | Linear1D_Row) or not target.__module__.startswith("shardformer."):
             raise PolicyError(
                 f"The replacement class {target.__name__} of {path!r} supports only one tensor axis.",
-                remedy="Write the policy as a RolePolicy, which supports every mode, or use tensor_parallel_mode='1d'.",
+                remedy="Use a RolePolicy, which supports every tensor parallel mode, or set tensor_parallel_mode='1d'.",
             )
 
 
@@ -119,7 +119,7 @@ def _get_hidden_size(plan: ShardingPlan, blocks: list[BlockDescription]) -> int 
 def _add_outer_module(
     plan: ShardingPlan, grid: TensorGrid, prefix: str, path: str, module: nn.Module, width: int
 ) -> None:
-    """Add a rule to the plan for a module with direct parameters that is outside all blocks."""
+    """Add a sharding rule to the plan for a module that has parameters and is outside all blocks."""
     own = dict(module.named_parameters(recurse=False))
     shapes = {tuple(p.shape) for p in own.values()}
     if shapes <= {(width,)} and not module._modules and norm_kind(module) is not None:
@@ -148,7 +148,7 @@ def _add_outer_module(
 
 
 def find_full_input_modules(policy: Any) -> list[str]:
-    """Return the paths of modules in a policy's layers that may receive inputs other than hidden states."""
+    """Return the paths of modules inside layers that may receive other inputs in addition to hidden states."""
     model, out = policy.model, []
     for stack in policy.stacks():
         paths = [path for path, _ in model.get_submodule(stack.layers).named_modules(prefix=stack.layers)]
@@ -161,12 +161,12 @@ def find_full_input_modules(policy: Any) -> list[str]:
 
 
 def make_argument_key(path: str, argument: str) -> tuple[str, str]:
-    """Return a key for an argument of a module, the same for all layers: (path with ``*`` for indices, argument)."""
+    """Return a key for an argument of a module that is the same for all layers: the path with ``*`` for indices."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), argument
 
 
 def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield (argument name, tensor) for all input tensors of a module; the first tensor is named ``HIDDEN_STATES``."""
+    """Yield the name and value of each input tensor of a module. The first one is named ``HIDDEN_STATES``."""
     if not any(isinstance(x, Tensor) for x in (*args[:1], *kwargs.values())):
         return
     hidden, names = first_tensor(args, kwargs), _get_argument_names(module)
@@ -180,7 +180,7 @@ def _get_argument_names(module: nn.Module) -> list[str]:
 
 
 def _format_argument_path(path: Any, names: list[str]) -> str:
-    """Return the name of the argument that contains a tensor, followed by the tensor's path inside the argument."""
+    """Return the name of the argument that contains a tensor, followed by the path of the tensor inside it."""
     kind, key, *inner = path
     if kind.idx == 1:
         return f"{key.key}{keystr(tuple(inner))}"
@@ -190,7 +190,7 @@ def _format_argument_path(path: Any, names: list[str]) -> str:
 def install_argument_hooks(
     model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, samples: ArgumentSamples
 ) -> None:
-    """Install hooks that select this rank's samples in the further arguments of attention modules, such as masks."""
+    """Install hooks that select this rank's samples in the masks and other arguments of attention modules."""
     streams = [edge for edge in state.region_hooks if isinstance(edge, GridStackActivations)]
     stacks = [(f"{stack.layers}.", stream) for stack, stream in zip(plan.stacks, streams, strict=True)]
     arguments_at = [(path, BlockArguments(path)) for path in plan.full_sequence_modules]
@@ -216,7 +216,7 @@ def _remove_caches(
 
 
 class _LocalSamplesHook:
-    """Pre-forward hook of an attention module that selects this rank's samples from the attention's arguments.
+    """A forward pre-hook that selects this rank's samples from the arguments of an attention module.
 
     Arguments in ``region_inputs`` are selected after they enter the tensor-parallel region, all others before.
     """

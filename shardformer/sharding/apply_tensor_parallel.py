@@ -1,4 +1,4 @@
-"""Install the hooks of tensor-parallel blocks, and the gradient reduction, on a model with replaced layers."""
+"""Install the hooks and the gradient reduction of tensor parallelism after layers were replaced."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ InstalledBlock = tuple[nn.Module, TensorParallelBlock]
 def install_regions(
     model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, config: ShardConfig, grid: TensorGrid | None = None
 ) -> list[InstalledBlock]:
-    """Register the hooks of all stacks of layers and tensor-parallel blocks, after modules were replaced."""
+    """Register the forward hooks of layer stacks and tensor-parallel blocks after modules were replaced."""
     axis, uses_random = state.context.tensor, uses_dropout(model)
     classes = LAYERS_BY_MODE[config.tensor_parallel_mode]
     _check_stack_layers(plan, state.activations)
@@ -109,7 +109,7 @@ def _return_input(hidden_states: Tensor) -> Tensor:
 
 
 def _check_stack_layers(plan: ShardingPlan, stream: ActivationLayout) -> None:
-    """Raise ConfigError if a layer is itself a tensor-parallel block, in a stack that shards its hidden states."""
+    """Raise ConfigError if sequence parallelism shards a stack in which a layer is itself a tensor-parallel block."""
     layouts = {stack.layers: stack.get_activation_layout(stream) for stack in plan.stacks}
     sharded = {path for path, layout in layouts.items() if layout.shards_stacks}
     for _, block in plan.blocks:
@@ -117,7 +117,7 @@ def _check_stack_layers(plan: ShardingPlan, stream: ActivationLayout) -> None:
             raise ConfigError(
                 f"enable_sequence_parallelism=True does not support {block.entry}, a layer that is itself a block.",
                 rule="The hidden states stay sharded between blocks, so residuals must be added inside a layer.",
-                remedy="Set enable_sequence_parallelism=False, or name modules that add the residual in "
+                remedy="Set enable_sequence_parallelism=False, or pass the path of modules that add the residual to "
                 "LayerStack(layers=...).",
             )
 
@@ -125,7 +125,7 @@ def _check_stack_layers(plan: ShardingPlan, stream: ActivationLayout) -> None:
 def _install_stack(
     model: nn.Module, stack: StackDescription, stream: StackActivations, axis: Axis, uses_random: bool
 ) -> None:
-    """Install the hooks that shard the hidden states from the first to the last layer of one stack.
+    """Install hooks that shard the hidden states from the first to the last layer of a stack.
 
     The states of another stack enter the tensor-parallel region once for all layers. If the model reads the hidden
     states between two layers, each layer gathers and shards them.
@@ -158,9 +158,9 @@ def _install_block(
     uses_random: bool,
     axis: Axis,
 ) -> InstalledBlock | None:
-    """Install one tensor-parallel block on the linear layers of an attention module or MLP.
+    """Connect the parallel linear layers of an attention module or MLP to a tensor-parallel block.
 
-    Returns None if the block needs no hooks, or if two layers share it and it is already installed.
+    Returns None if the block needs no hooks, or if two layers share the block and it is already installed.
 
     Args:
         axis: axis of the ranks that have the same input.
@@ -201,7 +201,7 @@ def _require_layer(model: nn.Module, name: str, kind: type[nn.Module], role: str
     if not isinstance(module, kind):
         raise PolicyError(
             f"{name} is a {type(module).__name__}, but the {role} of a block must be a {kind.__name__}.",
-            remedy="Name the same path in sub_module_replacement.",
+            remedy=f"Replace {name} with a {kind.__name__} in sub_module_replacement.",
         )
     return module
 
@@ -209,7 +209,7 @@ def _require_layer(model: nn.Module, name: str, kind: type[nn.Module], role: str
 def install_gradient_reduction(
     model: nn.Module, plan: ShardingPlan, blocks: Sequence[InstalledBlock], state: ShardingMetadata
 ) -> None:
-    """Install the gradient reducers that make every gradient equal to that of the plain model.
+    """Install gradient reducers, so that every gradient equals that of the plain model.
 
     Stores how each parameter is reduced in ``state.entries``.
 
@@ -243,7 +243,7 @@ def install_gradient_reduction(
 
 
 class ParameterRegions:
-    """Finds the region that contains a parameter (in a block, between blocks or outside) and its layout."""
+    """Determines whether a parameter is inside a block, between blocks, or outside the stacks of layers."""
 
     def __init__(self, plan: ShardingPlan, stream: ActivationLayout) -> None:
         self._stream, blocks = stream, [block for _, block in plan.blocks]
@@ -262,7 +262,7 @@ class ParameterRegions:
         ]
 
     def find_region(self, name: str) -> tuple[ActivationLayout, ModelRegion]:
-        """Return the activation layout around a parameter, and the region that contains it."""
+        """Return the activation layout around a parameter, and the region of the model that contains it."""
         layout = next((layout for prefix, layout in self._stacks if name.startswith(prefix)), None)
         if name not in self._biases and name.startswith(self._inside):
             return layout or self._stream, ModelRegion.BLOCK
@@ -308,7 +308,7 @@ def _create_reduction_groups(
 
 @dataclass(eq=False)
 class _RegionSideHook:
-    """Pre-forward hook that sets the divisor of gradients, which are partial inside a block and full after its exit."""
+    """A forward pre-hook that sets the divisor of gradients, which are partial inside a block and full after it."""
 
     block: TensorParallelBlock
     gradients: list[GradientSlot]
@@ -322,10 +322,10 @@ class _RegionSideHook:
 def _install_region_side_hooks(
     entry: nn.Module, block: TensorParallelBlock, gradient_by_param_id: dict[int, GradientSlot]
 ) -> None:
-    """Install hooks that detect, in each forward pass, whether a module runs before or after the exit of its block.
+    """Install hooks that detect whether a module runs before or after the output of its block is reduced.
 
-    ALBERT's norm runs after the exit. The hooks are not needed if the stack shards the hidden states, because each rank
-    then sees only its shard after the exit.
+    ALBERT's norm runs after the reduction. The hooks are not needed if the stack shards the hidden states, because each
+    rank then has only its shard after the reduction.
     """
     for module in entry.modules():
         params: list[Tensor] = list(module.parameters(recurse=False))

@@ -52,14 +52,14 @@ OTHER_PROCESSES_TIMEOUT_S = 10.0
 
 
 def check_process_group(config: ShardConfig) -> ParallelContext:
-    """Return the parallel context of a config, after checking that all processes passed consistent process groups.
+    """Check that all processes passed consistent process groups, and return the parallel context of the config.
 
     No collective is possible before this check. Each process announces its group in the launcher's store and reads the
     announcements of all other processes.
 
     Raises:
-        LaunchError: on every process that shards now. Either a process is not in the group that it passed, or a member
-            of the group does not arrive, or a member ended with an error.
+        LaunchError: on every process that calls this function. Either a process is not in the group that it passed, or
+            a member of the group does not arrive, or a member ended with an error.
         ConfigError: if two members passed different groups.
     """
     context, problem = None, None
@@ -87,7 +87,7 @@ def check_process_group(config: ShardConfig) -> ParallelContext:
 
 @dataclass(frozen=True)
 class _GroupAnnouncement:
-    """Message of one process in the store of the launcher: its process group, or why it cannot shard the model."""
+    """A message to other processes with the process group of this process, or why it cannot shard the model."""
 
     ranks: list[int]
     group: str
@@ -97,7 +97,7 @@ class _GroupAnnouncement:
 def _check_announcement(
     store: Any, peer: int, announcement: _GroupAnnouncement, deadline: float
 ) -> ShardFormerError | None:
-    """Return an error if the message of another process contradicts the message of this process.
+    """Return an error if another process announced a different process group, or that it cannot shard the model.
 
     Waits for members of this process's group until the timeout of the store, for other processes until ``deadline``.
     Skips announcements of groups without this process. Keeps an announcement that belongs to a later call.
@@ -140,7 +140,7 @@ SAME_GROUP = "Pass the same group, with the ranks in the same order, on all of i
 
 
 def _wait_for_key(store: Any, key: str, deadline: float | None, peer: int) -> tuple[bool, str]:
-    """Wait until another process sets a key of the store. Return whether it did, and any error that ended it.
+    """Wait until another process sets a key of the store, and return whether it did, or the error that ended it.
 
     Waits until the deadline, or for the store's timeout. Polls, because ``store.wait`` does not notice a process that
     ended, and logs a warning for each interrupted wait.
@@ -164,12 +164,12 @@ def check_not_sharded(model: nn.Module) -> None:
     if any([isinstance(m, ParallelModule) or not marks.isdisjoint(vars(m)) for m in model.modules()]):
         raise ConfigError(
             f"This {type(model).__name__} is already sharded.",
-            remedy="Build the model again, or use the sharded model that the first call returned.",
+            remedy="Use the sharded model that the first call returned, or build the model again.",
         )
 
 
 def check_no_dtensors(model: nn.Module) -> None:
-    """Raise ConfigError if torch or transformers has sharded the model."""
+    """Raise ConfigError if torch or transformers has already sharded the model."""
     if found := next((name for name, p in model.named_parameters() if is_dtensor(p)), None):
         raise ConfigError(
             f"{found} of this {type(model).__name__} is a DTensor, as created by fully_shard, parallelize_module or a "
@@ -195,7 +195,7 @@ def check_can_be_sharded(model: nn.Module) -> None:
 def make_checked_plan(
     model: nn.Module, policy: Policy, config: ShardConfig, *, applies_rules: bool = True
 ) -> ShardingPlan:
-    """Return the sharding plan of a policy for a model, after checking that the model supports the config.
+    """Check that a model supports the config, and return the sharding plan that the policy makes for the model.
 
     The model is unchanged, except by the policy's ``preprocess``.
 
@@ -211,7 +211,7 @@ def make_checked_plan(
     if config.enable_sequence_parallelism and not policy.stacks():
         raise ConfigError(
             f"enable_sequence_parallelism=True needs a stack of layers, but {type(policy).__name__} has none.",
-            remedy="Write the policy as roles (RolePolicy with a LayerStack), or disable sequence parallelism.",
+            remedy="Write a RolePolicy with a LayerStack, or set enable_sequence_parallelism=False.",
         )
     if config.uses_context_parallel:
         check_context_parallel(model, policy.stacks(), config.resolve_context(), config.context_parallel, policy.notes)
@@ -230,14 +230,14 @@ def make_checked_plan(
 
 
 def check_packed_weights(model: nn.Module, plan: ShardingPlan, context: ParallelContext) -> None:
-    """Raise ConfigError if the layout needs a slice or the formula of quantized weights that only a quantizer knows."""
+    """Raise ConfigError if the layout does not support the model's quantized weights."""
     packed = find_packed_weights(model)
     owners = {name.rpartition(".")[0]: param for name, param in packed.items()}
     for path, param in owners.items():
         if getattr(getattr(param, "quant_state", None), "packing_format_for_cpu", False):
             raise ConfigError(
                 f"bitsandbytes has changed the 4-bit weight of {path} for evaluation on the CPU.",
-                rule="It rounded the scales of the weight, and its gradients would be incomplete.",
+                rule="bitsandbytes rounded the scales of the weight, and the gradients would be incomplete.",
                 remedy="Load the model again, and shard it before you evaluate it.",
             )
         if context.sequence.size > 1 and getattr(param, "quant_state", None) is None:
@@ -252,7 +252,7 @@ def check_packed_weights(model: nn.Module, plan: ShardingPlan, context: Parallel
 
 
 def check_no_integer_weights(model: nn.Module, sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError for a quantizer with integer weights in buffers (GPTQ, AWQ), if an axis shards the layers."""
+    """Raise ConfigError if an axis shards layers whose integer weights are buffers, as in GPTQ and AWQ."""
     axis = next((name for name in ("tensor", "sequence") if sizes.get(name, 1) > 1), None)
     if axis is None or not has_quantizer(model):
         return
@@ -268,40 +268,42 @@ def _make_quantized_error(model: nn.Module, path: str, layout: str) -> ConfigErr
     kind = type(model.get_submodule(path)).__name__
     return ConfigError(
         f"{path} is a quantized {kind}, which does not support {layout}.",
-        rule="It may scale its input by the largest value of all features and tokens, so a rank with a slice of them "
-        "could compute something else than one process.",
+        rule="The layer may scale its input by the largest value of all features and tokens. A rank with a slice of "
+        "them could therefore compute a different result than one process.",
         remedy="Use data parallelism, ZeRO or a pipeline, or load the model with "
         "BitsAndBytesConfig(load_in_4bit=True), whose layers support all layouts.",
     )
 
 
 def check_no_hooks(model: nn.Module, plan: ShardingPlan) -> None:
-    """Raise ConfigError if a parameter to shard has hooks, because the shard that replaces it would not have them."""
+    """Raise ConfigError if a parameter that will be sharded has hooks, because sharding would remove them."""
     sharded = plan.sharded_parameter_ids()
     for p in model.parameters():
         if id(p) in sharded and tensor_hooks_of(p):
             raise ConfigError(
                 f"The parameter {sharded[id(p)]!r} of this {type(model).__name__} has a hook and will be sharded.",
-                rule="Each tensor rank replaces the parameter by its own shard, with the shard's gradient.",
-                remedy="Remove the hook. If it is also correct for a shard, register it after sharding.",
+                rule="Each tensor rank replaces the parameter with a shard, and a hook would receive the gradient of "
+                "the shard.",
+                remedy="Remove the hook. If the hook also works for a shard, register it after sharding.",
             )
 
 
 def check_no_views(model: nn.Module, plan: ShardingPlan, stages: Stages | None) -> None:
-    """Raise ConfigError if a buffer or attribute is a view of a parameter that will be sharded or moved to a stage."""
+    """Raise ConfigError if a buffer or attribute is a view of a parameter that will be sharded or moved."""
     sharded = plan.sharded_parameter_ids()
     is_here = stages.is_here if stages is not None else lambda _: True
     moved = [(name, p) for name, p in model.named_parameters() if id(p) in sharded or not is_here(name)]
     if found := find_parameter_view(model, moved):
         view, name = found
         raise ConfigError(
-            f"{view} of this {type(model).__name__} is a view of the parameter {name}, which is sharded or moved.",
+            f"{view} of this {type(model).__name__} is a view of the parameter {name}, which will be sharded or moved "
+            "to another pipeline stage.",
             remedy=f"Read {name} directly, or give {view} its own memory with .clone().",
         )
 
 
 def find_referenced_parameters(model: nn.Module) -> set[int]:
-    """Return the ids of parameters to which an object other than a module of the model refers, such as an optimizer.
+    """Return the ids of parameters that are referenced outside the model, for example by an optimizer.
 
     Compares their reference counts with the count of a parameter to which only its module refers.
     """
@@ -324,7 +326,7 @@ def _count_references(model: nn.Module) -> list[tuple[int, int]]:
 def check_no_optimizer(
     model: nn.Module, plan: ShardingPlan, stages: Stages | None, referenced: Collection[int]
 ) -> None:
-    """Raise ConfigError if an optimizer already refers to a parameter that will be replaced by its shard.
+    """Raise ConfigError if an optimizer already contains a parameter that sharding will replace.
 
     Args:
         referenced: result of ``find_referenced_parameters`` before planning. The slow search through all objects of the
@@ -339,7 +341,7 @@ def check_no_optimizer(
 
 
 def check_not_in_optimizer(params: list[nn.Parameter], names: Mapping[int, str], model_name: str) -> None:
-    """Raise ConfigError if an optimizer contains one of the parameters that sharding replaces. Searches all objects.
+    """Raise ConfigError if any optimizer of the process contains one of these parameters.
 
     Args:
         names: id of each parameter -> its name.
@@ -352,13 +354,13 @@ def check_not_in_optimizer(params: list[nn.Parameter], names: Mapping[int, str],
             if name is not None:
                 raise ConfigError(
                     f"An optimizer already contains {name!r} of this {model_name}.",
-                    rule="Sharding replaces parameters, so this optimizer would train the old ones.",
+                    rule="Sharding replaces parameters, so this optimizer would train the old parameters.",
                     remedy="Shard the model first, then create the optimizer from model.parameters().",
                 )
 
 
 def check_layouts(model: nn.Module, coords: Coords) -> None:
-    """Raise PolicyError if the shape of a local shard does not match its layout, or tied weights have two layouts."""
+    """Raise PolicyError if a local shard has the wrong shape, or if tied weights are sharded differently."""
     seen: dict[int, tuple[str, ShardSpec]] = {}
     for name, param, spec in sharded_parameters(model):
         other, first = seen.setdefault(id(param), (name, spec))
@@ -367,13 +369,13 @@ def check_layouts(model: nn.Module, coords: Coords) -> None:
                 f"{name} has the shape {tuple(param.shape)} on this rank, but its layout requires "
                 f"{spec.local_shape(coords)}" + (f". It is tied to {other}" if other != name else ""),
                 rule="Modules that share a weight must be sharded in the same way.",
-                remedy="Replace both modules by vocabulary-parallel layers, or keep both replicated.",
+                remedy="Replace both modules with vocabulary-parallel layers, or keep both replicated.",
             )
 
 
 @contextmanager
 def restore_on_error(model: nn.Module) -> Iterator[None]:
-    """Restore the model's modules, parameters, hooks, attributes and configs if the body of the context raises.
+    """Restore the model's modules, parameters, hooks, attributes and configs if the code in the context raises.
 
     Parameter values that functions of a policy overwrite in place are not restored.
     """
@@ -458,18 +460,20 @@ ACTIVATIONS = (*WRITTEN_OUT, "GELU", "GELUActivation", "GELUTanh", "PytorchGELUT
 
 
 def check_activations(model: nn.Module, device: torch.device) -> None:
-    """Raise ConfigError if ``enable_jit_fused`` has no effect on the model, or torch.compile cannot build kernels."""
+    """Raise ConfigError if ``enable_jit_fused`` cannot be used for the model or on this device."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         problem = "enable_jit_fused=True needs triton on a GPU, which is not installed"
     elif not any(type(module).__name__ in ACTIVATIONS for module in model.modules()):
-        problem = f"enable_jit_fused=True has no effect: {type(model).__name__} has no GELU, SiLU or ReLU module"
+        problem = (
+            f"enable_jit_fused=True has no effect, because {type(model).__name__} has no GELU, SiLU or ReLU module"
+        )
     else:
         return
     raise ConfigError(problem, remedy="Set enable_jit_fused=False.")
 
 
 def check_norms(model: nn.Module) -> None:
-    """Raise ConfigError if ``enable_fused_normalization`` has no effect, because no norm of the model is supported."""
+    """Raise ConfigError if ``enable_fused_normalization`` does not support any norm of the model."""
     problem: ConfigError | None = None
     for _, norm in iterate_norms(model):
         try:
@@ -478,7 +482,7 @@ def check_norms(model: nn.Module) -> None:
         except ConfigError as error:
             problem = problem or error
     raise problem or ConfigError(
-        f"enable_fused_normalization=True has no effect: {type(model).__name__} has no norm.",
+        f"enable_fused_normalization=True has no effect, because {type(model).__name__} has no norm.",
         remedy="Set enable_fused_normalization=False.",
     )
 
@@ -490,7 +494,7 @@ def iterate_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def runs_library_code(module: nn.Module) -> bool:
-    """Return whether the forward pass of a module is defined in a library and was not replaced."""
+    """Return whether the ``forward`` method of a module comes from a library and was not replaced."""
     of_class: Any = inspect.unwrap(type(module).forward)
     return "forward" not in vars(module) and _get_package(of_class) in LIBRARIES
 
@@ -500,7 +504,7 @@ def _get_package(function: Any) -> str:
 
 
 def find_user_code_modules(model: nn.Module, layers: list[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path, module) of each module in ``layers`` that runs user code, except element-wise functions."""
+    """Yield the path and module of each module in ``layers`` that runs user code, except element-wise functions."""
     for stack in layers:
         for path, module in model.get_submodule(stack).named_modules(prefix=stack):
             if not runs_library_code(module) and (module._modules or not is_elementwise(module)):
@@ -508,7 +512,7 @@ def find_user_code_modules(model: nn.Module, layers: list[str]) -> Iterator[tupl
 
 
 def runs_user_code(model: nn.Module, policy: Policy) -> bool:
-    """Return whether a layer that ``policy`` describes runs user code, except element-wise functions."""
+    """Return whether any layer that a policy describes runs user code, except element-wise functions."""
     own = copy.copy(policy)
     own.set_model(model)
     return any(True for _ in find_user_code_modules(model, [stack.layers for stack in own.stacks()]))

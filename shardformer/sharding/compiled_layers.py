@@ -49,17 +49,17 @@ OPTIONS = ("mode", "options", "dynamic", "fullgraph")
 
 @dataclass(eq=False)
 class StackCompiler:
-    """Compiles the layers of one stack, and reports what was compiled.
+    """Compiles the layers of one stack with torch.compile, and counts the compiled graphs.
 
     Args:
         path: path of the stack's layers.
         options: ``mode``, ``options`` and ``dynamic`` of torch.compile.
         layers: paths of the layers on this rank.
-        random_device: device of the random state that the graphs contain, or None if they use the generators.
+        random_device: device of the random state that the graphs contain, or None if they use torch's generators.
 
     Attributes:
         graphs: for each compiled graph, the path of the first layer that uses it.
-        eager_calls: number of calls of layers that ran without compilation, beyond the limit of recompilations.
+        eager_calls: number of layer calls that ran without compilation, because the recompile limit was reached.
     """
 
     path: str
@@ -88,7 +88,7 @@ class StackCompiler:
         return compile_with_random_state(graph, inputs, self._compile, self.random_device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StackCompiler:
-        """Copy the settings. A copied model compiles its layers again."""
+        """Copy the settings without the compiled graphs, so that a copied model compiles its layers again."""
         memo[id(self)] = copy = StackCompiler(self.path, self.backend, self.options, self.layers, self.random_device)
         return copy
 
@@ -108,14 +108,14 @@ def _call_layer(
     kwargs: dict[str, Any],
     lengths: Sequence[tuple[StackActivations, int]],
 ) -> Any:
-    """Call a layer. The lengths of the input are arguments, because each attribute needs another graph per value."""
+    """Set the lengths of the input, and call the layer. As attributes, lengths would need one graph per value."""
     for stream, length in lengths:
         setattr(stream, stream.length_name, length)
     return forward(*args, **kwargs) if layer is None else forward(layer, *args, **kwargs)
 
 
 class CompiledLayer:
-    """Compiled ``forward`` of a layer as one graph. The hooks of the layer itself stay eager.
+    """A compiled replacement for the ``forward`` method of a layer. The hooks of the layer itself stay eager.
 
     In training, the layer does not fill the KV cache that transformers passes by default. With a KV cache in
     evaluation, or one that holds tokens (prefix tuning), the layer runs without compilation.
@@ -206,22 +206,22 @@ class CompiledLayer:
         return ConfigError(
             f"{self._path} ({type(self._layer).__name__}) cannot be compiled as one graph: {reason}.",
             rule="A compiled layer has no graph break.",
-            remedy="Set compile=False, or change what the message names in the forward pass of the layer.",
+            remedy="Set compile=False, or change the code in the layer's forward pass that the message names.",
         )
 
 
 def compile_stacks(model: nn.Module, state: ShardingMetadata, backend: Backend, options: Mapping[str, Any]) -> None:
-    """Replace the `forward` of each layer of the stacks by a compiled one. Torch compiles it in the first forward pass.
+    """Replace the ``forward`` method of each layer with a method that compiles the layer at its first call.
 
-    Raises ConfigError if the model, its layout or this computer does not support it.
+    Raises ConfigError if the model, its layout or this computer does not support compilation.
     """
     _check_can_be_compiled(model, state, backend)
     found = {path: _find_layers(model, path) for path in state.layer_stacks}
     if not found:
         name = torch_compat.name_of_backend(backend)
         raise ConfigError(
-            f"compile={name!r} has no effect: {type(model).__name__} has no known stack of layers.",
-            remedy="Remove compile and call torch.compile(model), or pass a policy that describes the layers.",
+            f"compile={name!r} has no effect, because {type(model).__name__} has no known stack of layers.",
+            remedy="Set compile=False and call torch.compile(model), or pass a policy that describes the layers.",
         )
     differs = state.context.sizes["tensor"] > 1 or state.context.sizes["sequence"] > 1  # the random state of the ranks
     draws = differs and uses_dropout(model)
@@ -237,7 +237,7 @@ def compile_stacks(model: nn.Module, state: ShardingMetadata, backend: Backend, 
 def compile_as_configured(
     model: nn.Module, state: ShardingMetadata, compile: bool | str, wrapper: Mapping[str, Any]
 ) -> None:
-    """Compile a model that is sharded with ``compile``, or that was in a wrapper of torch.compile.
+    """Compile a sharded model if the config requests it, or if the model was wrapped by torch.compile.
 
     Args:
         wrapper: arguments of the wrapper (``torch_compat.unwrap_compiled``), which ``compile`` overrides.
@@ -251,7 +251,7 @@ def compile_as_configured(
 
 
 def _find_layers(model: nn.Module, stack: str) -> dict[str, nn.Module]:
-    """Return a dict from paths to layers of a stack, without the layers of other pipeline stages."""
+    """Return a dict from paths to the layers of a stack that are on this pipeline stage."""
     layers = {f"{stack}.{name}": layer for name, layer in model.get_submodule(stack).named_children()}
     return {path: layer for path, layer in layers.items() if next(layer.parameters(), None) is not None}
 
@@ -272,7 +272,7 @@ def _check_can_be_compiled(model: nn.Module, state: ShardingMetadata, backend: B
 
 
 def _why_context_is_eager(model: nn.Module, state: ShardingMetadata) -> str:
-    """Return why layers with a sharded sequence cannot be compiled, or an empty string."""
+    """Return the reason why context parallelism prevents compilation of the layers, or an empty string."""
     if state.context_run.is_whole:
         return "computes the attention of this model in full on every rank"
     if any(isinstance(hook, FullSequenceHook) for hook in state.region_hooks):
@@ -302,17 +302,17 @@ def compile_model(
     check_names(options, OPTIONS, "model.compile has no argument", f"Its arguments are backend, {', '.join(OPTIONS)}")
     if options.get("mode") and options.get("options"):
         raise ConfigError(
-            f"model.compile received both mode={options['mode']!r} and options.", remedy="Pass only one of them."
+            f"model.compile received both mode={options['mode']!r} and options.", remedy="Pass either mode or options."
         )
     if state.stages is not None and state.context.pipe.size > 1:
         raise ConfigError(
             "model.compile was called on a pipeline stage, whose layers already have a replaced forward method.",
-            remedy="Set compile=True in ParallelConfig.",
+            remedy="Set compile=True in ParallelConfig instead.",
         )
     compile_stacks(self, state, backend, options)
 
 
 def compiled_stacks(model: nn.Module) -> list[StackCompiler]:
-    """Return the compilers of the stacks of a sharded model, which count graphs. Empty if it is not compiled."""
+    """Return the compiler of each stack of a sharded model. Empty if the model is not compiled."""
     compilers: list[StackCompiler] = metadata_of(model).compilers
     return compilers

@@ -1,4 +1,4 @@
-"""Describe a sharded model: its replaced modules, local shapes of parameters, and layers of each stage."""
+"""Describe how a model is sharded: replaced modules, local parameter shapes, and the layers of each stage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TableRow = tuple[str, tuple[str, ...], int]
 
 
 def format_table(head: tuple[str, ...], rows: Sequence[TableRow], layers: Mapping[str, int]) -> list[str]:
-    r"""Format the rows of a table as aligned lines, with a heading for each stack of layers.
+    r"""Format table rows as lines with aligned columns, with a heading for each stack of layers.
 
     Args:
         head: the titles of the columns.
@@ -57,7 +57,7 @@ def format_table(head: tuple[str, ...], rows: Sequence[TableRow], layers: Mappin
 
 
 def align_columns(lines: Sequence[Sequence[str]], first_right_aligned: int | None = None) -> list[str]:
-    """Pad the cells of each line to the width of their column. Lines of one cell are unchanged.
+    """Pad the cells of each line so that columns are aligned. Lines of one cell are unchanged.
 
     Args:
         first_right_aligned: the first column to align on the right. None aligns all columns on the left.
@@ -89,7 +89,7 @@ def wrap_paths(names: str, width: int, unbroken: str = "(?<=:) ") -> list[str]:
 
 
 def merge_replicated_parameters(parameters: Iterable[tuple[str, str, int, float]]) -> list[TableRow]:
-    """Merge replicated parameters (path, shape, count, share) of one module, or of equal modules, into table rows."""
+    """Merge replicated parameters of the same module, or of identical modules, into one table row each."""
     leaves: dict[tuple[str, str, int], tuple[list[str], float]] = {}
     for path, shape, count, share in parameters:
         owner, _, leaf = path.rpartition(".")
@@ -114,7 +114,7 @@ def format_percent(share: float) -> str:
 
 
 def _find_stack(path: str) -> str:
-    """Return the stack in a path, ``transformer.h.*`` for ``transformer.h.*.attn``; empty outside stacks."""
+    """Return the stack that a path starts with, such as ``transformer.h.*`` for ``transformer.h.*.attn``."""
     before, star, _ = f"{path}.".partition(".*.")
     return f"{before}.*" if star else ""
 
@@ -124,7 +124,7 @@ def _remove_stack(stack: str, path: str) -> str:
 
 
 def _merge_rows(rows: Sequence[TableRow], num_layers: int) -> list[tuple[str, tuple[str, ...]]]:
-    """Merge adjacent rows of one module whose cells are equal into one row, such as ``attn.q, k, v``."""
+    """Merge adjacent rows of one module into one row, such as ``attn.q, k, v``, if their cells are equal."""
 
     def key(row: TableRow) -> tuple[str, tuple[str, ...], int, str]:
         path, cells, count = row
@@ -148,7 +148,7 @@ MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class StageRow:
-    """Row of the stage table that describes one pipeline stage.
+    """A table row that describes one pipeline stage.
 
     Args:
         stage: rank on the pipe axis.
@@ -172,7 +172,7 @@ class StageRow:
 
 
 def make_stage_rows(stages: Stages) -> list[StageRow]:
-    """Return the rows of the stage table, with one row for each rank of the pipe axis. Identical on all ranks."""
+    """Return a table with one row for each pipeline stage. The table is identical on all ranks."""
     names = stages.parameters
     in_layers = {n for n in names if any(n.startswith(f"{path}.") for path in stages.chain.layer_calls)}
     total = stages.num_parameters
@@ -200,7 +200,7 @@ def make_stage_rows(stages: Stages) -> list[StageRow]:
 
 
 def format_stage_table(rows: list[StageRow], stages: Stages) -> list[str]:
-    """Format the stage table, followed by sentences about the schedule and the parameters that stages share."""
+    """Format the table of pipeline stages, followed by sentences about the schedule and shared parameters."""
     head = ("stage", "virtual", "layers", "other modules", "parameters", "share", "cost", "recomputed")
     lines: list[tuple[str, ...]] = [head]
     for row in rows:
@@ -263,7 +263,7 @@ def describe_shared_parameters(stages: Stages) -> list[str]:
 
 
 def abbreviate_paths(paths: Sequence[str]) -> list[str]:
-    """Abbreviate the paths of layers: ``h.0-2`` for several layers of a stack, ``h.0 (2 times)`` for repeated paths.
+    """Abbreviate layer paths, such as ``h.0-2`` for three layers of a stack or ``h.0 (2 times)`` for repetitions.
 
     >>> abbreviate_paths(["h.0", "h.1", "h.2", "h.6", "encoder.0"])
     ['h.0-2, 6', 'encoder.0']
@@ -287,7 +287,7 @@ def abbreviate_paths(paths: Sequence[str]) -> list[str]:
 
 
 def find_covering_paths(names: Collection[str], all_parameters: Mapping[str, object]) -> list[str]:
-    """Return the fewest module paths that contain all of these parameters and no other parameter of the model.
+    """Return the shortest list of module paths that contain all of these parameters and no other parameters.
 
     >>> names = ["e.word.weight", "e.place.weight", "h.weight"]
     >>> find_covering_paths(names, dict.fromkeys([*names, "h.bias"]))
@@ -301,13 +301,13 @@ def find_covering_paths(names: Collection[str], all_parameters: Mapping[str, obj
 
 
 def _list_prefixes(name: str) -> list[str]:
-    """Return ``name`` and the paths of all modules that contain it: ``a``, ``a.b``, ``a.b.c`` for ``a.b.c``."""
+    """Return all prefixes of a path. For example, the prefixes of ``a.b.c`` are ``a``, ``a.b`` and ``a.b.c``."""
     return list(accumulate(name.split("."), "{}.{}".format))
 
 
 @dataclass(frozen=True)
 class ShardingDescription:
-    """Description of a sharded model, which can be printed or read row by row.
+    """A description of a sharded model that can be printed, or read row by row.
 
     In paths, ``*`` is the index of a layer.
 
@@ -349,7 +349,7 @@ class ShardingDescription:
 
 
 def format_summary(title: str, rows: Mapping[str, str]) -> str:
-    """Format a title and named values as text.
+    """Format a title and a dict of names and values as text.
 
     >>> print(format_summary("Engine of GPT2LMHeadModel", {"layout": "tensor=2", "steps": "60"}))
     Engine of GPT2LMHeadModel
@@ -360,17 +360,17 @@ def format_summary(title: str, rows: Mapping[str, str]) -> str:
 
 
 def format_summary_as_html(title: str, rows: Mapping[str, str]) -> str:
-    """Format a title and named values as an HTML table, for notebooks."""
+    """Format a title and a dict of names and values as an HTML table for notebooks."""
     cell = '<td style="text-align: left">'
     body = "".join(f"<tr>{cell}{escape(name)}</td>{cell}{escape(value)}</td></tr>" for name, value in rows.items())
     return f"<table><caption>{escape(title)}</caption>{body}</table>"
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Return the number of parameters of the full model, and the number that this rank stores.
+    """Return the number of parameters in the full model, and the number that this rank stores.
 
-    Replicated parameters count on each rank. Under ZeRO stage 3, this rank's number includes the shards that it gathers
-    from other ranks.
+    Replicated parameters count on each rank. Under ZeRO stage 3, the second number includes the shards that this rank
+    gathers from other ranks.
     """
     state = metadata_of(model)
     local = sum(p.numel() for p in model.parameters())
@@ -380,7 +380,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 
 def sharded_extra_repr(self: nn.Module) -> str:
-    """Add a line about the sharding to the printed form of a sharded model."""
+    """Return the ``extra_repr`` of a sharded model, with a line about its layout and number of parameters."""
     total, local = count_parameters(self)
     own, context = type(self).extra_repr(self), str(metadata_of(self).context)
     line = f"# sharded over {context}: {local:,} of {total:,} parameters on this rank"
@@ -388,7 +388,7 @@ def sharded_extra_repr(self: nn.Module) -> str:
 
 
 def describe_sharding(model: nn.Module) -> ShardingDescription:
-    """Describe a sharded model: its policy, replaced modules, full and local shapes, and replicated parameters.
+    """Describe how a model is sharded: the policy, replaced modules, local shapes and replicated parameters.
 
     Raises:
         ConfigError: if the model is not sharded.
@@ -436,7 +436,7 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
 
 
 def _list_sharded_shapes(model: nn.Module) -> dict[str, dict[str, tuple[str, str]]]:
-    """Return full and local shapes, as nested dicts by path of the module or parameter and path of the table row.
+    """Return the full and local shapes of sharded parameters, grouped by module and table row.
 
     A module has one row with the shape of its weight. A module with several sharded parameters, other than a bias, has
     a row for each of them.
@@ -470,7 +470,7 @@ def _format_title(model: nn.Module, state: ShardingMetadata, total: int) -> str:
 
 
 def _replace_layer_index(model: nn.Module, path: str, layers: dict[str, int], stages: Stages | None = None) -> str:
-    """Replace the index of a layer in a module path by ``*``, and count the layers of the stack in ``layers``."""
+    """Replace the layer index in a module path with ``*``, and record the number of layers in ``layers``."""
     out: list[str] = []
     module: Any = model
     parts = path.split(".")

@@ -38,11 +38,11 @@ from shardformer.torch_compat import current_graph_task_id, keystr, to_list, tre
 from shardformer.transformers_compat import caches_in, holds_tokens, is_cache
 
 LOCAL_HEADS = "_shardformer_heads"
-"""Attribute that marks a cache with only this rank's heads."""
+"""Attribute that marks a KV cache that contains only this rank's heads."""
 
 
 class CacheHeadSelector:
-    """Selects this rank's heads in KV caches that are passed to a sharded model.
+    """Selects this rank's attention heads in KV caches that are passed to a sharded model.
 
     Args:
         model: a model whose attention modules have a ``layer_idx``, as in transformers.
@@ -63,9 +63,9 @@ class CacheHeadSelector:
                 self._layers[number] = (0, ()) if is_unknown else arguments.kv_heads
 
     def select_local_heads(self, model: nn.Module, values: Sequence[Any]) -> None:
-        """Select this rank's heads in KV caches that contain all heads, before a forward pass.
+        """Select the heads of this rank in KV caches that contain all heads, before a forward pass.
 
-        Raises ConfigError for a cache with an unexpected number of heads, or of an unknown structure.
+        Raises ConfigError for a cache with an unexpected number of heads or an unknown structure.
         """
         for cache in self._find_caches(values):
             if holds_tokens(cache) and LOCAL_HEADS not in vars(cache):
@@ -73,7 +73,7 @@ class CacheHeadSelector:
             vars(cache)[LOCAL_HEADS] = True
 
     def mark_filled(self, values: Sequence[Any]) -> None:
-        """Mark the KV caches that a forward pass filled, which contain only this rank's heads."""
+        """Mark KV caches that a forward pass has filled, because they contain only this rank's heads."""
         for cache in self._find_caches(values):
             vars(cache)[LOCAL_HEADS] = True
 
@@ -96,9 +96,8 @@ class CacheHeadSelector:
                     full = copy_to_tp_region(x, self._axis) if x.requires_grad and torch.is_grad_enabled() else x
                     new.append((layer, name, full.index_select(1, torch.tensor(own, device=x.device))))
                 elif x.dim() != 4 or x.shape[1] != len(own):
-                    raise self._make_unsupported_cache_error(
-                        model, f"{name} of the shape {tuple(x.shape)} for layer {number}"
-                    )
+                    what = f"{name} of the shape {tuple(x.shape)} for layer {number}"
+                    raise self._make_unsupported_cache_error(model, what)
         for layer, name, x in new:
             setattr(layer, name, x)
 
@@ -113,7 +112,7 @@ class CacheHeadSelector:
 
 
 OF_LIBRARIES = ("shardformer", "torch", "transformers", "timm", "accelerate", "peft")
-"""Hooks of these libraries do not read the values, or have their own checks."""
+"""Libraries whose hooks do not read the values, or have their own checks."""
 INPUT_HOOK_TABLES = ("_forward_pre_hooks", "_backward_hooks")
 """Tables of hooks that receive the input of a module, or its gradient."""
 OUTPUT_HOOK_TABLES = tuple(table for table in MODULE_HOOK_TABLES if table not in INPUT_HOOK_TABLES)
@@ -122,7 +121,7 @@ _get_hook_tables = attrgetter(*MODULE_HOOK_TABLES)
 
 
 class ModuleFingerprint:
-    """Record of a model's modules, parameters, hooks and `forward` methods at sharding, to detect later changes.
+    """Records the modules, parameters, hooks and `forward` methods of a sharded model, to detect later changes.
 
     Args:
         local_modules: modules whose input or output is local to this rank.
@@ -141,12 +140,12 @@ class ModuleFingerprint:
         return new
 
     def renew(self, model: nn.Module) -> None:
-        """Record the model again, after a change that the package made."""
+        """Record the model again after ShardFormer itself has changed it."""
         self._modules, self._params = list(model.modules()), _get_parameter_ids(model)
         self._marks = self._record_modules()
 
     def check(self, model: nn.Module) -> None:
-        """Raise ConfigError if the model was changed after sharding in a way that makes its results wrong."""
+        """Raise ConfigError if the model was changed after sharding in a way that would make its results wrong."""
         if self._record_modules() == self._marks:
             return
         self._check_parameters_unchanged(model)
@@ -181,9 +180,9 @@ class ModuleFingerprint:
         what += "added" if new else "replaced by another parameter" if moved else "removed"
         raise ConfigError(
             f"{what} after the model was sharded.",
-            rule="Sharding compares, shards and synchronizes the parameters that exist at that time.",
-            remedy="Add heads and adapters and tie weights first, then shard the model. "
-            "shardformer.integrations.peft.get_peft_model adds adapters of PEFT to a sharded model.",
+            rule="Sharding compares, shards and synchronizes only the parameters that exist at that time.",
+            remedy="Add heads and adapters and tie weights before you shard the model. To add PEFT adapters to a "
+            "sharded model, use shardformer.integrations.peft.get_peft_model.",
         )
 
     def _check_no_user_hooks(self, model: nn.Module) -> None:
@@ -208,14 +207,14 @@ class ModuleFingerprint:
             if before.get(id(module), now) != now:
                 raise ConfigError(
                     f"forward of {path} ({type(module).__name__}) was replaced after the model was sharded.",
-                    rule="The forward method of a block is validated when the model is sharded.",
-                    remedy="Replace the `forward` of the plain model, then shard it.",
+                    rule="ShardFormer validates the forward method of a block only when it shards the model.",
+                    remedy="Replace the `forward` method of the plain model before you shard it.",
                 )
 
 
 @dataclass(frozen=True)
 class LocalInputModule:
-    """A module whose input or output is only this rank's shard, which the user's hooks must not read.
+    """A module whose input or output is only this rank's shard, so that user hooks would see incomplete tensors.
 
     Args:
         why: what is local, as a clause for errors.
@@ -232,7 +231,7 @@ class LocalInputModule:
 def find_local_input_modules(
     plan: ShardingPlan, state: ShardingMetadata, *, is_tensor_parallel: bool
 ) -> Iterator[LocalInputModule]:
-    """Yield the modules of a sharded model whose input or output is only this rank's shard."""
+    """Yield the modules of a sharded model that receive or return only this rank's shard of the activations."""
     shards = [shard for shard in state.activations.shards if state.context.sizes.get(shard.axis, 1) > 1]
     if shards:
         why = f"between the blocks each rank has a shard of the {' and '.join(shard.dim for shard in shards)}"
@@ -248,7 +247,7 @@ def find_local_input_modules(
 
 
 def move_hooks_after_stack(model: nn.Module, plan: ShardingPlan) -> None:
-    """Reorder the forward hooks of final norms, so that a user's hooks receive the gathered output of the stack."""
+    """Reorder the forward hooks of final norms, so that the user's hooks receive the gathered hidden states."""
     for path in (stack.final_norm for stack in plan.stacks if stack.final_norm is not None):
         hooks = model.get_submodule(path)._forward_hooks
         for key in [key for key, hook in hooks.items() if not is_library_hook(hook)]:
@@ -269,20 +268,20 @@ def _list_modules_in_block(model: nn.Module, block: BlockDescription) -> Iterato
 
 
 def _check_shard_shapes(model: nn.Module) -> None:
-    """Raise ConfigError if an assignment to ``param.data`` changed the shape of a shard."""
+    """Raise ConfigError if the user changed the shape of a shard by assigning to ``param.data``."""
     coords = metadata_of(model).coords
     for name, param, spec in sharded_parameters(model):
         part = spec.local_shape(coords)
         if tuple(param.shape) != part:
             raise ConfigError(
                 f"{name} of this {type(model).__name__} has the shape {list(param.shape)} since it was sharded, but "
-                f"this rank's shard of {list(spec.shape)} is {list(part)}.",
+                f"this rank's shard of {list(spec.shape)} must have the shape {list(part)}.",
                 remedy="Set weights before sharding, or load the plain model's state dict with load_state_dict.",
             )
 
 
 def _get_parameter_ids(model: nn.Module) -> dict[str, int]:
-    """Return a dict from parameter names to ids, without placeholders for parameters of other pipeline stages."""
+    """Return a dict from names to ids of the parameters on this pipeline stage."""
     return {name: id(p) for name, p in nn.Module.named_parameters(model, remove_duplicate=False)}
 
 
@@ -291,7 +290,7 @@ def _count_by_local_name(params: dict[str, int]) -> Counter[tuple[str, int]]:
 
 
 def _get_instance_forward_id(module: nn.Module) -> int:
-    """Return the id of the ``forward`` assigned to the module, or 0 if its class or a pipeline stage defines it."""
+    """Return the id of a ``forward`` method that was assigned to a module, or 0 if the class defines it."""
     forward = vars(module).get("forward")
     is_ours = type(forward).__module__.partition(".")[0] == "shardformer"
     is_of_class = getattr(forward, "__func__", None) is type(module).forward
@@ -324,15 +323,14 @@ class _CompareGradients(Function):
         if any(abs(a - b) > TOLERANCE * every[0][1] for sums in every for a, b in zip(sums, every[0], strict=True)):
             raise InputError(
                 f"The {ctx.axis.size} tensor ranks computed different gradients for the input {ctx.name}.",
-                rule="Each rank computes the gradient of an input from its own heads only.",
-                remedy=f"Detach {ctx.name}, or remove the tensor axis for a model whose {ctx.name} requires a "
-                "gradient.",
+                rule="Each rank computes the gradient of an input only from its own heads.",
+                remedy=f"Detach {ctx.name}, or use a layout without the tensor axis if {ctx.name} needs a gradient.",
             )
         return grad, None, None
 
 
 def compare_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], axis: Axis) -> Any:
-    """Wrap the inputs so that the backward pass checks that all ranks compute the same gradients of them.
+    """Wrap the inputs so that the backward pass checks whether all ranks compute the same input gradients.
 
     Returns the wrapped inputs, or None if no input requires a gradient.
 
@@ -360,8 +358,8 @@ class ForwardChecks:
     """Forward hooks that check the structure of a sharded model and the inputs of each forward pass.
 
     Before a forward pass they reset regions after an error, attach gradient reducers and check the structure, caches
-    and arguments; the first time they also compare the inputs. In training, ranks with the same batch get the same
-    random state. After a forward pass they convert the outputs to plain tensors.
+    and arguments. Before the first forward pass they also compare the inputs between ranks. In training, ranks with the
+    same batch get the same random state. After a forward pass the hooks convert the outputs to plain tensors.
     """
 
     def __init__(
@@ -422,10 +420,10 @@ class ForwardChecks:
         return resolve_deferred(output)
 
     def _should_align_random_state(self, model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-        """Return whether ranks that receive the same batch synchronize their random state before this forward pass.
+        """Return whether ranks with the same batch must synchronize their random states before this forward pass.
 
-        Not in a pipeline, where each micro-batch has a seed, nor in recomputation, which restores the forward pass's
-        state. In generation, later tokens skip the check because the first tokens were compared.
+        Not in a pipeline, where each micro-batch has a seed, nor in recomputation, which restores the random state of
+        the forward pass. In generation, later tokens skip the check because the first tokens were compared.
         """
         in_pipeline = self._state.stages is not None and self._state.stages.is_running
         continues = not model.training and any(map(holds_tokens, caches_in(kwargs.values())))
@@ -441,8 +439,8 @@ class ForwardChecks:
         raise ConfigError(
             f"This {type(model).__name__} was called directly on pipeline stage {stages.manager.stage} of "
             f"{stages.manager.num_stages}.",
-            rule="A stage contains only some layers, and generate() is not supported.",
-            remedy="Write pipeline = shardformer.Pipeline(model, micro_batches=...), then pipeline.step(batch), "
+            rule="A stage contains only some of the layers. generate() is not supported either.",
+            remedy="Create pipeline = shardformer.Pipeline(model, micro_batches=...), and call pipeline.step(batch), "
             "pipeline.evaluate(batch) or pipeline.forward(batch).",
         )
 
@@ -452,7 +450,7 @@ class ForwardChecks:
                 raise ConfigError(
                     f"The input {name} is not supported on a {type(model).__name__} sharded over "
                     f"{self._state.context}. With this input, {why}.",
-                    rule="A layout supports only inputs for which a reduced model trains correctly.",
+                    rule="A layout supports only inputs with which a reduced model was validated to train correctly.",
                     remedy=f"Remove {name} from the batches, or use another layout, such as data parallelism or ZeRO.",
                 )
         if self._state.context.pipe.size > 1:
@@ -465,14 +463,15 @@ class ForwardChecks:
                 raise ConfigError(
                     f"The input {name} is a {type(value).__name__} with tokens, which a pipeline does not support.",
                     rule="Each stage has the keys and values of its own layers only.",
-                    remedy="Remove the pipe axis for a model that is called with a KV cache.",
+                    remedy="Do not pass a filled KV cache, or use a layout without the pipe axis.",
                 )
             if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(value)):
                 raise ConfigError(
                     f"The input {name} requires a gradient, which a pipeline does not support.",
-                    rule="A stage computes gradients of its own parameters, and most inputs reach only the first "
-                    "stage.",
-                    remedy=f"Detach {name}, make a trained prompt a parameter of the model, or remove the pipe axis.",
+                    rule="A stage computes only the gradients of its own parameters, and most inputs reach only the "
+                    "first stage.",
+                    remedy=f"Detach {name}, use a layout without the pipe axis, or make a trained prompt a parameter "
+                    "of the model.",
                 )
 
     def _check_requested_outputs(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Random numbers in compiled layers, which equal those of eager layers with every backend.
+"""Make compiled layers draw the same random numbers as eager layers, with every torch.compile backend.
 
 Eager operators draw from the generators of the process, and ``LocalRandomState`` replaces the state of the generators
 inside a tensor-parallel block. A compiler may reorder or repeat such operators. In the graph of a layer, the random
@@ -43,7 +43,7 @@ ENTER, LEAVE, SWAP = (
 
 
 def _refuse_mark(*_: Any) -> None:
-    raise AssertionError("A graph that contains the marks of a random state was compiled without it")
+    raise AssertionError("A graph with random state markers was not compiled with compile_with_random_state")
 
 
 for _mark in (ENTER, LEAVE, SWAP):
@@ -54,13 +54,13 @@ for _mark in (ENTER, LEAVE, SWAP):
 
 
 def read_state(device: torch.device) -> Tensor:
-    """Return the states of the generators as one tensor."""
+    """Return the states of torch's random generators as one tensor."""
     states = [generator.get_state() for generator in random_generators(device)]
     return states[0] if len(states) == 1 else torch.cat(states)
 
 
 def write_state(state: Tensor, device: torch.device) -> None:
-    """Set the generators to a state that ``read_state`` returned."""
+    """Set torch's random generators to a state that ``read_state`` returned."""
     generators = random_generators(device)
     sizes = [generator.get_state().numel() for generator in generators] if len(generators) > 1 else [state.numel()]
     for generator, part in zip(generators, state.split(sizes), strict=True):
@@ -78,7 +78,10 @@ def _drawing_from(state: Tensor, device: torch.device) -> Iterator[None]:
 
 
 def _draw_local_state(state: Tensor, rank: int, device: str) -> tuple[Tensor, Tensor]:
-    """Return the local random state of a rank inside a block, and the shared state after its seed was drawn."""
+    """Derive a rank's random state for a tensor-parallel block from the state that all ranks share.
+
+    Returns the rank's state, and the shared state after drawing the seed of the block.
+    """
     where = torch.device(device)
     with _drawing_from(state, where):
         seed = int(to_list(torch.randint(2**62, (), device="cpu")))
@@ -96,9 +99,9 @@ torch.library.register_fake(
 
 @cache
 def stateful_operator(op: Any) -> Any:
-    """Return an operator that calls ``op`` with a random state, and also returns the state after it.
+    """Return a version of a random operator that takes the random state as an argument and returns the new state.
 
-    It writes to none of its arguments: where ``op`` writes to an argument, it returns the changed copy.
+    The new operator modifies none of its arguments. Where ``op`` writes to an argument, it returns the changed copy.
     """
     schema = schema_of(op)
     written = [n for n, arg in enumerate(schema.arguments) if arg.alias_info is not None and arg.alias_info.is_write]
@@ -128,7 +131,7 @@ def stateful_operator(op: Any) -> Any:
 
 
 class _RandomStateMode(TorchDispatchMode):
-    """Passes the random state through the operators that draw random numbers while a layer is traced.
+    """A dispatch mode that passes a random state through all random operators while a layer is traced.
 
     Args:
         state: the state of the generators before the layer.
@@ -167,7 +170,7 @@ class _RandomStateMode(TorchDispatchMode):
 
 
 def compile_with_random_state(graph: Any, inputs: Sequence[Any], compile: Compiler, device: torch.device) -> Any:
-    """Compile a graph with ``compile`` into a function that draws the same random numbers as the eager code."""
+    """Compile a graph into a function that draws the same random numbers as the eager code."""
     draws = False
 
     def run(*inputs_and_state: Any) -> tuple[Any, ...]:
@@ -194,7 +197,7 @@ def compile_with_random_state(graph: Any, inputs: Sequence[Any], compile: Compil
 
 
 def _as_graph(run: Callable[..., Any], graph: Any) -> fx.GraphModule:
-    """Return a graph that calls ``run`` with inputs and a random state, and returns outputs and a random state."""
+    """Return a graph that calls ``run`` and has a random state as an additional input and output."""
     new = fx.Graph()
     values = []
     for node in graph.graph.nodes:

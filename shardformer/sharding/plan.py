@@ -1,4 +1,4 @@
-"""Compute and check the sharding plan: all changes that a policy will make to a model."""
+"""Compute and check the sharding plan, which lists all changes that a policy will make to a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardformer.policies.role_policy import check_no_missing_roles, get_checked
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """All changes that sharding will make to a model, with paths relative to the full model.
+    """Lists all changes that sharding will make to a model. Paths are relative to the full model.
 
     Args:
         model: the plain model.
@@ -59,13 +59,13 @@ class ShardingPlan:
     per_token_args: list[tuple[str, str]] = field(default_factory=list)
 
     def sharded_parameter_ids(self) -> dict[int, str]:
-        """Return a dict from id to name of every parameter that will be sharded."""
+        """Return a dict from ids to names of all parameters that will be sharded."""
         modules = {path: self.model.get_submodule(path) for path in self.replacements}
         out = {id(p): f"{path}.{n}" for path, m in modules.items() for n, p in m.named_parameters(recurse=False)}
         return out | {id(get_at(self.model, name)): name for name, splits in self.parameters.items() if splits}
 
     def restrict_to_stage(self, placeholders: ParameterPlaceholders) -> ShardingPlan:
-        """Return the plan without modules whose parameters are on other pipeline stages."""
+        """Return a plan without the modules whose parameters are on other pipeline stages."""
 
         def is_here(path: str) -> bool:
             return not placeholders.has_placeholders(self.model.get_submodule(path))
@@ -85,7 +85,7 @@ class ShardingPlan:
         )
 
     def fingerprint(self) -> list[str]:
-        """Return the plan as lines of text, which ranks compare to check that they have the same plan."""
+        """Describe the plan as lines of text, which ranks compare to check that they have the same plan."""
         out = []
         for path, sub in self.replacements.items():
             module = self.model.get_submodule(path)
@@ -101,7 +101,7 @@ class ShardingPlan:
 
 
 def make_plan(model: nn.Module, policy: Policy, *, applies_rules: bool = True) -> ShardingPlan:
-    """Create the sharding plan of a model by matching the rules of a policy against the model's modules.
+    """Match the rules of a policy against the modules of a model, and return the resulting sharding plan.
 
     Args:
         applies_rules: whether the rules are applied. If False, the plan contains only the stacks of layers.
@@ -154,7 +154,7 @@ def _find_per_token_args(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
 def _paths_in_layers(
     plan: ShardingPlan, select_names: Callable[[SequenceParallelHints], Sequence[str]]
 ) -> Iterator[str]:
-    """Yield the full paths of modules in layers that the sequence-parallel hints of a stack name."""
+    """Yield the full paths of modules that are listed in the sequence parallelism hints of a stack."""
     for stack in plan.stacks:
         for index, layer in plan.model.get_submodule(stack.layers).named_children():
             for name in select_names(stack.sequence):
@@ -169,13 +169,13 @@ def _add_replacement(plan: ShardingPlan, at: str, module: nn.Module, sub: SubMod
     get_module(module, sub.suffix, at, " Set ignore_if_not_exist=True if some models do not have it")
     if not path:
         raise PolicyError(
-            "A rule of the policy replaces the full model.",
-            remedy="Name submodules, or change the class of the model with inject_policy().",
+            "A rule of the policy replaces the full model instead of a submodule.",
+            remedy="Pass the path of a submodule, or change the class of the model with inject_policy().",
         )
     if not callable(getattr(sub.target_module, "from_native_module", None)):
         raise PolicyError(
             f"The replacement class {qualified_name(sub.target_module)} of {path!r} has no from_native_module.",
-            remedy="Implement from_native_module(module, process_group, **kwargs), or name a parallel layer such as "
+            remedy="Implement from_native_module(module, process_group, **kwargs), or use a parallel layer such as "
             "Linear1D_Col.",
         )
     module = get_module(plan.model, path)
@@ -188,9 +188,9 @@ def _add_replacement(plan: ShardingPlan, at: str, module: nn.Module, sub: SubMod
         is_same = plan.model.get_submodule(other) is module
         if is_same and (known.target_module, known.kwargs or {}) != (sub.target_module, sub.kwargs or {}):
             raise PolicyError(
-                f"{other!r} and {path!r} are the same module, but one rule replaces it by "
-                f"{qualified_name(known.target_module)} with {_format_value(known.kwargs or {})} and another by "
-                f"{qualified_name(sub.target_module)} with {_format_value(sub.kwargs or {})}.",
+                f"{other!r} and {path!r} are the same module, but one rule replaces it with "
+                f"{qualified_name(known.target_module)} (kwargs={_format_value(known.kwargs or {})}) and another with "
+                f"{qualified_name(sub.target_module)} (kwargs={_format_value(sub.kwargs or {})}).",
                 remedy="Use the same class and arguments in both rules, or remove one of the rules.",
             )
     plan.replacements[path] = sub
@@ -209,7 +209,7 @@ def _add_parameters(plan: ShardingPlan, at: str, module: nn.Module, parameters: 
         if name in owner._buffers and name not in owner._non_persistent_buffers_set:
             raise PolicyError(
                 f"The policy shards {path}, a buffer that is saved in the state dict.",
-                rule="Only parameters and non-persistent buffers can be sharded: saving does not gather buffers.",
+                rule="Saving does not gather buffers, so only parameters and non-persistent buffers can be sharded.",
                 remedy="Keep the buffer replicated, or register it with persistent=False.",
             )
         if (owner_path := join_path(at, owner_path)) in plan.replacements:
@@ -228,9 +228,10 @@ def _add_block(plan: ShardingPlan, at: str, module: nn.Module, block: BlockDescr
     own = [n for name, _ in entry.named_parameters(recurse=False) if (n := join_path(block.entry, name)) not in named]
     if own and block.entry not in (*block.columns, *block.cross_columns):
         raise PolicyError(
-            f"{own[0]} is a parameter of the module at the entry of a block, and not of a submodule.",
-            rule="The gradient of such a parameter is partial inside the block and complete after its exit.",
-            remedy="Describe it in `parameters`, move it into a submodule, or keep this block replicated.",
+            f"{own[0]} is a parameter of the module at the entry of a tensor-parallel block, and not of a submodule.",
+            rule="Inside the block each rank computes a partial gradient of such a parameter, and after the block a "
+            "full gradient.",
+            remedy="Add the parameter to `parameters`, move it into a submodule, or keep this block replicated.",
         )
     plan.blocks.append((at, block))
 
@@ -263,7 +264,7 @@ def _add_changes(
 
 
 def _check_count_divides(name: str, before: Any, value: Any, size: int, even_submodules: Sequence[str]) -> None:
-    """Raise ConfigError if the tensor size does not divide a count, such as num_heads, that the policy divides."""
+    """Raise ConfigError if the tensor size does not divide a count that the policy splits, such as num_heads."""
     if type(before) is int and type(value) is int and before % size and value == before // size and even_submodules:
         fits = ", ".join(str(n) for n in range(1, before + 1) if before % n == 0)
         raise ConfigError(
@@ -283,7 +284,7 @@ def _match_modules(
             known = {type(m).__name__ for _, m in modules} | {path for path, _ in modules if path}
             raise PolicyError(
                 f"The policy's rule for {qualified_name(key)!r} matches no module of {type(model).__name__}.",
-                rule="A rule names modules by class, by class name, or by path with * for an index.",
+                rule="A rule selects modules by class, by class name, or by path with * for an index.",
                 remedy=did_you_mean(qualified_name(key), known),
             )
         yield from found
@@ -300,7 +301,7 @@ def _is_match(key: ModuleKey, path: str, module: nn.Module) -> bool:
 def _check_tied_weights(plan: ShardingPlan) -> None:
     """Raise PolicyError if a module without a rule reads a weight that is tied to a sharded weight.
 
-    A linear layer or embedding reads its own parameters; any other module reads those that its forward pass names.
+    A linear layer or embedding reads its own parameters. Any other module reads those that its forward pass names.
     BERT's head owns the bias of its decoder but does not read it.
     """
     sharded = plan.sharded_parameter_ids()
@@ -318,13 +319,14 @@ def _check_tied_weights(plan: ShardingPlan) -> None:
             other = sharded[id(p)]
             raise PolicyError(
                 f"{join_path(path, name)} is tied to the sharded parameter {other}, but no rule shards it.",
-                rule="Modules with a tied weight must all be sharded or all be replicated.",
-                remedy=f"Add {path!r} as an embedding or head, or keep {other.rpartition('.')[0]!r} replicated.",
+                rule="Modules that share a weight must either all be sharded or all be replicated.",
+                remedy=f"Add {path!r} as an embedding or head to the policy, or keep {other.rpartition('.')[0]!r} "
+                "replicated.",
             )
 
 
 def _reads_attribute(module_class: type[nn.Module], name: str) -> bool:
-    """Return whether ``forward`` of a module class, or a method that it calls, reads the attribute ``name``."""
+    """Return whether the ``forward`` method of a class, or any method it calls, reads the attribute ``name``."""
     waiting, seen = ["forward"], set[str]()
     while waiting:
         method = waiting.pop()
@@ -343,7 +345,7 @@ def qualified_name(key: Any) -> str:
 
 
 def _format_value(value: Any) -> str:
-    """Return a value as text without object addresses, so that the text is identical in every process."""
+    """Format a value without object addresses, so that the text is identical in every process."""
     if value is None or isinstance(value, str | int | float | Split):
         return repr(value)
     if isinstance(value, Mapping):

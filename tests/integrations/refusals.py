@@ -210,7 +210,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             "Pass the layout once",
             {
                 "other layout": ("parallel requests data=2", "the context has data=1"),
-                "two layouts": ("differs from", "Pass the layout to one of them"),
+                "two layouts": ("differs from", "Pass the layout to only one of them"),
             },
         ),
         Refusal(

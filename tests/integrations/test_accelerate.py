@@ -75,7 +75,7 @@ def test_misuse_is_reported_on_both_ranks(integrations: IntegrationProcess, tmp_
     for name, parts in {
         "two optimizers": ("zero_stage=1", "2 optimizers"),
         "reduction": ("reduction='min'", "mean"),
-        "load before prepare": ("the weights of 1 models, but 0", "after prepare"),
+        "load before prepare": ("the weights of 1 models, but 0", "the same models to prepare"),
     }.items():
         assert all(part in first[name] for part in parts), (name, first[name])
 

@@ -205,7 +205,7 @@ def saved() -> nn.Module:
         ),
         (Model, {"qkv": "heads"}, r"Two rules replace 'layers\.0\.attn\.qkv'"),
         (Model, {"q_bias": "heads"}, r"attn\.q_bias has the shape \(30,\).*exactly one dim of size 5"),
-        (Model, {"table": ("heads", 0)}, r"attn\.table has the shape \(13, 5\).*name the dim"),
+        (Model, {"table": ("heads", 0)}, r"attn\.table has the shape \(13, 5\).*pass \('heads', dim\)"),
         (square, {"scale": "heads"}, r"attn\.scale has the shape \(5, 5, 1\).*\('heads', dim\)"),
         (saved, ATTENTION.local_attrs, r"layers\.1\.attn\.k_bias, a buffer that is saved"),
         (

@@ -316,7 +316,7 @@ def test_optional_layer_and_custom_class_are_accepted() -> None:
         ({"argument_policy": {"Layer": Argument(param_funcs=[Policy.attn_in])}}, ("no layers from attn_in",)),
         ({"argument_policy": {"Layer": Argument({"attn.n_heads": 2})}}, ("no attribute 'n_heads'", "'num_heads'")),
         ({"binding_policy": {"embed.weight": "haed.weight"}}, ("parameter 'haed.weight'", "'head.weight'")),
-        ({"inject_policy": (SelfAttention, SelfAttention)}, ("names SelfAttention, but the model is a ToyLM",)),
+        ({"inject_policy": (SelfAttention, SelfAttention)}, ("class SelfAttention, but the model is a ToyLM",)),
     ],
 )
 def test_legacy_results_that_do_not_match_the_model_are_refused(

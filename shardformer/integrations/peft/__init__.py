@@ -1,9 +1,9 @@
-"""Adapters of PEFT (LoRA, DoRA, IA3, AdaLoRA, LoHa, LoKr, VeRA, prompts) on sharded models.
+"""Support for PEFT adapters (LoRA, DoRA, IA3, AdaLoRA, LoHa, LoKr, VeRA, prompts) on sharded models.
 
 >>> model = peft.get_peft_model(model, peft.LoraConfig(...))                # doctest: +SKIP
 >>> model = shardformer.shard_model(model, context=context)                 # doctest: +SKIP
 
-The functions of PEFT also add adapters to a model that is sharded already. PEFT is imported when it is used.
+The functions of PEFT can also add adapters to a model that is already sharded. PEFT is imported when it is used.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["from_pretrained", "get_peft_model", "has_adapters", "shard_with_adap
 def shard_with_adapters(
     model: nn.Module, shard: Callable[..., Any], finish: Callable[[nn.Module], object]
 ) -> tuple[nn.Module, Any]:
-    """Shard a model with adapters in place. See ``shardformer.integrations.peft.sharding``."""
+    """Shard a model that has PEFT adapters. See ``shardformer.integrations.peft.sharding``."""
     return sharding.shard_with_adapters(model, shard, finish, install_methods)
 
 
 def get_peft_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call ``peft.get_peft_model`` for a sharded or plain model. All ranks must call it."""
+    """Add adapters to a sharded or plain model with ``peft.get_peft_model``. All ranks must call it."""
     import peft
 
     call_after_import(*PEFT_ENTRY_POINTS)
@@ -38,7 +38,7 @@ def get_peft_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def from_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call ``PeftModel.from_pretrained`` for a sharded or plain model. All ranks must call it and read the files."""
+    """Load adapters into a sharded or plain model with ``PeftModel.from_pretrained``. All ranks must call it."""
     import peft
 
     call_after_import(*PEFT_ENTRY_POINTS)

@@ -1,4 +1,4 @@
-"""PEFT's own functions on a sharded model.
+"""Make PEFT's own functions support sharded models.
 
 ``peft.get_peft_model``, ``PeftModel.from_pretrained``, ``peft.inject_adapter_in_model`` and ``add_adapter`` of
 transformers create a ``PeftModel`` or a tuner. Their constructors are replaced by functions that shard the new adapters
@@ -36,7 +36,7 @@ def _apply() -> Undo:
 
 
 def _constructor(original: Callable[..., None], *, wraps_model: bool) -> Callable[..., None]:
-    """Return a constructor that shards the adapters which the original adds.
+    """Wrap a PEFT constructor so that the adapters it adds to a sharded model are also sharded.
 
     Args:
         wraps_model: whether the user calls the constructed object instead of the model.

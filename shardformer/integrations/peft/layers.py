@@ -1,4 +1,4 @@
-"""Adapters of PEFT on parallel linear layers: the sharding of their parameters and their communication.
+"""Shard PEFT adapters on parallel linear layers.
 
 An adapter follows the linear layer that it belongs to, its ``base_layer``. Its forward pass runs on local tensors,
 between the entry and the exit of that linear layer:
@@ -9,8 +9,9 @@ between the entry and the exit of that linear layer:
     column-parallel    replicated (A): gradients are summed    sharded like the output of base (B)
     row-parallel       sharded like the input of base (A)      replicated (B): gradients are summed
 
-Every adapter whose output is linear in the output features is therefore exact, and no collective is added: a column's
-adapter shares the entry of the block, and a row's adapter adds to the summand before it is reduced.
+Every adapter whose output is linear in the output features is therefore exact, and no collective is added. The adapter
+of a column-parallel layer shares the entry of the block. That of a row-parallel layer adds to the local output before
+it is reduced.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ FULL_DELTA = ("hada_", "lokr_")
 
 
 class AdapterDropout(nn.Module):
-    """Dropout with the mask of one process, on an input that is sharded over features or positions.
+    """A dropout layer for sharded inputs that draws the same mask as dropout in a single process.
 
     Every rank draws the mask of all features and positions from the shared random state and selects its own.
     Communicates nothing.
@@ -103,12 +104,12 @@ class AdapterDropout(nn.Module):
 
 
 def has_complete_gradients(tuner: nn.Module) -> bool:
-    """Return whether every rank computes an adapter's full gradients, which are not summed over the tensor axis."""
+    """Return whether every rank computes the full gradients of an adapter, so that no sum over ranks is needed."""
     return isinstance(tuner, _FromFull)
 
 
 class _InBase:
-    """Mixin of an adapter that runs between the entry and the exit of its parallel linear layer."""
+    """A mixin that runs an adapter between the input and output communication of its parallel linear layer."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         base: ParallelLinear = self.get_base_layer()
@@ -120,7 +121,7 @@ class _InBase:
 
 @contextmanager
 def _calling_base(base: ParallelLinear, training: bool) -> Iterator[None]:
-    """Hide a bias that the local product of ``base`` does not contain, and share the random state of the ranks."""
+    """While an adapter runs, hide a bias that is added later, and use the same random state on all ranks."""
     with ExitStack() as stack:
         if training and base.block is not None:
             stack.enter_context(base.block.shared_random_state())
@@ -140,9 +141,9 @@ def _adds_bias_later(base: ParallelLinear) -> bool:
 
 
 class _FullDelta:
-    """Mixin of an adapter (LoHa, LoKr, embeddings) that computes the full weight update from replicated parameters.
+    """A mixin for adapters that compute the full weight update on every rank, such as LoHa and LoKr.
 
-    Each rank uses its slice of the update.
+    Their parameters are replicated. Each rank uses its slice of the update.
     """
 
     def get_delta_weight(self: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -161,7 +162,7 @@ class _FullDelta:
 
 
 class _FromFull:
-    """Mixin of an adapter that reads the full values and gradients of its parameters on every rank (AdaLoRA).
+    """A mixin for adapters that need the full values and gradients of their parameters on every rank (AdaLoRA).
 
     The parameters stay replicated. Forward: this rank selects its features. Backward: one all-gather or all-reduce of
     each parameter, so that every rank has the complete gradients.
@@ -192,7 +193,7 @@ def _select_features(param: Tensor, dim: int, base: ParallelLinear) -> Tensor:
 
 
 class _NormOverRanks:
-    """Mixin of a DoRA layer on a row-parallel base: the norm of a weight row is a sum over ranks.
+    """A mixin that computes DoRA's weight norms across the ranks of a row-parallel layer.
 
     Communicates: one all-reduce of the number of output features.
     """
@@ -210,7 +211,7 @@ class _NormOverRanks:
 
 
 class _TraceableWeight:
-    """Mixin of a DoRA layer that passes its base to PEFT's forward in a form that torch.compile can trace."""
+    """A mixin that lets torch.compile trace how PEFT's DoRA layer reads the weight of its base layer."""
 
     def forward(self: Any, x: Tensor, *, base_layer: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling() and type(base_layer.weight) is nn.Parameter:
@@ -220,7 +221,7 @@ class _TraceableWeight:
 
 
 class _PlainBase:
-    """Base layer whose weight PEFT reads with ``dequantize`` instead of inspecting the class of the weight."""
+    """A base layer whose weight PEFT reads by calling ``dequantize``, without inspecting the weight's class."""
 
     W_q = None  # PEFT calls dequantize of bases with this attribute
 
@@ -310,7 +311,7 @@ def _replace_dropout(tuner: Any, split: Split | None, axis: Axis, sequence: Cont
 
 
 def _select_shared_matrix(tuner: Any, table: str, base: ParallelLinear, kind: str) -> None:
-    """Assign the adapter a slice of a matrix that all layers share (VeRA), along the features that ``base`` shards."""
+    """Give a VeRA adapter this rank's slice of a matrix that all layers share."""
     dim = 1 if table == "vera_A" else 0
     if (kind == "in") != (table == "vera_A"):
         return
@@ -319,7 +320,7 @@ def _select_shared_matrix(tuner: Any, table: str, base: ParallelLinear, kind: st
 
 
 class _LocalSlices(Mapping[str, Tensor]):
-    """Matrices of a table, reduced to this rank's indices along ``dim``."""
+    """A mapping that returns this rank's slice of each matrix in a table."""
 
     def __init__(self, table: Any, dim: int, indices: Tensor) -> None:
         self._table, self._dim, self._indices = table, dim, indices
@@ -342,7 +343,7 @@ def _feature_dim(tuner: Any, name: str) -> tuple[str, int]:
 
 
 def _check_adapter(tuner: Any, base: ParallelModule, path: str) -> list[tuple[str, nn.Module, str]]:
-    """Return (attribute, owner, name) of each parameter of an adapter, or raise ConfigError if it cannot be sharded."""
+    """List the parameters of an adapter as (attribute, owner, name), or raise ConfigError if it is not supported."""
     kind = f"{type(tuner).__module__.removeprefix('peft.tuners.').partition('.')[0]} adapter"
     found = [
         (name, owner, key)
@@ -380,30 +381,32 @@ def _check_adapter(tuner: Any, base: ParallelModule, path: str) -> list[tuple[st
         return found
     raise ConfigError(
         f"The {kind} on {path} cannot be sharded: {why}.",
-        rule="An adapter follows the tensor-parallel linear layer that it belongs to.",
+        rule="An adapter is sharded like the tensor-parallel layer that it belongs to.",
         remedy="Remove this module from target_modules, use another adapter, or use data parallelism or ZeRO instead "
         "of the tensor axis.",
     )
 
 
 def release_base(tuner: Any) -> None:
-    """Make the parallel base layer of an adapter run without the adapter."""
+    """Let a parallel linear layer run without the adapter that PEFT removed from it."""
     base = tuner.get_base_layer()
     if isinstance(base, Linear1D_Col | Linear1D_Row):
         base.is_inside_adapter = False
 
 
 def sharded_copy(plain: nn.Module, original: nn.Module, path: str) -> nn.Module:
-    """Shard a trainable copy of a module (``modules_to_save``) like the original, or return it if that is replicated.
+    """Shard a trainable copy of a module, as created by ``modules_to_save``, in the same way as the original module.
 
-    Raises ConfigError if the original is inside a tensor-parallel block.
+    Returns the copy unchanged if the original is replicated. Raises ConfigError if the original is inside a
+    tensor-parallel block.
     """
     if any(isinstance(m, ParallelModule) for m in original.modules()) and (
         not isinstance(original, (Linear1D_Col, *EMBEDDINGS)) or getattr(original, "block", None) is not None
     ):
         raise ConfigError(
             f"modules_to_save contains {path}, which is inside a block that tensor parallelism shards.",
-            remedy="Target this module with an adapter, or list only embeddings, heads and norms in modules_to_save.",
+            remedy="Add this module to target_modules instead, and list only embeddings, heads and norms in "
+            "modules_to_save.",
         )
     if not isinstance(original, ParallelModule) or isinstance(plain, ParallelModule):
         return plain

@@ -1,4 +1,4 @@
-"""PEFT's functions on a sharded model: adding, loading, saving, merging and removing adapters."""
+"""Add, load, save, merge and remove PEFT adapters on a sharded model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NEEDS_NO_VALUES = ("ADALORA", "IA3", "LOHA", "LOKR", "VERA")
 
 
 def change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
-    """Call a function of PEFT that adds adapters to the temporarily plain model, then shard the adapters.
+    """Replace parallel layers with plain layers, let PEFT add adapters to the model, and then shard the adapters.
 
     All ranks must call it. Communicates one all-gather of each targeted weight if the adapters are computed from the
     weights (PiSSA, DoRA).
@@ -53,9 +53,9 @@ def change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
     saved = getattr(config, "modules_to_save", None) or ()
     if (needs_values or saved) and state.context.pipe.size > 1:
         raise ConfigError(
-            f"This {type(config).__name__} reads weights or copies modules, which are divided among "
+            f"This {type(config).__name__} reads weights or copies modules, but the model is divided into "
             f"{state.context.pipe.size} pipeline stages.",
-            remedy="Call peft.get_peft_model first, then shard_model.",
+            remedy="Call peft.get_peft_model before shard_model.",
         )
     if needs_values:
         check_no_packed_weights(inner, f"This {type(config).__name__}, which is computed from the weights,")
@@ -69,15 +69,15 @@ def change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
             sharding.place(inner, path, layer)
         with sharding.without_hooks(inner), sharding.without_metadata(inner):  # which PEFT would copy with modules
             made = collective_call(state.context, change)
-        wrappers = sharding.take_off(inner)
+        wrappers = sharding.remove_wrappers(inner)
         for path, layer in layers.items():
             outer = next((p for p in wrappers if path.startswith(f"{p}.")), path)
-            _adopt(layer, plain[path], state)
+            _copy_changes(layer, plain[path], state)
             sharding.place(inner, outer, layer)
             for name, child in made._modules.items():
                 if child is plain[path]:  # word_embeddings
                     made._modules[name] = layer
-        sharding.put_on_adapters(made, inner, wrappers)
+        sharding.add_adapters(made, inner, wrappers)
     if made is not inner:
         install_methods(made)
     return made
@@ -102,7 +102,7 @@ def _needs_values(config: Any) -> bool:
 
 
 def _parallel_layers(model: nn.Module) -> dict[str, ParallelModule]:
-    """Return the parallel linear layers and embeddings by path, including those inside adapters."""
+    """Return a dict from paths to parallel linear layers and embeddings, including those inside adapters."""
     return {
         path: module
         for path, module in model.named_modules()
@@ -111,7 +111,7 @@ def _parallel_layers(model: nn.Module) -> dict[str, ParallelModule]:
 
 
 def _plain_layer(layer: Any, state: ShardingMetadata, with_values: bool) -> nn.Module:
-    """Return the plain layer that a parallel layer replaced, with full values, or with one repeated value."""
+    """Return a plain layer of the same shape as a parallel layer, with its full weights or with zeros."""
     if isinstance(layer, QuantizedLinear):
         return make_4bit_placeholder(layer)
     if isinstance(layer, EMBEDDINGS):
@@ -137,8 +137,8 @@ def _plain_layer(layer: Any, state: ShardingMetadata, with_values: bool) -> nn.M
     return plain.train(layer.training)  # type: ignore[no-any-return]
 
 
-def _adopt(layer: ParallelModule, plain: nn.Module, state: ShardingMetadata) -> None:
-    """Copy PEFT's changes of a plain layer (values, ``requires_grad``, hooks) to the parallel layer."""
+def _copy_changes(layer: ParallelModule, plain: nn.Module, state: ShardingMetadata) -> None:
+    """Copy the changes that PEFT made to a plain layer (values, ``requires_grad``, hooks) to the parallel layer."""
     for name, param in layer._parameters.items():
         full = plain._parameters[name]
         if param is None or full is None:
@@ -151,7 +151,7 @@ def _adopt(layer: ParallelModule, plain: nn.Module, state: ShardingMetadata) -> 
 
 
 def install_methods(model: Any) -> None:
-    """Replace methods of a ``PeftModel`` around a sharded model, so that they use full adapters on all ranks."""
+    """Replace the methods of a ``PeftModel`` that save, load or merge adapters with versions for a sharded model."""
     tuner = type(model.base_model)
     for table, owner in ((_METHODS, type(model)), (_TUNER_METHODS, tuner)):
         for name, method in table.items():
@@ -163,7 +163,7 @@ def install_methods(model: Any) -> None:
 
 
 class _ForwardThroughHooks:
-    """Replacement for ``forward`` of a tuner (AdaLoRA), which calls the model with its hooks."""
+    """A replacement for the ``forward`` method of AdaLoRA that also runs the hooks of the model."""
 
     def __init__(self, tuner: nn.Module) -> None:
         self._tuner = tuner
@@ -226,12 +226,12 @@ def _load_adapter(self: Any, model_id: Any, adapter_name: str, is_trainable: boo
 
 @contextmanager
 def _full_parameters(model: Any, value_of: Callable[[str, Tensor], Tensor]) -> Iterator[dict[str, nn.Parameter]]:
-    """Temporarily replace the parameters that ZeRO stage 3 shards by full parameters, and yield them by name.
+    """Temporarily replace the parameters sharded by ZeRO stage 3 with full parameters, and yield these by name.
 
-    The modules that have them run without hooks, because those of ZeRO communicate.
+    No hooks run in the context, because the hooks of ZeRO communicate.
 
     Args:
-        value_of: (name, meta tensor) -> the value to show.
+        value_of: (name, meta tensor) -> value of the full parameter.
     """
     groups = getattr(metadata_of(model).gradient_owner, "param_groups_stage3", ())
     gathered = {id(p) for group in groups for p in group.params}
@@ -257,9 +257,9 @@ def _delete_adapter(self: Any, adapter_name: str) -> None:
 
 
 def _save_pretrained(self: Any, save_directory: Any, **options: Any) -> None:
-    """Save the adapters in PEFT's files on the first rank. All ranks must call it.
+    """Gather the adapters, and save them in PEFT's format on the first rank. All ranks must call it.
 
-    Communicates one all-gather per sharded adapter parameter, and with a pipeline one broadcast per parameter.
+    Communicates one all-gather per sharded adapter parameter. A pipeline also needs one broadcast per parameter.
     """
     context = metadata_of(self).context
     wait_for_all_ranks("save_pretrained", *context.base_axes)
@@ -281,7 +281,7 @@ def _save_pretrained(self: Any, save_directory: Any, **options: Any) -> None:
 
 @contextmanager
 def _all_adapters(self: Any) -> Iterator[None]:
-    """Temporarily add the adapters of other pipeline stages, because PEFT saves only the layers that it finds."""
+    """Temporarily add the adapters of other pipeline stages, because PEFT saves only adapters in the model."""
     inner = inner_model(self)
     elsewhere = metadata_of(self).adapters.elsewhere
     hidden = {path: inner.get_submodule(path) for path in elsewhere}
@@ -296,7 +296,7 @@ def _all_adapters(self: Any) -> Iterator[None]:
 
 @contextmanager
 def _plain_embeddings(self: Any) -> Iterator[None]:
-    """Temporarily use plain base layers for adapters on embeddings and heads, because PEFT checks their class."""
+    """Temporarily replace the parallel layers of embeddings and heads, because PEFT expects plain layers."""
     state, shown = metadata_of(self), []
     for tuner in _embeddings_of(inner_model(self)):
         if sharding.is_wrapper(tuner) and isinstance(layer := sharding.wrapped_module(tuner), ParallelModule):
@@ -338,12 +338,12 @@ def _changing_base(self: Any, what: str) -> Iterator[None]:
     if state.parameter_owner is not None:
         raise ConfigError(
             f"{what} is not supported while ZeRO stage 3 shards the parameters.",
-            remedy="Save the adapters with save_pretrained, and merge them in a process without ZeRO stage 3.",
+            remedy="Save the adapters with save_pretrained, and merge them in a run without ZeRO stage 3.",
         )
     if what != "unload" and any(isinstance(module, QuantizedLinear) for module in self.modules()):
         raise ConfigError(
             f"{what} is not supported while tensor parallelism shards quantized weights.",
-            rule="Each rank would quantize its slice of the sum with its own scales.",
+            rule="Each rank would quantize its slice of the merged weight with its own scales.",
             remedy="Save the adapters with save_pretrained, and merge them in one process.",
         )
     wait_for_all_ranks(what, *state.context.base_axes)
@@ -385,18 +385,18 @@ def _unmerge_adapter(self: Any, *args: Any, **options: Any) -> None:
 def _add_weighted_adapter(self: Any, *args: Any, **options: Any) -> None:
     raise ConfigError(
         "add_weighted_adapter is not supported on a sharded model.",
-        rule="It combines all values of several adapters.",
-        remedy="Call it before shard_model, or in one process, and load the new adapter.",
+        rule="The method needs the full weights of several adapters.",
+        remedy="Call it before shard_model, or call it in one process and load the new adapter.",
     )
 
 
 def _get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
-    """Return the number of trainable and of all parameters of the full model."""
+    """Return the number of trainable parameters and the number of all parameters of the full model."""
     state = metadata_of(self)
     if state.context.pipe.size > 1:
         raise ConfigError(
             "The number of trainable parameters is not available on a pipeline stage.",
-            remedy="Call the method on the plain model before sharding.",
+            remedy="Call get_nb_trainable_parameters on the plain model before you shard it.",
         )
     counts = [(prod(entry.spec.shape), entry.param.requires_grad) for entry in state.entries]
     counts.append((count_packed_values(self), False))

@@ -1,7 +1,7 @@
 """Remove the adapters from a model, shard the plain model, and add the adapters to the sharded model.
 
-The plain model is sharded as if it had no adapters: its policy, its plan and all checks stay the same. The adapters
-then follow the layers that they belong to (``layers.py``). Their parameters get a layout and a gradient reduction.
+The plain model is sharded as if it had no adapters: its policy, its plan and all checks stay the same. Each adapter is
+then sharded like the layer that it belongs to (``layers.py``). Its parameters get a layout and a gradient reduction.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ HOOK_TABLES = tuple(name for name in vars(nn.Module()) if name.startswith(("_for
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether PEFT, which the process has imported, has wrapped the model or some of its modules."""
+    """Return whether the model or any of its modules is wrapped by PEFT."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     if not any(kind.__module__.startswith("peft.") for kind in kinds):
         return False
@@ -62,7 +62,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def check_peft() -> None:
-    """Raise ConfigError if the release of PEFT is too old."""
+    """Raise ConfigError if the installed release of PEFT is too old."""
     import peft
 
     check_release("peft", peft.__version__)
@@ -94,19 +94,19 @@ def is_tuner_model(module: nn.Module) -> bool:
 
 
 def calls_model(tuner: nn.Module) -> bool:
-    """Return whether the forward pass of a tuner only calls the model."""
+    """Return whether the ``forward`` method of a PEFT tuner only calls the wrapped model."""
     from peft.tuners.tuners_utils import BaseTuner
 
     return is_tuner_model(tuner) and type(tuner).forward is BaseTuner.forward
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """Return the model that PEFT wraps, or the model itself."""
+    """Return the model inside a ``PeftModel``, or the model itself if PEFT does not wrap it."""
     return model.get_base_model() if "peft" in sys.modules and _is_peft_model(model) else model  # type: ignore[operator]
 
 
 def find_wrappers(model: nn.Module) -> dict[str, nn.Module]:
-    """Map the path of each module that PEFT wraps to its outermost wrapper."""
+    """Return the outermost PEFT wrapper of each wrapped module, as a dict from paths to wrappers."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         if is_wrapper(module) and not any(path.startswith(f"{outer}.") for outer in found):
@@ -115,7 +115,7 @@ def find_wrappers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def holder_of(wrapper: nn.Module) -> tuple[nn.Module, str]:
-    """Return the innermost wrapper and the attribute in which it keeps the wrapped module."""
+    """Return the innermost PEFT wrapper around a module, and the name of the attribute that holds the module."""
     name = next(name for name in INNER if name in wrapper._modules)
     inner = wrapper._modules[name]
     return holder_of(inner) if inner is not None and is_wrapper(inner) else (wrapper, name)
@@ -127,7 +127,7 @@ def wrapped_module(wrapper: nn.Module) -> nn.Module:
 
 
 def inner_path(path: str, wrapper: nn.Module) -> str:
-    """Return the path of the wrapped module, for the path of its outermost wrapper."""
+    """Return the path of a module inside one or several PEFT wrappers, the outermost of which is at ``path``."""
     parts, module = [path], wrapper
     while is_wrapper(module):
         name = next(name for name in INNER if name in module._modules)
@@ -141,8 +141,8 @@ def place(model: nn.Module, path: str, module: nn.Module) -> None:
     owner._modules[name] = module
 
 
-def take_off(model: nn.Module) -> dict[str, nn.Module]:
-    """Replace each wrapper of PEFT by the module that it wraps, and return the wrappers by path."""
+def remove_wrappers(model: nn.Module) -> dict[str, nn.Module]:
+    """Replace each PEFT wrapper with the module inside it, and return a dict from paths to wrappers."""
     wrappers = find_wrappers(model)
     for path, wrapper in wrappers.items():
         place(model, path, wrapped_module(wrapper))
@@ -151,7 +151,7 @@ def take_off(model: nn.Module) -> dict[str, nn.Module]:
 
 @dataclass(eq=False)
 class AdaptedNames:
-    """Maps names of parameters and buffers without the adapters to their names with the adapters.
+    """Maps the old names of parameters and buffers to the names that they have after adapters were added.
 
     Args:
         paths: path of a wrapped module before -> after.
@@ -174,20 +174,20 @@ class AdaptedNames:
         return name
 
     def original(self, name: str) -> str:
-        """Return the name that a parameter or buffer of a base has without adapters."""
+        """Return the name that a parameter or buffer had before adapters were added."""
         inside = ((path, inner) for path, inner in self.paths.items() if name.startswith(f"{inner}."))
         path, inner = next(inside, ("", ""))
         return path + name[len(inner) :]
 
     def wrapper_of(self, name: str) -> str | None:
-        """Return the path of the wrapper that contains a parameter with this new name."""
+        """Return the path of the PEFT wrapper that contains a parameter, or None."""
         owner = name.rpartition(".")[0]
         while owner and owner not in self.paths:
             owner = owner.rpartition(".")[0]
         return owner or None
 
     def adapter_of(self, name: str) -> str:
-        """Return the name of the adapter to which a parameter belongs, from its entry in a table of the wrapper."""
+        """Return the name of the adapter to which a parameter belongs, such as "default"."""
         parts = name.removeprefix(f"{self.wrapper_of(name)}.").split(".")
         return parts[1] if len(parts) > 1 else ""
 
@@ -198,12 +198,12 @@ def shard_with_adapters(
     finish: Callable[[nn.Module], object],
     install_methods: Callable[[nn.Module], object],
 ) -> tuple[nn.Module, Any]:
-    """Shard a model with adapters in place.
+    """Shard a model that has PEFT adapters, in place.
 
     Args:
         model: a ``PeftModel``, or a model into which PEFT injected adapters.
         shard: shards the model without adapters, as ``shard_in_place(model, finish=...)``.
-        finish: called with ``model`` when its adapters are on the sharded model.
+        finish: called with ``model`` after its adapters were added to the sharded model.
         install_methods: replaces the methods of PEFT's wrapper.
 
     Raises ShardFormerError on every rank if an adapter does not support the layout. The model is then unchanged.
@@ -212,12 +212,12 @@ def shard_with_adapters(
     referenced = checks.find_referenced_parameters(model)
     with checks.restore_on_error(model):
         aliases = _find_aliases(model, inner)
-        wrappers = take_off(inner)
+        wrappers = remove_wrappers(inner)
 
         def put_on(sharded: nn.Module) -> None:
             for name, path in aliases.items():
                 model._modules[name] = sharded.get_submodule(path)
-            put_on_adapters(model, sharded, wrappers, referenced)
+            add_adapters(model, sharded, wrappers, referenced)
             if model is not sharded:
                 install_methods(model)
             finish(model)
@@ -226,21 +226,21 @@ def shard_with_adapters(
 
 
 def _find_aliases(model: nn.Module, inner: nn.Module) -> dict[str, str]:
-    """Map the children of a PEFT model that the inner model also contains to their inner path (word_embeddings)."""
+    """Return the paths of modules that a PEFT model shares with its base model, such as ``word_embeddings``."""
     paths = {id(module): path for path, module in inner.named_modules() if path}
     return {name: paths[id(child)] for name, child in model._modules.items() if id(child) in paths}
 
 
-def put_on_adapters(
+def add_adapters(
     model: nn.Module, sharded: nn.Module, wrappers: Mapping[str, nn.Module], referenced: set[int] | None = None
 ) -> None:
-    """Put adapters on a sharded model, shard them, and record their layout and gradient reduction.
+    """Add adapters to a sharded model, shard them, and record their layout and gradient reduction.
 
     Args:
         model: the model that the user has: ``sharded``, or PEFT's wrapper around it.
-        referenced: ids of the parameters to which something else, such as an optimizer, refers.
+        referenced: ids of the parameters to which an object outside the model refers, such as an optimizer.
 
-    Communicates a hash of the adapters' settings, checksums, and their values if these differ between ranks.
+    Communicates a hash of the adapters' settings, checksums of the adapters, and their values if ranks differ.
     """
     state = metadata_of(sharded)
     _check_forward(model, state)
@@ -281,7 +281,7 @@ def put_on_adapters(
 
 
 class _WrappedModule(nn.Module):
-    """Placeholder for a wrapped module, which marks it among the names of the wrapper's tensors."""
+    """A placeholder for a wrapped module, which marks its position among the tensor names of the wrapper."""
 
     MARK = "wrapped_module"
 
@@ -291,7 +291,7 @@ class _WrappedModule(nn.Module):
 
 
 def _fingerprint(adapters: Mapping[str, nn.Module]) -> list[str]:
-    """Describe adapters by lines of text that must be identical on all ranks: settings and shapes."""
+    """Describe the settings and shapes of adapters, which must be identical on all ranks, as lines of text."""
     return [
         f"{path} {line}"
         for path, adapter in adapters.items()
@@ -305,22 +305,21 @@ def _draws_random_numbers(module: nn.Module) -> bool:
 
 
 def _check_forward(model: Any, state: ShardingMetadata) -> None:
-    """Raise ConfigError for a pipeline if a ``forward`` of PEFT, which a pipeline never calls, changes the result."""
+    """Raise ConfigError if a pipeline is used with an adapter that changes the inputs or loss of the full model."""
     if state.context.pipe.size == 1 or not _is_peft_model(model):
         return
     is_prompt = getattr(model, "_is_prompt_learning", False)
     if is_prompt or not calls_model(model.base_model):
         kind = "prompt learning" if is_prompt else type(model.base_model).__name__
         raise ConfigError(
-            f"{kind} of PEFT does not work with pipe={state.context.pipe.size}.",
-            rule="This adapter changes the inputs or the loss of the full model, which is divided among "
-            "pipeline stages.",
-            remedy="Remove the pipe axis, or use LoRA, DoRA, IA3, LoHa, LoKr or VeRA.",
+            f"PEFT's {kind} does not work with pipe={state.context.pipe.size}.",
+            rule="This adapter changes the inputs or the loss of the full model, but each rank has only one stage.",
+            remedy="Set pipe=1, or use LoRA, DoRA, IA3, LoHa, LoKr or VeRA.",
         )
 
 
 def _modules_outside(model: nn.Module, sharded: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of PEFT's wrapper that have parameters of their own, such as a prompt encoder."""
+    """Yield the modules of a PEFT model that are outside the sharded model, such as a prompt encoder."""
     inside = {id(module) for module in sharded.modules()}
     for module in model.modules():
         if id(module) not in inside and not any(m is sharded for m in module.modules()):
@@ -359,7 +358,7 @@ def _put_on(
 
 
 def _without_values(wrapper: nn.Module) -> nn.Module:
-    """Replace the parameters of a wrapper by meta tensors, in place. Layers may share its buffers (VeRA)."""
+    """Move the parameters of a PEFT wrapper to the meta device. Buffers stay, because layers may share them (VeRA)."""
     for module in wrapper.modules():
         for name, param in module._parameters.items():
             if param is not None:
@@ -373,9 +372,9 @@ def _check_base(state: ShardingMetadata, path: str, base: nn.Module) -> None:
         stages = {s for n, _ in base.named_parameters() for s in state.stages.stages_of(f"{path}.{n}")}
         if len(stages) > 1:
             raise ConfigError(
-                f"The adapter on {path} would be on {len(stages)} pipeline stages, because these stages "
-                "share the layer.",
-                remedy="Remove the layer from target_modules, or remove the pipe axis.",
+                f"The adapter on {path} would be on {len(stages)} pipeline stages, because these stages share the "
+                "layer.",
+                remedy="Remove the layer from target_modules, or set pipe=1.",
             )
     specs = vars(base).get("shard_specs", {})
     if not isinstance(base, ParallelModule) and specs:
@@ -383,14 +382,14 @@ def _check_base(state: ShardingMetadata, path: str, base: nn.Module) -> None:
 
 
 def _check_dropout(state: ShardingMetadata, path: str, wrapper: nn.Module) -> None:
-    """Raise ConfigError for a dropout that would draw the same mask for different positions."""
+    """Raise ConfigError if the dropout of an adapter would draw the same mask for different positions."""
     if isinstance(wrapped_module(wrapper), ParallelModule) or not any(map(_draws_random_numbers, wrapper.modules())):
         return
     layout, region = state.regions.find_region(f"{path}.weight")
     if region is ModelRegion.STACK and any(s.begin is ShardedFrom.STACK for s in layout.shards_at(region)):
         raise ConfigError(
-            f"The adapter on {path} has dropout, but each tensor rank has different positions of this replicated "
-            "layer.",
+            f"The adapter on {path} has dropout, but each tensor rank has different positions of the sequence in "
+            "this replicated layer.",
             remedy="Set the dropout of the adapter to 0, remove the layer from target_modules, or set "
             "enable_sequence_parallelism=False.",
         )
@@ -400,12 +399,12 @@ def _check_replicated(base: nn.Module, path: str, kind: str) -> None:
     if isinstance(base, ParallelModule) or vars(base).get("shard_specs"):
         raise ConfigError(
             f"A {kind} on {path} is not supported, because tensor parallelism shards this {type(base).__name__}.",
-            remedy="Target linear layers, or use data parallelism or ZeRO instead of the tensor axis.",
+            remedy="Target only linear layers, or use data parallelism or ZeRO instead of the tensor axis.",
         )
 
 
 def move_hooks_between(source: nn.Module, target: nn.Module) -> None:
-    """Move hooks of the package and of the user, which change or read the input and output of the full layer."""
+    """Move all forward and backward hooks from one module to another."""
     for table in HOOK_TABLES:
         hooks = getattr(source, table)
         if hooks:
@@ -415,7 +414,7 @@ def move_hooks_between(source: nn.Module, target: nn.Module) -> None:
 
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """Hide the hooks of all modules of a model in this context."""
+    """Temporarily remove the hooks from all modules of a model."""
     tables = [getattr(module, name) for module in model.modules() for name in HOOK_TABLES]
     kept = [(table, dict(table)) for table in tables if table]
     for table, _ in kept:
@@ -431,7 +430,7 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_metadata(model: nn.Module) -> Iterator[None]:
-    """Hide the metadata of a sharded model from its modules in this context."""
+    """Temporarily remove the sharding metadata from the modules of a sharded model."""
     parts = [vars(module) for module in model.modules() if PARENT_METADATA_ATTRIBUTE in vars(module)]
     state = metadata_of(model)
     for attributes in parts:
@@ -444,7 +443,7 @@ def without_metadata(model: nn.Module) -> Iterator[None]:
 
 
 def _remove_copied_hooks(copied: nn.Module, original: nn.Module) -> None:
-    """Remove the hooks that PEFT copied with a module, because those of the original run around both."""
+    """Remove the hooks that PEFT copied together with a module. The hooks of the original also run for the copy."""
     for table in HOOK_TABLES:
         for key in getattr(original, table):
             getattr(copied, table).pop(key, None)
@@ -456,7 +455,7 @@ def _record_names(
     shapes: Mapping[str, tuple[int, ...]],
     tensors: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Record the names of all parameters after the adapters were added, in the entries and the pipeline stages.
+    """Record the new names of all parameters after adapters were added to the model.
 
     Args:
         tensors: path of a wrapper -> names of its tensors, with a mark in the place of the wrapped module.
@@ -479,7 +478,7 @@ def _record_names(
 def _plain_order(
     found: list[str], names: AdaptedNames, own: Collection[str], tensors: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """Return the names in the order of the plain model, with those of an adapter next to those of its base layer."""
+    """Sort parameter names in the order of the plain model, with each adapter next to its base layer."""
     of_base: dict[str, list[str]] = {path: [] for path in tensors}
     for name in found:
         if name not in own and (path := names.wrapper_of(name)) in of_base:
@@ -499,7 +498,7 @@ def _plain_order(
 def update_metadata(model: nn.Module, sharded: nn.Module, names: AdaptedNames) -> None:
     """Record the layout and gradient reduction of new parameters, and remove the entries of deleted parameters.
 
-    Rebuilds the gradient reducer of the parameters that one stage has.
+    Rebuilds the gradient reducer of the parameters that only one pipeline stage has.
     """
     state = metadata_of(sharded)
     specs = {id(param): spec for _, param, spec in sharded_parameters(sharded)}
@@ -541,7 +540,7 @@ def _rebuild_reducer(state: ShardingMetadata, slots: list[GradientSlot], present
 def _find_region(
     sharded: nn.Module, state: ShardingMetadata, names: AdaptedNames, name: str
 ) -> tuple[ActivationLayout, ModelRegion]:
-    """Return the region of an adapter's parameter, which equals that of its base layer's parameters."""
+    """Return the activation layout and the model region of an adapter's parameter."""
     path = names.wrapper_of(name)
     if path is None:
         return state.activations, ModelRegion.OUTSIDE  # a prompt, before the model
@@ -560,7 +559,7 @@ def _find_region(
 
 
 def forget_adapter(model: nn.Module, sharded: nn.Module, adapter_name: str) -> None:
-    """Remove an adapter that PEFT deleted from the metadata."""
+    """Remove an adapter from the sharding metadata after PEFT has deleted it."""
     state = metadata_of(sharded)
     names: AdaptedNames = state.adapters
     gone = {name for name in names.own if names.adapter_of(name) == adapter_name}
@@ -572,7 +571,7 @@ def forget_adapter(model: nn.Module, sharded: nn.Module, adapter_name: str) -> N
 
 @contextmanager
 def released(sharded: nn.Module) -> Iterator[None]:
-    """Context manager within which PEFT removes its adapters from a sharded model, as ``merge_and_unload`` does."""
+    """Update the sharding metadata after PEFT has removed its adapters from a model inside the context."""
     wrappers = find_wrappers(sharded)
     yield
     state = metadata_of(sharded)

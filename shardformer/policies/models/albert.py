@@ -1,4 +1,4 @@
-"""Policy of ALBERT, an encoder that runs one layer repeatedly."""
+"""Sharding policy for ALBERT, an encoder that applies the same layer repeatedly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AlbertPolicy(RolePolicy):
     )
 
     def layer_sequence(self) -> LayerSequence:
-        """Return one entry for each run of a layer group. The runs share weights but are separate layers."""
+        """List a shared layer once for each time it runs. The runs share weights but are separate layers."""
         config, groups = self.model.config, "encoder.albert_layer_groups"
         depth, kinds = config.num_hidden_layers, config.num_hidden_groups
         units = tuple(f"{groups}.{at * kinds // depth}" for at in range(depth))

@@ -1,4 +1,4 @@
-"""Policy of BERT, RoBERTa and ERNIE, post-norm encoders or decoders."""
+"""Sharding policy for BERT, RoBERTa and ERNIE, which are post-norm encoders or decoders."""
 
 from __future__ import annotations
 

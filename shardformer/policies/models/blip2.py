@@ -1,4 +1,4 @@
-"""Policies of BLIP-2: image encoder, Q-Former, and the full model with its language model."""
+"""Sharding policies for BLIP-2: the image encoder, the Q-Former, and the full model with its language model."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Blip2Policy(RolePolicy):
     num_heads = ".num_attention_heads"
 
     def layer_sequence(self) -> LayerSequence:
-        """Return the layers of image encoder, Q-Former and language model, in the order in which they run."""
+        """Return the layers of the image encoder, the Q-Former and the language model, in execution order."""
         entries = {
             "qformer.encoder.layer": ("qformer", "encoder_hidden_states"),
             "language_model": ("language_projection", "input"),

@@ -1,4 +1,4 @@
-"""Policy of BLOOM, a pre-norm decoder with ALiBi and a fused qkv projection that is interleaved by head."""
+"""Sharding policy for BLOOM, a decoder with ALiBi and a fused qkv projection that is interleaved by head."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ class BloomPolicy(RolePolicy):
         if config.slow_but_exact and config.pretraining_tp > 1:
             raise ConfigError(
                 f"slow_but_exact=True with pretraining_tp={config.pretraining_tp} does not support sharding.",
-                rule="With these settings, the linear layers multiply slices of their weights themselves.",
+                rule="With these settings, BLOOM itself slices the weights of its linear layers.",
                 remedy="Build the model with slow_but_exact=False, which differs only by rounding.",
             )

@@ -1,4 +1,4 @@
-"""Policy of ChatGLM2 and 3, pre-norm decoders with rotary positions and a fused gate and up projection."""
+"""Sharding policy for ChatGLM2 and ChatGLM3, decoders with rotary positions and a fused gate and up projection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policy of Falcon, a decoder with rotary positions or ALiBi and a fused qkv projection grouped by KV head."""
+"""Sharding policy for Falcon, a decoder whose fused qkv projection is grouped by KV head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies of GPT-2, GPT-Neo and GPT-J."""
+"""Sharding policies for GPT-2, GPT-Neo and GPT-J."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardformer.policies.roles import MLP, Q_K_V_OUT, Attention, AttentionInput
 
 
 class GPT2Policy(RolePolicy):
-    """A pre-norm decoder with learned positions, a fused qkv Conv1D, and optional cross-attention."""
+    """Policy for GPT-2, a decoder with learned positions, a fused qkv Conv1D and optional cross-attention."""
 
     stack = LayerStack(
         "h",
@@ -32,7 +32,7 @@ class GPT2Policy(RolePolicy):
 
 
 class GPTNeoPolicy(RolePolicy):
-    """A pre-norm decoder with learned positions and alternating global and local attention."""
+    """Policy for GPT-Neo, a decoder with learned positions and alternating global and local attention."""
 
     attention = Attention("attn.attention", Q_K_V_OUT, local_attrs={"num_heads": "heads"})
     stack = LayerStack(
@@ -44,7 +44,7 @@ class GPTNeoPolicy(RolePolicy):
 
 
 class GPTJPolicy(RolePolicy):
-    """A decoder with rotary positions whose attention and MLP read the output of the same norm."""
+    """Policy for GPT-J, a decoder whose attention and MLP read the output of the same norm."""
 
     stack = LayerStack(
         "h",

@@ -1,4 +1,4 @@
-"""Policy of LLaMA, Mistral, Qwen 2 and 3: pre-norm decoders with rotary positions and a gated MLP."""
+"""Sharding policy for LLaMA, Mistral, Qwen2 and Qwen3, decoders with rotary positions and a gated MLP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policy of OPT, a pre-norm or post-norm decoder with learned positions."""
+"""Sharding policy for OPT, a pre-norm or post-norm decoder with learned positions."""
 
 from __future__ import annotations
 

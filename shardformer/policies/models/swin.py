@@ -1,4 +1,4 @@
-"""Policies of Swin and Swin V2, windowed image encoders whose stages double the number of heads."""
+"""Sharding policies for Swin and Swin V2, image encoders with windowed attention and several stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SwinPolicy(RolePolicy):
 
 
 class Swinv2Policy(RolePolicy):
-    """Policy of Swin V2, with cosine attention and an MLP that computes the position bias of each head."""
+    """Policy for Swin V2, which uses cosine attention and computes the position biases with an MLP."""
 
     stack = LayerStack(
         "encoder.layers.*.blocks",

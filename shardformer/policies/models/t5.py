@@ -1,4 +1,4 @@
-"""Policy of T5, a pre-norm encoder and decoder whose first layers have relative position biases."""
+"""Sharding policy for T5, an encoder-decoder whose first layers compute relative position biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies of timm models: ViT, DeiT, BEiT, EVA, Swin and Swin V2."""
+"""Sharding policies for timm models: ViT, DeiT, BEiT, EVA, Swin and Swin V2."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMM_MLP = MLP("mlp", up=["fc1?", "fc1_g?", "fc1_x?"], down="fc2", fused=None, n
 
 
 class TimmPolicy(RolePolicy):
-    """Base class of the policies of timm models.
+    """Base class of the sharding policies for timm models.
 
     Class attributes:
         head_attrs: optional parameters outside the layers -> the dim that counts the heads of every layer.
@@ -62,7 +62,7 @@ class _UnsupportedMethod:
         if self.name in REBUILD:
             raise ConfigError(
                 f"{self.name} is not supported on a sharded model.",
-                remedy=f"Call {self.name} on the plain model, then shard it.",
+                remedy=f"Call {self.name} on the plain model before you shard it.",
             )
         raise ConfigError(
             f"{self.name} does not support sequence parallelism.", remedy="Set enable_sequence_parallelism=False."

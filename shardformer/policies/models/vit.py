@@ -1,4 +1,4 @@
-"""Policies of ViT and BEiT."""
+"""Sharding policies for ViT and BEiT."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardformer.policies.roles import MLP, Q_K_V_O, Attention, LayerStack
 
 
 class ViTPolicy(RolePolicy):
-    """A pre-norm image encoder with learned positions."""
+    """Policy for ViT, a pre-norm image encoder with learned positions."""
 
     stack = LayerStack(
         "layers", [Attention("attention", Q_K_V_O), MLP("mlp", up="fc1", down="fc2")], final_norm="layernorm"
@@ -17,7 +17,7 @@ class ViTPolicy(RolePolicy):
 
 
 class BeitPolicy(RolePolicy):
-    """A pre-norm image encoder with relative position biases for each head."""
+    """Policy for BEiT, a pre-norm image encoder with relative position biases for each head."""
 
     stack = LayerStack(
         "layers",

@@ -1,4 +1,4 @@
-"""Policy of Whisper, an audio encoder after two convolutions, and a text decoder with cross-attention."""
+"""Sharding policy for Whisper, which has an audio encoder and a text decoder with cross-attention."""
 
 from __future__ import annotations
 

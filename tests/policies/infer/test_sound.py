@@ -50,7 +50,7 @@ def test_a_policy_with_states_that_enter_twice_is_refused() -> None:
     linears = AttentionProjections(q="q", k="k", v="v", out="o")
     cross = Attention("cross", linears, inputs=AttentionInputs(cross_attention=True))
     other = Attention("attn", linears, inputs=AttentionInputs(arguments=["states"]))
-    with pytest.raises(PolicyError, match=r"attention 'attn' twice: .* arguments \['states'\]"):
+    with pytest.raises(PolicyError, match=r"attention 'attn' receives .* twice: .* arguments \['states'\]"):
         LayerStack("layers", [cross, other], cross_states=("decoder", "states"))
     LayerStack("layers", [cross, other], cross_states=("decoder", "other_states"))
 
