@@ -124,7 +124,7 @@ def compare_step_call(call: str, axis: Axis, facts: Mapping[str, int] | None = N
             other = next(rank for rank, value in known if value != known[0][1])
             what, rule, remedy = DATA_FACTS[name]
             raise InputError(
-                f"Ranks {known[0][0]} and {other} have different training data at {call}: they {what}.",
+                f"Ranks {known[0][0]} and {other} have different training data in {call}: they {what}.",
                 rule=rule,
                 remedy=remedy,
             )
@@ -254,5 +254,5 @@ def _failed_ranks_error(problem: Exception | None, what: str, rank: int) -> Shar
         )
     return InputError(
         f"{what} failed on rank {rank} with {type(problem).__name__}: {problem}.",
-        remedy=f"Read the error of rank {rank}.",
+        remedy=f"See the full error in the output of rank {rank}.",
     )

@@ -72,7 +72,7 @@ class DeferredTensor(Tensor):
 
     @property
     def is_pending(self) -> bool:
-        """Whether ``local`` can be used: the full tensor was not modified in place and has no gradient hooks."""
+        """Whether ``local`` can replace the full tensor, which was not modified in place and has no gradient hooks."""
         is_written = self._own is not None or (self._full is not None and self._full._version != self._written)
         return not self._is_watched and not is_written
 

@@ -109,7 +109,7 @@ def _track_modules(model: nn.Module, traffic: CollectiveLog) -> list[Any]:
 
 
 def no_wait_event() -> None:
-    """Do nothing. This is the callback of a wait while no recorder is active."""
+    """Do nothing, because no recorder is active that must record the end of a wait."""
 
 
 def record(op: str, axis: Axis, full_bytes: int, purpose: str, *, ranks: int | None = None) -> Callable[[], None]:

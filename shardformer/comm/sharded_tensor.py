@@ -267,7 +267,7 @@ def query_local(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def reshape_last(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    """Convert the arguments of ``view`` or ``reshape``, if the last dimension is sharded and remains the last."""
+    """Convert the arguments of ``view`` or ``reshape`` for the shard, if the last dimension stays sharded."""
     sizes = _get_sizes(args)
     if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
         return None
@@ -300,7 +300,7 @@ def unflatten(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *,
 
 
 def squeeze(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    """Return which dimensions to squeeze. A sharded dimension is kept, even if the local length is 1."""
+    """Return the dimensions to squeeze, except a sharded dimension that only has the local length 1."""
     named = args[0] if args else kwargs.get("dim", range(len(shape)))
     dims = {dim % len(shape) for dim in ([named] if isinstance(named, int) else named)}
     gone = tuple(sorted(dim for dim in dims if shape[dim] == 1))
@@ -323,7 +323,7 @@ def permute(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, l
 
 
 def _rule_along_dim(position: int, default: int, drops_dim: bool = False) -> Callable[..., Placed]:
-    """Build a rule for functions such as ``select`` that change one dimension. It must not be the sharded one."""
+    """Build a rule for functions such as ``select`` that act on one dimension, which must not be the sharded one."""
 
     def rule(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
         dim = _get_dim_argument(args, kwargs, position, "dim", default)

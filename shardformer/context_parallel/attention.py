@@ -56,7 +56,7 @@ def context_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute context-parallel attention. This is an attention function for transformers' ``AttentionInterface``.
+    """Compute attention over a sharded sequence, with the signature of transformers' ``AttentionInterface``.
 
     query (B, N, s, D), key and value (B, K, s, D) -> (B, s, N, D) and None.
 
@@ -98,7 +98,7 @@ def context_attention(
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Plan of the communication in one call of an attention module."""
+    """Heads and positions that the ranks exchange in one call of an attention module."""
 
     exchange: RingExchange
     of_queries: HeadExchange
@@ -171,7 +171,7 @@ class RelativeBiasArgument:
 
     def __getattr__(self, name: str) -> Any:
         raise unknown_attribute_error(
-            name, "With context parallelism, an attention bias contains one value per distance."
+            name, "With context parallelism, an attention bias has one value per distance between query and key."
         )
 
 

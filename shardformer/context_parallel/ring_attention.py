@@ -297,7 +297,7 @@ def _kernel_calls(
 
 
 def _slice_of_chunks(positions: SequencePositions, stored: tuple[int, ...], selected: tuple[int, ...]) -> slice:
-    """Return the slice of a tensor of ``stored`` chunks that contains the ``selected`` chunks."""
+    """Return the slice of the ``selected`` chunks in a tensor that contains the ``stored`` chunks."""
     start = 0
     bounds = []
     for chunk in stored:

@@ -63,7 +63,7 @@ class SequencePositions:
 
     @cached_property
     def chunks(self) -> tuple[Slice, ...]:
-        """Start and end positions of the chunks of the sequence, of which each ring rank has two."""
+        """Start and end positions of all chunks of the sequence. Each ring rank has two chunks."""
         bounds = even_bounds(self.length, 2 * self.ring)
         return tuple(pairwise(bounds))
 
@@ -76,7 +76,7 @@ class SequencePositions:
         return min(chunk, 2 * self.ring - 1 - chunk)
 
     def group_lengths(self, ring_rank: int) -> list[int]:
-        """Return how many positions each rank of the Ulysses group of a ring rank has."""
+        """Return how many positions each rank in the Ulysses group of ``ring_rank`` has."""
         return [b - a for a, b in pairwise(self._group_bounds(ring_rank))]
 
     @cached_property
@@ -114,7 +114,7 @@ def chunk_indices(positions: SequencePositions, chunks: tuple[int, ...]) -> Tens
 
 @dataclass(frozen=True, eq=False)
 class IndexShards:
-    """Assignment of the indices of a tensor dim to the ranks of a mesh axis."""
+    """Assignment of the indices of one tensor dimension to the ranks of a mesh axis."""
 
     axis: Axis
     parts: tuple[Tensor, ...]  # the indices of each rank, in the order of its local tensor
@@ -133,7 +133,7 @@ class IndexShards:
         return x.index_select(dim, self.local.to(x.device))
 
     def repeat_samples(self, num_samples: int) -> IndexShards:
-        """Return the sharding of a dim that concatenates ``num_samples`` sequences, each of which is sharded."""
+        """Return the sharding of a dimension in which ``num_samples`` sharded sequences are concatenated."""
         if num_samples == 1:
             return self
         offsets = torch.arange(num_samples)[:, None] * self.full
@@ -142,7 +142,7 @@ class IndexShards:
         )
 
     def slice_rows(self, selected: slice) -> tuple[IndexShards, Tensor]:
-        """Return the sharding of a slice of the dim, and the indices of the local rows that are in this slice."""
+        """Return how a slice of the dimension is sharded, and which local rows are in this slice."""
         start, stop, step = selected.indices(self.full)
         full = len(range(start, stop, step))
         kept = [(part >= start) & (part < stop) & ((part - start) % step == 0) for part in self.parts]
@@ -181,7 +181,7 @@ class ContextParallelState:
     _module_indices: dict[int, int] = field(default_factory=dict)
 
     def positions(self, length: int) -> SequencePositions:
-        """Return which positions each rank has in a sequence of this length. Raises InputError if it is too short."""
+        """Return which positions of a sequence of this length each rank has. Raises InputError if it is too short."""
         if length not in self.seen:
             self.seen[length] = SequencePositions(length, self.ring.size, self.group.size)
         return self.seen[length]
@@ -193,7 +193,7 @@ class ContextParallelState:
         return self._rows[length]
 
     def local_length(self, length: int) -> int:
-        """Return how many positions of a sequence of this length this rank has."""
+        """Return how many positions of a sequence with ``length`` positions are on this rank."""
         return self.positions(length).split.length(self.axis.rank)
 
     def positions_in_forward(self, length: int) -> SequencePositions:
@@ -204,7 +204,7 @@ class ContextParallelState:
     def find_by_local_length(
         self, count: int, candidates: Mapping[int, SequencePositions] | None = None
     ) -> SequencePositions | None:
-        """Find the sequence of which this rank has ``count`` positions.
+        """Find the sequence for which this rank stores ``count`` positions.
 
         The default ``candidates`` are all sequences so far. Communicates one number if two of them have the same local
         length on some rank.
@@ -217,7 +217,7 @@ class ContextParallelState:
         return self.seen.get(full)
 
     def sequence_dim(self, path: Hashable, x: Tensor, lengths: Collection[int]) -> int | None:
-        """Return which dim of a layer argument is the sequence, or None if there is none.
+        """Return which dimension of a layer argument is the sequence dimension, or None if there is none.
 
         If the dim is not recorded yet, it is the only dim whose size is in ``lengths``.
         """
@@ -228,7 +228,7 @@ class ContextParallelState:
         return self._record_dim(path, x, dims)
 
     def learn_local_dims(self, arguments: Mapping[Any, Tensor], lengths: Collection[int], samples: int) -> None:
-        """Record which dim of each layer argument is the sharded sequence.
+        """Record which dimension of each layer argument is the sharded sequence dimension.
 
         Its size is the local length of a sequence on every rank. Communicates one number for each new argument.
         """

@@ -144,7 +144,7 @@ def fused_norm(module: nn.Module) -> nn.Module:
 
 
 def _move_parameters(norm: nn.Module, module: nn.Module, names: tuple[str, ...]) -> None:
-    """Move parameters to ``norm``, with attributes that other code may read, such as ``variance_epsilon``."""
+    """Move the parameters of ``module`` to ``norm``, with other attributes such as ``variance_epsilon``."""
     for name in names:
         norm.register_parameter(name, module._parameters.get(name))
     for name, value in vars(module).items():

@@ -41,7 +41,7 @@ def bloom_attention(
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> Output:
-    """Compute BLOOM attention. ALiBi is an additional feature: 1 in each query, and the bias in each key.
+    """Compute BLOOM attention with ALiBi as an additional feature: 1 in each query, and the bias in each key.
 
     The flash kernel for CUDA does not support a bias that is added to the scores.
     """
@@ -84,7 +84,7 @@ def gptj_attention(
 
 
 def sam_vision_attention(self: Any, hidden_states: Tensor, output_attentions: bool | None = None) -> Output:
-    """Compute SAM attention. Its position bias is the product of each query with relative positions."""
+    """Compute SAM attention, whose position bias is the product of each query with relative positions."""
     batch, height, width, _ = hidden_states.shape
     tokens, heads = height * width, self.num_attention_heads
     qkv_3BNSD = self.qkv(hidden_states).reshape(batch, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4)
@@ -153,7 +153,7 @@ def _dropout_rate(module: nn.Module, dropout: Any) -> float:
 
 @dataclass(frozen=True)
 class AttentionOverride:
-    """Function with fused kernels that replaces one method of an attention class.
+    """Replacement for one method of an attention class, which calls fused kernels.
 
     Args:
         method: the method that ``function`` replaces.
@@ -170,7 +170,7 @@ class AttentionOverride:
 def chatglm_attention(
     self: Any, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Any
 ) -> Tensor:
-    """Compute ChatGLM2 attention for (length, batch, heads, head dim). The mask is True for masked keys."""
+    """Compute ChatGLM2 attention for inputs (length, batch, heads, head dim). The mask is True for masked keys."""
     q_BNQD, k_BNSD, v_BNSD = (x.permute(1, 2, 0, 3) for x in (query_layer, key_layer, value_layer))
     mask = None if attention_mask is None else ~attention_mask
     out_BQND, _ = attention(self, q_BNQD, k_BNSD, v_BNSD, mask)

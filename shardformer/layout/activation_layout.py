@@ -1,4 +1,4 @@
-"""ActivationLayout: how the activations of a model are sharded over the process grid.
+"""Description of how the activations of a model are sharded over the process grid (``ActivationLayout``).
 
 Activations between layers have dims (batch, sequence, hidden). Each kind of parallelism shards them differently:
 
@@ -91,7 +91,7 @@ class ActivationShard:
 
 @dataclass(frozen=True)
 class ActivationLayout:
-    """Sharding of the activations of a model, in which each sharded dimension uses another axis.
+    """Sharding of the activations of a model over axes of the process grid. Each sharded dimension has its own axis.
 
     Args:
         shards: sharded activation dimensions, or an empty tuple if activations are not sharded.

@@ -54,7 +54,7 @@ def _is_packed(param: nn.Parameter, is_quantized: bool) -> bool:
 
 
 def is_from_bitsandbytes(value: object) -> bool:
-    """Return whether the class of an object is defined in bitsandbytes, which is not imported for this check."""
+    """Return whether the class of an object is defined in bitsandbytes. Does not import bitsandbytes."""
     return type(value).__module__.partition(".")[0] == BITSANDBYTES
 
 
@@ -162,7 +162,7 @@ def check_trains_adapters(model: nn.Module, adapters: object) -> None:
 
 
 def check_no_packed_weights(model: nn.Module, what: str) -> None:
-    """Raise ConfigError if a sharded model has quantized weights, whose values ``what`` would need."""
+    """Raise ConfigError if a sharded model has quantized weights, because ``what`` would need their values."""
     if (module := next(modules_with_packed_weights(model), None)) is not None:
         raise ConfigError(
             f"{what} does not include the quantized weights of this {type(model).__name__}, such as those of its "

@@ -1,4 +1,4 @@
-"""ShardSpec: which shard of a full tensor each rank stores. Split: how one dim is divided over ranks."""
+"""Description of which shard of a tensor each rank stores (``ShardSpec``) and how it is split (``Split``)."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Split:
 
 @dataclass(frozen=True)
 class EvenSplit:
-    """Even split of each local shard of a dimension, after a preceding split has sharded this dimension.
+    """Second split of a dimension that is already sharded, in which each local shard is split evenly.
 
     >>> EvenSplit("data", 2).slices(5, {"data": 1})
     ((3, 5),)
@@ -153,7 +153,7 @@ AnySplit = Split | EvenSplit
 
 
 def count_holders(parts: Sequence[Sequence[Slice]]) -> list[tuple[int, int, int]]:
-    """Count how many of the shards ``parts`` contain each index, as runs (start, end, count) from index 0.
+    """Count how many shards contain each index, and return runs of equal counts as (start, end, count).
 
     >>> count_holders([[(0, 2)], [(1, 3)], [(4, 5)]])
     [(0, 1, 1), (1, 2, 2), (2, 3, 1), (3, 4, 0), (4, 5, 1)]
@@ -310,7 +310,7 @@ class ShardSpec:
         return tuple(shape)
 
     def slice(self, full: Tensor, coords: Coords) -> Tensor:
-        """Return a copy of the shard that the rank at ``coords`` stores of the tensor ``full``.
+        """Slice the tensor ``full``, and return a copy of the shard that the rank at ``coords`` stores.
 
         Raises:
             ConfigError: if ``full`` does not have the full shape.
@@ -355,7 +355,7 @@ class ShardSpec:
 
     @cached_property
     def shared_axes(self) -> tuple[str, ...]:
-        """Axes that shard a dimension of which several ranks store the same indices."""
+        """Axes over which a dimension is sharded such that several ranks store the same indices."""
         if not self.splits:
             return ()
         shared = [dim for dim, runs in self._holders.items() if max([count for *_, count in runs], default=0) > 1]

@@ -192,7 +192,7 @@ class ShardingMetadata:
     on_adapted: Callable[[nn.Module], None] = lambda _: None  # called when adapters were added or removed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingMetadata:
-        """Copy the metadata of a copied model, whose gradients and parameters no optimizer stores."""
+        """Copy the metadata for a copy of the model, which does not belong to an optimizer yet."""
         memo[id(self)] = copied = type(self).__new__(type(self))
         fields = {**self.__dict__, "gradient_owner": None, "parameter_owner": None}
         copied.__dict__.update((name, deepcopy(value, memo)) for name, value in fields.items())
@@ -275,10 +275,11 @@ _NUMBERS = itertools.count()
 
 
 def tables_of(params: Iterable[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Group parameters by the sharded model to which they belong: metadata of the model -> its entries.
+    """Group parameters by the sharded model to which they belong.
 
-    Models are in the order in which they were created, which is the same on all ranks. Other models are not read,
-    because ranks may be threads that change their gradients concurrently.
+    Returns a dict from the metadata of each model to the entries of its parameters. Models are in the order in which
+    they were created, which is the same on all ranks. Other models are not read, because ranks may be threads that
+    change their gradients concurrently.
     """
     metadata_params: dict[ShardingMetadata, set[int]] = {}
     for param in params:

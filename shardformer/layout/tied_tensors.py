@@ -54,7 +54,7 @@ def group_overlapping(named: Iterable[tuple[str, Tensor]]) -> list[OverlapGroup]
 
 
 def find_parameter_view(model: nn.Module, params: Collection[tuple[str, Tensor]]) -> tuple[str, str] | None:
-    """Return the names of a buffer or attribute and a parameter that share memory, or None."""
+    """Find a buffer or attribute that shares memory with a parameter. Return both names, or None."""
     known = {id(x) for _, x in params}
     views = [(name, x) for name, x in _buffers_and_attributes(model) if id(x) not in known]
     names = {name for name, _ in views}

@@ -303,7 +303,7 @@ class TensorParallelBlock:
             reached += [following for following, _ in node.next_functions]
 
     def shared_random_state(self) -> AbstractContextManager[None]:
-        """Return a context with the random state from before the block, which ranks with equal activations share."""
+        """Return a context with the random state from before the block. Ranks with the same activations share it."""
         return self._random.outside()
 
     def put_random_state_in_graph(self) -> None:

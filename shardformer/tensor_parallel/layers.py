@@ -169,7 +169,7 @@ class Linear1D_Col(_ParallelLinear):
         return None if self.skip_bias_add or self.finish is not None else self.bias
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Multiply x, which has already entered the block, by the local weight. Communicates nothing."""
+        """Multiply x, the full input of the block, by the local weight. Communicates nothing."""
         return linear_matmul(x, self.weight, self.fused_bias, self.transposed)
 
     def forward(self, x: Tensor) -> Any:
@@ -399,7 +399,7 @@ class _ParallelEmbedding(ParallelModule):
         sparse).
         """
         if not isinstance(module, nn.Embedding):
-            raise wrong_class_error(cls, module, "Name the embedding itself in the policy")
+            raise wrong_class_error(cls, module, "Name the nn.Embedding itself in the policy, not a module around it")
         factor = embedding_scale(module)
         if factor is None or factor == 1:
             check_plain_class(module, nn.Embedding)

@@ -67,7 +67,7 @@ class ReplicatedRegion:
     def gather_then_matmul(
         self, x: Tensor, multiply: Multiply, gathered_x: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """All-gather x, unless ``gathered_x`` is passed. Return the full tensor and its products by ``multiply``."""
+        """All-gather x unless ``gathered_x`` is passed, and return it with its products ``multiply(x)``."""
         return x, multiply(x)
 
     def enter_full(self, x: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class ReplicatedRegion:
         return start_all_reduce(x, self.axis)
 
     def matmul_then_reduce(self, x: Tensor, multiply: Multiply) -> Tensor:
-        """Compute the only product in ``multiply(x)``, sum it over the ranks, and return the local activation."""
+        """Multiply x by a single weight, sum the product over the ranks, and return the local activation."""
         return self.start_reduce(multiply(x)[0]).wait()
 
     def leading_shape(self, x: Tensor) -> tuple[int, ...]:

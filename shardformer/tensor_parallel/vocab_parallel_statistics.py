@@ -23,9 +23,9 @@ from shardformer.tensor_parallel.vocab_parallel_loss import clamp_infinite, spli
 
 
 class TokenStatistics(NamedTuple):
-    """Statistics of T tokens. Each is (T,), or None if it was not requested. Only the first two have gradients."""
+    """Log-probabilities and other statistics of T tokens, each (T,), or None if not requested."""
 
-    log_probs: Tensor
+    log_probs: Tensor  # the log-probabilities and the entropy have gradients
     entropy: Tensor | None
     log_sum_sq_probs: Tensor | None
     mean_logits: Tensor | None

@@ -85,7 +85,7 @@ class GridRegion:
         return self.batch_dim if x.dim() > 2 else 0
 
     def leading_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape that an activation x inside a block has between the blocks, without the hidden dim."""
+        """Convert the shape of an activation x inside a block to its shape between blocks, without the hidden dim."""
         dim = self._sample_dim(x)
         samples = x.shape[dim] * self.grid.core.size // self.grid.batch.size
         return (*x.shape[:dim], samples, *x.shape[dim + 1 : -1])

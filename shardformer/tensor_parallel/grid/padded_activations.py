@@ -120,7 +120,7 @@ class GridStackActivations(StackActivations):
         return with_backward(x_bSh, lambda x: _gather_samples_and_features(x, grid, dim, samples, width), pad_and_shard)
 
     def register_full_sequence(self, module: nn.Module, random: bool) -> GatherHiddenHook:
-        """Gather all hidden features for ``module``. Forward and backward: one all-gather each."""
+        """Register hooks that gather all hidden features for ``module``. Forward and backward: one all-gather each."""
         return GatherHiddenHook(self, module, random)
 
     def shard_samples(self, x: Tensor, dim: int, num_local: int) -> Tensor:
