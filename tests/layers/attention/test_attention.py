@@ -299,7 +299,7 @@ def test_attention_dropout_set_later_raises_at_the_call() -> None:
     model = gpt2().train()
     use_flash_attention(model, CPU)
     model.transformer.h[0].attn.attn_dropout.p = 0.2
-    with pytest.raises(ConfigError, match=r"dropout rate is 0\.2"):
+    with pytest.raises(ConfigError, match=r"dropout=0\.2"):
         model(**batch("gpt2"))
     model.eval()(**batch("gpt2"))
 
