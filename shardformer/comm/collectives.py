@@ -1,4 +1,4 @@
-"""Collectives over one mesh axis, without autograd support. They do nothing if the axis has size 1.
+"""Collectives over one mesh axis, without autograd support. They communicate nothing if the axis has size 1.
 
 This module selects the algorithm. If the transport has point-to-point exchanges (gloo), the ranks send each other
 chunks and add them in rank order, so the results are bitwise identical on all ranks. Large all-reduces use gloo's own.
