@@ -1,4 +1,4 @@
-"""Collectives with autograd support, in pairs: the backward pass of one is the forward pass of the other.
+"""Pairs of collectives that support autograd: the backward pass of each is the forward pass of the other.
 
 copy_to_tp_region            forward identity         backward all-reduce
 reduce_from_tp_region        forward all-reduce       backward identity
@@ -8,7 +8,7 @@ scatter_to_region            forward local slices     backward all-gather
 gather_from_region           forward all-gather       backward local slices
 
 The first pair is Megatron's f and g (Shoeybi et al. 2019, section 3), the second is its counterpart under sequence
-parallelism (Korthikanti et al. 2022, section 4.2.2). The third pair is for replicated computation outside the region.
+parallelism (Korthikanti et al. 2022, section 4.2.2). The third pair is for computation that all ranks repeat.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
 
 SHARD_OF = "_shardformer_shard_of"
-"""Parameter attribute: name of a shard and the axes over which its parameter is sharded."""
+"""Name of the parameter attribute that contains a shard's name and the axes over which the parameter is sharded."""
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a backward pass to raise an error under create_graph=True, which collectives do not support."""
+    """Make a ``backward`` method raise an error if ``create_graph=True``, which collectives do not support."""
 
     @wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise ConfigError(
-                "A tensor-parallel block does not support backward with create_graph=True.",
-                rule="Collectives have first derivatives only.",
-                remedy="Omit create_graph, or compute the term that needs second derivatives on the unsharded model.",
+                "Tensor-parallel blocks do not support backward(create_graph=True).",
+                rule="Their collectives only have first derivatives.",
+                remedy="Remove create_graph=True, or compute the second derivatives on the unsharded model.",
             )
         return backward(ctx, *grads)
 
@@ -48,7 +48,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CopyToTpRegion(Function):
-    """Autograd function of ``copy_to_tp_region``."""
+    """Autograd function that implements ``copy_to_tp_region``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
@@ -123,7 +123,7 @@ class _GatherFromRegion(Function):
 
 
 def local_slices(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
-    """Copy this rank's slices of a replicated tensor along ``dim``. Communicates nothing."""
+    """Return a copy of this rank's slices of a replicated tensor along ``dim``. Communicates nothing."""
     slices = [x.narrow(dim, a, b - a) for a, b in split.parts[axis.rank] or [(0, 0)]]
     return torch.cat(slices, dim) if len(slices) > 1 else slices[0].clone(memory_format=torch.contiguous_format)
 
@@ -138,7 +138,7 @@ def _gather_slices(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) 
 
 
 def copy_to_tp_region(x: Tensor, axis: Axis) -> Tensor:
-    """Return ``x`` as input of a tensor-parallel block. The backward pass all-reduces the gradient of ``x``.
+    """Return ``x`` as the input of a tensor-parallel block, and all-reduce its gradient in the backward pass.
 
     Raises:
         ConfigError: ``x`` is a parameter that is sharded over ``axis``. The sum of the gradients of different shards
@@ -150,28 +150,28 @@ def copy_to_tp_region(x: Tensor, axis: Axis) -> Tensor:
     if axis.name in axes:
         raise ConfigError(
             f"copy_to_tp_region received the parameter {name!r}, which is sharded over {axis.name}.",
-            rule="The backward pass sums a gradient over the ranks, which is correct only if all have the same tensor.",
-            remedy="Use the parameter directly, because each rank's shard has its own gradient.",
+            rule="copy_to_tp_region sums the gradient over the ranks, so all ranks must pass the same tensor.",
+            remedy="Use the sharded parameter directly, without copy_to_tp_region.",
         )
     copied: Tensor = CopyToTpRegion.apply(x, axis)
     return copied
 
 
 def reduce_from_tp_region(x: Tensor, axis: Axis) -> Tensor:
-    """All-reduce the partial results ``x`` of all ranks at the end of a tensor parallel block."""
+    """All-reduce ``x``, the partial result of each rank, at the end of a tensor-parallel block."""
     return x if axis.size == 1 else _ReduceFromTpRegion.apply(x, axis)
 
 
 def gather_from_sp_region(x: Tensor, axis: Axis, dim: int, full: int) -> Tensor:
-    """All-gather sequence shards into a dimension of length ``full``, as input of a tensor parallel block.
+    """All-gather the sequence shards ``x`` at the start of a tensor-parallel block.
 
-    Forward: one all-gather. Backward: one reduce-scatter.
+    Dimension ``dim`` of the result has the length ``full``. Forward: one all-gather. Backward: one reduce-scatter.
     """
     return x if axis.size == 1 else _GatherFromSpRegion.apply(x, axis, dim, full)
 
 
 def reduce_scatter_to_sp_region(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Sum ``x`` over all ranks, and return this rank's even shard of the sum along ``dim``.
+    """Sum ``x`` over all ranks, and keep only this rank's shard of the sum along ``dim``.
 
     Forward: one reduce-scatter. Backward: one all-gather.
     """
@@ -179,13 +179,13 @@ def reduce_scatter_to_sp_region(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def scatter_to_region(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
-    """Return this rank's slices of a replicated tensor. The backward pass all-gathers the gradient."""
+    """Return this rank's slices of a replicated tensor, and all-gather their gradients in the backward pass."""
     return x if axis.size == 1 else _ScatterToRegion.apply(x, axis, dim % x.dim(), split)
 
 
 def gather_from_region(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str = "block") -> Tensor:
-    """All-gather the slices of a dimension, for computation that is identical on all ranks.
+    """All-gather a tensor that is sharded along ``dim``, for a computation that all ranks repeat.
 
-    Forward: one all-gather.
+    Forward: one all-gather. Backward: local slices of the gradient.
     """
     return x if axis.size == 1 else _GatherFromRegion.apply(x, axis, dim % x.dim(), split, purpose)

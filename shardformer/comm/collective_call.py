@@ -26,14 +26,14 @@ def collective_call(
     explain: Callable[[], None] = lambda: None,
     error: type[ShardFormerError] = ConfigError,
 ) -> T:
-    """Call ``function`` on every rank, and return its result if all ranks succeed with equal fingerprints.
+    """Run ``function`` on every rank, and raise an error on all ranks if one fails or if their results differ.
 
-    Every rank raises if one rank fails or if the fingerprints differ. Communicates one gather of a hash per axis.
+    Return the result of this rank. Communicates one gather of a hash per axis.
 
     Args:
-        fingerprint: returns lines that are equal on ranks that agree.
+        fingerprint: describes a result in lines of text, which must be equal on all ranks.
         action: the attempted action, for error messages.
-        explain: called on all ranks if they differ. It may communicate, and may raise a more specific error.
+        explain: called on all ranks if the fingerprints differ. It may communicate, and raise a more specific error.
         error: type of the error on the other ranks if ``function`` fails on one.
     """
     result, problem = _run_and_catch(lambda: (value := function(), fingerprint(value)))
@@ -46,7 +46,7 @@ def collective_call(
         if message is not None:
             raise error(
                 f"Rank {rank} cannot {action}: {message}",
-                remedy=f"See the error of rank {rank}",
+                remedy=f"See the full error in the output of rank {rank}",
             )
     if len({digest for _, (digest, _) in answers}) > 1:
         explain()
@@ -55,7 +55,7 @@ def collective_call(
 
 
 def _run_and_catch(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return the result or the error of ``function``, to be sent to the ranks that wait for this rank."""
+    """Call ``function``, and return its exception instead of raising it, because other ranks wait for this rank."""
     try:
         return function(), None
     except Exception as error:
@@ -69,7 +69,7 @@ def _format_error(problem: Exception | None) -> str | None:
 
 
 def all_gather_from_grid(value: T, context: ParallelContext) -> list[tuple[int, T]]:
-    """Gather ``value`` from every rank of the mesh, as a list of (global rank, value)."""
+    """Gather ``value`` from every rank of the mesh, and return a list of (global rank, value) pairs."""
     found = [(context.rank, value)]
     for axis in reversed(list(context.base_axes)):
         found = [pair for row in all_gather_objects(found, axis) for pair in row]
@@ -89,14 +89,13 @@ def _raise_plan_difference(all_lines: list[tuple[int, list[str]]]) -> None:
 
 
 NUM_FACTS = 5
-"""Maximum count of numbers that a call compares. All calls send this many, so that their collectives match."""
+"""Maximum number of integers that a call compares. All calls send this many, so that their collectives match."""
 
 
 def wait_for_all_ranks(call: str, *axes: Axis) -> None:
-    """Wait until all ranks of the axes have reached the collective call named ``call``.
+    """Wait until every rank of these axes reaches the collective call that is named ``call``.
 
-    Raises InputError on every rank if one makes another call or does not arrive. Communicates through the launcher's
-    store.
+    Raises InputError on every rank if one makes another call or none. Communicates through the launcher's store.
     """
     for axis in axes:
         if axis.size == 1:
@@ -112,10 +111,10 @@ def wait_for_all_ranks(call: str, *axes: Axis) -> None:
 
 
 def compare_step_call(call: str, axis: Axis, facts: Mapping[str, int] | None = None) -> None:
-    """Check that all ranks of an axis make the same call, with the same ``facts``.
+    """Check that all ranks of an axis make the same call with the same training data.
 
-    ``facts`` maps the names in ``DATA_FACTS`` to numbers, which are 0 if unknown. Raises InputError on every rank if
-    the calls or facts differ. Communicates one all-gather of a few integers.
+    ``facts`` describes the data: it maps names in ``DATA_FACTS`` to numbers, which are 0 if unknown. Raises InputError
+    on every rank if the calls or the facts differ. Communicates one all-gather of a few integers.
     """
     facts = facts or {}
     columns = zip(*gather_at_step(call, axis, list(facts.values())), strict=True)
@@ -125,14 +124,14 @@ def compare_step_call(call: str, axis: Axis, facts: Mapping[str, int] | None = N
             other = next(rank for rank, value in known if value != known[0][1])
             what, rule, remedy = DATA_FACTS[name]
             raise InputError(
-                f"Ranks {known[0][0]} and {other} have different training data at {call}: they {what}.",
+                f"Ranks {known[0][0]} and {other} have different training data in {call}: they {what}.",
                 rule=rule,
                 remedy=remedy,
             )
 
 
 def gather_at_step(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
-    """Check that all ranks of an axis make the same call, and return the numbers of each rank in rank order."""
+    """Gather integers from each rank of an axis, and check that all ranks make the same call."""
     if axis.size == 1:
         return [list(numbers)]
     axis.transport.announce_call(call, waits=False)
@@ -149,7 +148,7 @@ def _gather_call_numbers(call: str, axis: Axis, numbers: Sequence[int]) -> list[
 
 
 def hash_to_number(value: Any) -> int:
-    """Hash the ``repr`` of a value to a nonzero integer that is identical in every process."""
+    """Hash the ``repr`` of a value to a nonzero integer that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big") or 1
 
 
@@ -216,10 +215,10 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 def run_on_all_ranks(function: Callable[[], T], world: Axis, what: str) -> T:
-    """Call ``function`` on all ranks, and return this rank's result, or raise the same error on all ranks.
+    """Call ``function`` on all ranks, and raise the same error on all ranks if one of them fails.
 
-    Communicates one gather of the errors. All ranks raise the error of the first failed rank. An OSError becomes an
-    InputError that starts with ``what``.
+    Return the result of this rank. All ranks raise the error of the first failed rank. An OSError becomes an InputError
+    that starts with ``what``. Communicates one gather of the errors.
     """
     result: list[T] = []
     gather_from_all_ranks(lambda: result.append(function()), world, what)
@@ -227,7 +226,7 @@ def run_on_all_ranks(function: Callable[[], T], world: Axis, what: str) -> T:
 
 
 def gather_from_all_ranks(function: Callable[[], T], world: Axis, what: str) -> list[T]:
-    """Call ``function`` on all ranks and return the results of all ranks, with errors as in ``run_on_all_ranks``."""
+    """Call ``function`` on all ranks, and return a list of the results of all ranks."""
     value, problem = _run_and_catch(function)
     answers = all_gather_objects((_failed_ranks_error(problem, what, world.rank), value), world)
     if problem is not None and not isinstance(problem, (ShardFormerError, OSError)):
@@ -239,7 +238,7 @@ def gather_from_all_ranks(function: Callable[[], T], world: Axis, what: str) -> 
 
 
 def run_on_first_rank(function: Callable[[], T], world: Axis, what: str) -> T:
-    """Call ``function`` on the first rank, and return its result or raise its error on all ranks."""
+    """Call ``function`` on the first rank only, and return its result or raise its error on all ranks."""
     value = run_on_all_ranks(function if world.rank == 0 else lambda: None, world, what)
     return cast(T, broadcast_object(value, world))
 
@@ -255,5 +254,5 @@ def _failed_ranks_error(problem: Exception | None, what: str, rank: int) -> Shar
         )
     return InputError(
         f"{what} failed on rank {rank} with {type(problem).__name__}: {problem}.",
-        remedy=f"Read the error of rank {rank}.",
+        remedy=f"See the full error in the output of rank {rank}.",
     )

@@ -1,7 +1,7 @@
-"""Collectives on plain tensors over one mesh axis, each of which is the identity if the axis has size 1.
+"""Collectives over one mesh axis, without autograd support. They communicate nothing if the axis has size 1.
 
-This module selects the algorithm. If the transport exchanges directly (gloo), chunks are sent between ranks and added
-in rank order, which makes the results bitwise identical on all ranks. Large all-reduces are left to gloo.
+This module selects the algorithm. If the transport has point-to-point exchanges (gloo), the ranks send each other
+chunks and add them in rank order, so the results are bitwise identical on all ranks. Large all-reduces use gloo's own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from shardformer.mesh.transport import Work
 from shardformer.torch_compat import has_data, view_as_bytes, without_fake_tensors
 
 EXCHANGE_BELOW_BYTES = 512 * 1024
-"""An all-reduce of two processes below this size is one exchange instead of gloo's two rounds (measured)."""
+"""Below this size, two processes all-reduce in one exchange, which is faster than gloo's two rounds (measured)."""
 CHECKSUM_BYTES = 4096
-"""Size of the blocks that a checksum sums separately."""
+"""Size in bytes of the blocks that a checksum sums separately."""
 
 
 class PendingCollective:
-    """Collective in progress, whose ``wait()`` returns the result."""
+    """A collective that is in progress. Call ``wait()`` to get its result."""
 
     def __init__(
         self, works: Sequence[Work], finish: Callable[[], Tensor], record_wait: Callable[[], None] = no_wait_event
@@ -41,7 +41,7 @@ class PendingCollective:
         return self._finish()
 
     def then(self, use: Callable[[Tensor], Tensor]) -> PendingCollective:
-        """Return this collective with the function ``use`` applied to its result."""
+        """Return a pending collective that applies the function ``use`` to the result of this one."""
         return PendingCollective(self._works, lambda: use(self._finish()), self._record_wait)
 
     def is_completed(self) -> bool:
@@ -49,7 +49,7 @@ class PendingCollective:
 
 
 def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "block") -> PendingCollective:
-    """Start an all-reduce of ``x`` over the axis by "sum" or "max". ``x`` may be overwritten.
+    """Start an all-reduce of ``x`` with the operation "sum" or "max". ``x`` may be overwritten.
 
     Communicates one all-reduce of x.
     """
@@ -66,13 +66,13 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "
 
 
 def start_sum(x: Tensor, axis: Axis, purpose: str) -> PendingCollective:
-    """Start an in-place all-reduce that sums a contiguous ``x`` over the axis."""
+    """Start an all-reduce that sums ``x`` over the axis in place. ``x`` must be contiguous."""
     record_wait = record("all_reduce", axis, bytes_of(x), purpose)
     return PendingCollective([axis.transport.all_reduce(x, "sum")], lambda: x, record_wait)
 
 
 def all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "block") -> Tensor:
-    """All-reduce ``x`` over the axis by "sum" or "max", and return the result. ``x`` may be overwritten."""
+    """All-reduce ``x`` over the axis with the operation "sum" or "max". ``x`` may be overwritten."""
     if torch.compiler.is_compiling() and axis.size > 1:
         reduced: Tensor = torch.ops.shardformer.all_reduce(x, axis.key, op, purpose)
         return reduced
@@ -88,13 +88,14 @@ def start_all_gather(
     purpose: str = "block",
     lengths: Sequence[int] | None = None,
 ) -> PendingCollective:
-    """Start an all-gather that concatenates the ``x`` of each rank along ``dim``.
+    """Start an all-gather that concatenates the tensors of all ranks along ``dim``.
 
     Communicates one all-gather of the concatenated tensor.
 
     Args:
-        full: length of the result, of which the ranks hold shards as even as possible; default: R times that of x.
-        lengths: length of each rank's shard, if they are not as even as possible.
+        full: length of the result along ``dim``, split over the ranks as evenly as possible. By default, the shards of
+            all ranks have the length of ``x``.
+        lengths: length of each rank's shard, if the split is not as even as possible.
     """
     if axis.size == 1:
         return PendingCollective((), lambda: x)
@@ -122,7 +123,7 @@ def start_all_gather(
 
 
 def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> PendingCollective:
-    """Start an all-gather of one-dimensional tensors of equal length into the tensor ``out``.
+    """Start an all-gather that writes one-dimensional tensors of equal length into the tensor ``out``.
 
     ``x`` may be this rank's view of ``out``, which avoids a copy. Communicates one all-gather of ``out``.
     """
@@ -152,7 +153,7 @@ def all_gather(
     purpose: str = "block",
     lengths: Sequence[int] | None = None,
 ) -> Tensor:
-    """All-gather the ``x`` of each rank along ``dim``. Takes the arguments of ``start_all_gather``."""
+    """All-gather ``x`` by concatenating the tensors of all ranks along ``dim``. See ``start_all_gather``."""
     if torch.compiler.is_compiling() and axis.size > 1:
         gathered: Tensor = torch.ops.shardformer.all_gather(x, axis.key, dim, full, lengths, purpose)
         return gathered
@@ -160,7 +161,7 @@ def all_gather(
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> PendingCollective:
-    """Start a reduce-scatter that sums ``x`` and splits it along ``dim`` into shards as even as possible.
+    """Start a reduce-scatter that sums ``x`` over the ranks and splits the sum as evenly as possible along ``dim``.
 
     Communicates one reduce-scatter of x.
     """
@@ -183,12 +184,12 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "blo
 
 
 def start_all_to_all(x: Sequence[Tensor], sizes: Sequence[int], axis: Axis, purpose: str) -> PendingCollective:
-    """Start an all-to-all that sends the one-dimensional ``x[r]`` to rank r and concatenates the received tensors.
+    """Start an all-to-all that sends ``x[r]`` to rank r, and concatenates the tensors that this rank receives.
 
-    Communicates one all-to-all. If ranks send different amounts, it is recorded as if all sent this rank's amount.
+    All tensors have one dimension. Communicates one all-to-all, which is recorded as if all ranks sent as many bytes.
 
     Args:
-        sizes: number of elements from each rank.
+        sizes: number of elements that this rank receives from each rank.
     """
     own = x[axis.rank]
     if axis.size == 1:
@@ -201,7 +202,7 @@ def start_all_to_all(x: Sequence[Tensor], sizes: Sequence[int], axis: Axis, purp
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> Tensor:
-    """Sum ``x`` over the axis, and return this rank's shard of the sum along ``dim``."""
+    """Sum ``x`` over the ranks of the axis, and return this rank's shard of the sum along ``dim``."""
     if torch.compiler.is_compiling() and axis.size > 1:
         scattered: Tensor = torch.ops.shardformer.reduce_scatter(x, axis.key, dim, purpose)
         return scattered
@@ -209,7 +210,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -
 
 
 _LIBRARY = torch.library.Library("shardformer", "DEF")
-"""Collectives as operators, which torch.compile puts into its graphs. A graph refers to an axis by ``Axis.key``."""
+"""Collectives as torch operators, which torch.compile can trace. A graph refers to an axis by ``Axis.key``."""
 for _schema in (
     "all_reduce(Tensor x, str axis, str op, str purpose) -> Tensor",
     "all_gather(Tensor x, str axis, int dim, SymInt? full, SymInt[]? lengths, str purpose) -> Tensor",
@@ -263,7 +264,7 @@ for _name, _run, _shape in (
 
 
 def local_chunk(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return this rank's chunk of a replicated tensor, split evenly along ``dim``. Communicates nothing."""
+    """Split a replicated tensor evenly along ``dim``, and return this rank's chunk. Communicates nothing."""
     if axis.size == 1:
         return x
     bounds = even_bounds(x.shape[dim], axis.size)
@@ -271,18 +272,18 @@ def local_chunk(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
-    """Send a picklable object from rank ``source`` to all ranks of the axis, and return it."""
+    """Broadcast a picklable object from rank ``source`` to all ranks of the axis, and return the object."""
     return value if axis.size == 1 else axis.transport.broadcast_object(value, source)
 
 
 def all_gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Gather a picklable object from each rank of the axis, in rank order."""
+    """Gather a picklable object from each rank of the axis, and return a list in rank order."""
     return [value] if axis.size == 1 else axis.transport.gather_objects(value)
 
 
 @without_fake_tensors()
 def all_gather_numbers(numbers: Sequence[int], axis: Axis) -> list[list[int]]:
-    """Gather 64-bit integers from each rank of the axis, in rank order. Each rank passes the same count."""
+    """Gather 64-bit integers from each rank of the axis. All ranks must pass the same number of integers."""
     return [list(numbers)] if axis.size == 1 else axis.transport.gather_numbers(numbers)
 
 
@@ -294,12 +295,12 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
 
 
 def checksum(t: Tensor) -> tuple[int, int]:
-    """Return the number of elements of ``t`` and a hash of its bits, which is 0 for a tensor without values."""
+    """Return the number of elements of ``t`` and a hash of its bits. The hash of a meta or fake tensor is 0."""
     return t.numel(), int(digest(t)) if has_data(t) else 0
 
 
 def digest(t: Tensor) -> Tensor:
-    """Return a hash of the bits of ``t`` as a tensor on its device, without synchronizing."""
+    """Return a hash of the bits of ``t`` as a scalar tensor on the same device, without a synchronization."""
     flat = view_as_bytes(t)
     if flat.storage_offset() % 4:  # unaligned for the int32 view
         flat = flat.clone()
@@ -311,7 +312,7 @@ def digest(t: Tensor) -> Tensor:
 
 
 def _sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
-    """Sum one tensor per rank in rank order. More than two 16-bit tensors are accumulated in fp32."""
+    """Add the tensors received from all ranks, in rank order. More than two 16-bit tensors are added in fp32."""
     if parts[0].element_size() >= 4 or len(parts) == 2:
         total = parts[0] + parts[1]
         for part in parts[2:]:
@@ -336,7 +337,7 @@ def gather_full(local: Tensor, spec: ShardSpec, axis: Callable[[str], Axis]) -> 
     Communicates one all-gather per sharded axis, innermost first.
 
     Args:
-        axis: returns the axis with a name.
+        axis: function that returns the axis with a given name.
     """
     return gather_full_tensors([local], [spec], axis)[0]
 

@@ -1,9 +1,9 @@
-"""Tensor whose collective runs only when its values are read, so that it can be avoided.
+"""A tensor that delays its collective until its values are read, because it may turn out to be unnecessary.
 
 Two consecutive collectives between layers can often be fused. The all-reduce after the embedding is followed by a
 split for the first layer, and both together are a reduce-scatter. The same holds for the gather before the head. A
-module does not know which module comes next, so it returns a ``DeferredTensor``. A module that can use the ``local``
-shard directly reads it; any other operation resolves the full values, once.
+module does not know which module comes next, so it returns a ``DeferredTensor``. The next module reads the ``local``
+shard if it can use the shard directly. Any other operation runs the collective, once.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Map = Callable[[Tensor], Tensor]
 
 
 class DeferredTensor(Tensor):
-    """Full tensor that a deferred collective computes from the tensor ``local`` when its values are read.
+    """A full tensor that a collective computes from the tensor ``local``, but only when its values are read.
 
     Args (of ``make``):
         local: this rank's shard or summand.
         shape: the full shape.
-        axis: axis of the collective, or None if it communicates nothing.
+        axis: axis of the collective, or None if nothing is communicated.
         region: layout in which a block can use ``local`` instead of the full values, or None for a sum.
-        resolve: the collective: ``local`` -> full tensor.
-        to_local: its backward pass: gradient of the full tensor -> gradient of ``local``.
+        resolve: runs the collective: ``local`` -> full tensor.
+        to_local: backward pass of the collective: gradient of the full tensor -> gradient of ``local``.
     """
 
     local: Tensor
@@ -72,26 +72,26 @@ class DeferredTensor(Tensor):
 
     @property
     def is_pending(self) -> bool:
-        """Whether ``local`` still represents the full tensor, which has no in-place changes or gradient hooks."""
+        """Whether ``local`` can replace the full tensor, which was not modified in place and has no gradient hooks."""
         is_written = self._own is not None or (self._full is not None and self._full._version != self._written)
         return not self._is_watched and not is_written
 
     @property
     def computed_value(self) -> Tensor | None:
-        """The full values without gradient history, or None if they have not been computed."""
+        """The full tensor without gradient history, or None if it has not been computed yet."""
         return self._full
 
     def set_computed(self, full: Tensor) -> None:
-        """Store the gathered full tensor, unless it was computed in inference mode."""
+        """Cache the full tensor for later calls, unless it was computed in inference mode."""
         if not full.is_inference():
             self._full, self._written = full, full._version
 
     def is_made_by(self, node: Any) -> bool:
-        """Return whether the autograd node ``node`` computed the full tensor."""
+        """Return whether ``node`` is the autograd node that computed this full tensor."""
         return getattr(node, "to_local", None) is self._to_local
 
     def full_tensor(self) -> Tensor:
-        """Return the full tensor as a plain tensor with gradient history. Communicates at the first call."""
+        """Return the full values as a plain tensor that supports autograd. Communicates only at the first call."""
         if self._own is not None:
             return self._own
         full = self._full
@@ -126,7 +126,7 @@ class DeferredTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes func for self
         cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        """Handle calls of autograd and of C++ code, which bypass ``__torch_function__``."""
+        """Handle calls that bypass ``__torch_function__``: those from autograd and from C++ code."""
         with torch.no_grad():
             args, kwargs = tree_map_only(DeferredTensor, methodcaller("full_tensor"), (args, dict(kwargs or {})))
         return func(*args, **kwargs)
@@ -148,7 +148,7 @@ class _LocalToFull(Function):
 
 
 def _returns_input(func: Any, x: DeferredTensor, args: tuple[Any, ...]) -> bool:
-    """Return whether a view function with these arguments returns all of ``x``, such as ``x[:]``."""
+    """Return whether a view function with these arguments returns all of ``x`` unchanged, as ``x[:]`` does."""
     if func not in (Tensor.__getitem__, Tensor.view, Tensor.reshape):
         return False
     if any(isinstance(x, Tensor) for x in tree_leaves(args)):
@@ -160,11 +160,11 @@ def _returns_input(func: Any, x: DeferredTensor, args: tuple[Any, ...]) -> bool:
 
 
 def resolve_deferred(output: Any) -> Any:
-    """Replace all deferred tensors in a nested output by full plain tensors."""
+    """Replace every ``DeferredTensor`` in a nested output by its full values as a plain tensor."""
     return tree_map_only(DeferredTensor, methodcaller("full_tensor"), output)
 
 
 _METADATA = METADATA.union(functions_named("requires_grad"))
-"""Attributes that do not need the values."""
+"""Attributes that can be read without computing the full values."""
 _WATCHES = {Tensor.register_hook, Tensor.retain_grad}
-"""Functions that observe the full gradient, so that later computation must use the full tensor."""
+"""Functions that access the gradient of the full tensor. After one of them, ``local`` can no longer be used."""

@@ -1,6 +1,6 @@
-"""Recorder of collectives: how often they run, how many bytes they send, and where the process waits for them.
+"""Record which collectives run, how many bytes they send, and when the process waits for them.
 
-Collectives are counted at their start, on this process. See ``shardformer.mesh.transport`` for the byte formulas.
+Collectives are counted in this process, when they start. See ``shardformer.mesh.transport`` for the byte formulas.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from shardformer.mesh.transport import CollectiveEvent, CollectiveLog, Collectiv
 
 @dataclass
 class CollectiveRecorder:
-    """Context manager that records the collectives of this process.
+    """Context manager that records the collectives that this process starts.
 
     >>> with CollectiveRecorder(context) as recorder:      # doctest: +SKIP
     ...     model(**batch).loss.backward()
     >>> recorder.count("all_reduce"), recorder.wire_bytes()   # doctest: +SKIP
 
     Args:
-        model: records the module paths of collectives in a forward pass (``CollectiveRecord.where``).
+        model: if passed, record which of its modules starts each collective (``CollectiveRecord.where``).
 
-    After the body, ``calls`` has the collectives that were started, and ``events`` their starts and waits in order,
-    including those of receives.
+    After the ``with`` block, ``calls`` contains the collectives, and ``events`` contains their starts and waits in
+    order, including those of point-to-point receives.
     """
 
     source: ParallelContext | Axis
@@ -60,19 +60,19 @@ class CollectiveRecorder:
             traffic.events.clear()
 
     def count(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
-        """Return the number of recorded collectives of this kind, axis and purpose."""
+        """Return how many collectives were recorded, optionally only those of one operation, axis or purpose."""
         return len(self._select_records(op, axis, purpose))
 
     def payload_bytes(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
-        """Return the total size of the full tensors of recorded collectives, in bytes."""
+        """Return the total size in bytes of the full tensors in the recorded collectives."""
         return sum(c.payload_bytes for c in self._select_records(op, axis, purpose))
 
     def wire_bytes(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
-        """Return the total number of bytes that the ranks send for the recorded collectives."""
+        """Return the total number of bytes that all ranks together send for the recorded collectives."""
         return sum(c.wire_bytes for c in self._select_records(op, axis, purpose))
 
     def table(self) -> dict[tuple[str, str, str], tuple[int, int]]:
-        """Return a dict from (kind, axis, purpose) to (number of calls, wire bytes) of the recorded collectives."""
+        """Summarize the records in a dict: (operation, axis, purpose) -> (number of calls, bytes sent)."""
         count: Counter[tuple[str, str, str]] = Counter()
         sent: Counter[tuple[str, str, str]] = Counter()
         for c in self.calls:
@@ -109,11 +109,11 @@ def _track_modules(model: nn.Module, traffic: CollectiveLog) -> list[Any]:
 
 
 def no_wait_event() -> None:
-    """Record no wait event, because no recorder is active."""
+    """Do nothing, because no recorder is active that must record the end of a wait."""
 
 
 def record(op: str, axis: Axis, full_bytes: int, purpose: str, *, ranks: int | None = None) -> Callable[[], None]:
-    """Record the start of a collective if a recorder is active, and return a function that records the wait."""
+    """Record that a collective starts, and return a callback that records when the process waits for it."""
     traffic = axis.traffic
     if not traffic.enabled:
         return no_wait_event

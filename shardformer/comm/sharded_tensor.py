@@ -1,9 +1,9 @@
 """Base class of tensors that store one rank's shard but behave like the full tensor.
 
-A rule defines the result of a torch function for such a tensor. A view rule receives the arguments of a view function
+A rule defines what a torch function returns for such a tensor. A view rule receives the arguments of a view function
 of the full tensor, and returns
 
-    the sharded dimension of the result, and the arguments that do the same to the shard
+    the sharded dimension of the result, and the arguments that compute the same view of the shard
 
 or None if the result needs the full tensor. Rules do not read values.
 
@@ -39,13 +39,13 @@ Placed = tuple[int, Args] | None
 
 
 class ShardedTensor(Tensor):
-    """Tensor with the shape of the full tensor that stores only this rank's shard along one dimension.
+    """A tensor that has the shape of the full tensor, but stores only this rank's shard of one dimension.
 
     Attributes:
         local: the shard.
         shard_dim: the sharded dimension.
-        RULES: rules by torch function. All other functions gather the full tensor and return a plain tensor.
-        TEXT: name of the class in error messages, with their rule and remedy.
+        RULES: torch function -> rule. A function without a rule gathers the full tensor and returns a plain tensor.
+        TEXT: texts of error messages: the name of the class, the rule, and the remedy.
     """
 
     RULES: ClassVar[Mapping[Any, Rule]]
@@ -65,14 +65,14 @@ class ShardedTensor(Tensor):
         return self
 
     def __init__(self, *args: Any) -> None:
-        """Do nothing, because ``__new__`` sets all attributes."""
+        """Do nothing, because ``__new__`` has already set all attributes."""
 
     def to_local(self) -> Tensor:
-        """Return this rank's shard, with its gradient history. Communicates nothing."""
+        """Return this rank's shard, including its autograd history. Communicates nothing."""
         return self.local
 
     def full_tensor(self) -> Tensor:
-        """All-gather the full tensor, with its gradient history. Communicates only at the first call.
+        """All-gather the shards into the full tensor, with its autograd history. Communicates only at the first call.
 
         The subclass's ``_gather`` defines what the backward pass communicates.
         """
@@ -88,19 +88,19 @@ class ShardedTensor(Tensor):
         raise AssertionError
 
     def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Self:
-        """Wrap the shard ``local`` in a new sharded tensor, by default with this tensor's dimension and dtype."""
+        """Wrap ``local`` as the shard of a new tensor, by default with the same sharded dimension and dtype."""
         raise AssertionError
 
     def view_of(self, local: Tensor, dim: int, replay: Callable[[Tensor], Tensor]) -> Self:
-        """Wrap the shard ``local`` of a view, which ``replay`` can compute from the full tensor."""
+        """Wrap ``local`` as the shard of a view of this tensor. ``replay`` computes this view of the full tensor."""
         return self.placed(local, dim)
 
     def slice_operand(self, full: Tensor, dim: int) -> Tensor:
-        """Return this rank's slice along ``dim`` of a plain tensor with the full length."""
+        """Return this rank's slice of a plain tensor that has the full length along ``dim``."""
         raise AssertionError
 
     def is_aligned(self, other: Any) -> bool:
-        """Return whether ``other`` is sharded identically, so that local shards can be combined."""
+        """Return whether ``other`` has the same sharding, so that the two can be combined shard by shard."""
         raise AssertionError
 
     def stored_shard(self) -> Tensor:
@@ -112,7 +112,7 @@ class ShardedTensor(Tensor):
         return False
 
     def write(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-        """Handle a torch function that writes into its first argument, which is this tensor."""
+        """Handle a torch function that modifies this tensor in place."""
         self.refuse(f"{getattr(func, '__name__', func)} cannot write into {self.TEXT[0]}")
 
     @classmethod
@@ -128,7 +128,7 @@ class ShardedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes func for self
         cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        """Raise an error for calls from autograd and C++ code, which bypass ``__torch_function__``."""
+        """Raise an error for calls that bypass ``__torch_function__``: those from autograd and C++ code."""
         cls.refuse(f"{func} does not support {cls.TEXT[0]}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # mypy drops the keyword's name
@@ -151,12 +151,12 @@ class ShardedTensor(Tensor):
 
 
 def to_full_tensors(value: Any) -> Any:
-    """Replace all sharded tensors in a nested value by full tensors."""
+    """Replace every ``ShardedTensor`` in a nested value by the full tensor that it represents."""
     return tree_map_only(ShardedTensor, lambda x: x.full_tensor(), value)
 
 
 def call_on_full_tensors(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Gather the full tensors, and call a torch function that has no rule for shards."""
+    """Gather the full tensors for a torch function that has no rule for shards, and call it."""
     first, name = args[0] if args else None, getattr(func, "__name__", "")
     if isinstance(first, ShardedTensor) and (name in _RECEIVES or is_inplace(func, kwargs)):
         return first.write(func, args, kwargs)
@@ -168,7 +168,7 @@ def call_on_full_tensors(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any
 
 
 _RECEIVES = {"all_reduce", "broadcast", "reduce", "recv", "irecv"}
-"""torch.distributed functions that write into their first argument."""
+"""Functions of torch.distributed that write into their first argument."""
 
 
 def is_inplace(func: Any, kwargs: Kwargs) -> bool:
@@ -180,13 +180,13 @@ def is_inplace(func: Any, kwargs: Kwargs) -> bool:
 
 
 def metadata_of_wrapper(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Return the shape, dtype, device or similar attribute of the wrapper tensor, which needs no values."""
+    """Read an attribute of the wrapper, such as its shape, dtype or device, without reading its values."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 def empty_full_view(x: ShardedTensor) -> Tensor:
-    """Return an expanded scalar with the full shape, dtype and device of ``x``, which needs no memory."""
+    """Return an expanded scalar that has the full shape, dtype and device of ``x`` but needs no memory."""
     return x.local.new_empty((), dtype=x.full_dtype).expand(x.full_shape)
 
 
@@ -198,7 +198,7 @@ def _call_factory(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply an element-wise torch function to the local shards, or to the full tensors if shards do not suffice."""
+    """Apply an element-wise torch function to the local shards if possible, and to the full tensors otherwise."""
     sharded = [a for a in (*args, *kwargs.values()) if isinstance(a, ShardedTensor)]
     if not sharded or is_inplace(func, kwargs) or "out" in kwargs:
         return call_on_full_tensors(func, args, kwargs)
@@ -213,7 +213,7 @@ def elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _local_operand(value: Any, x: ShardedTensor) -> Any:
-    """Return this rank's slice of an operand, or NotImplemented if the function needs full tensors."""
+    """Return this rank's slice of an operand, or NotImplemented if the operation needs the full tensors."""
     if not isinstance(value, Tensor):
         known = value is None or isinstance(value, Number | str | torch.dtype | torch.device | torch.memory_format)
         return value if known else NotImplemented
@@ -228,7 +228,7 @@ def _local_operand(value: Any, x: ShardedTensor) -> Any:
 
 
 def view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply a torch view function to the local shard, by its rule in ``VIEW_RULES``."""
+    """Apply a view function such as ``transpose`` to the local shard, by its rule in ``VIEW_RULES``."""
     x, *rest = args
     if not isinstance(x, ShardedTensor):
         return call_on_full_tensors(func, args, kwargs)
@@ -267,7 +267,7 @@ def query_local(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def reshape_last(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    """Return the arguments of view or reshape for a shard whose sharded dimension is last and stays last."""
+    """Convert the arguments of ``view`` or ``reshape`` for the shard, if the last dimension stays sharded."""
     sizes = _get_sizes(args)
     if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
         return None
@@ -300,7 +300,7 @@ def unflatten(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *,
 
 
 def squeeze(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    """Return explicit dimensions to squeeze, because a sharded dimension of local length 1 must remain."""
+    """Return the dimensions to squeeze, except a sharded dimension that only has the local length 1."""
     named = args[0] if args else kwargs.get("dim", range(len(shape)))
     dims = {dim % len(shape) for dim in ([named] if isinstance(named, int) else named)}
     gone = tuple(sorted(dim for dim in dims if shape[dim] == 1))
@@ -323,7 +323,7 @@ def permute(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, l
 
 
 def _rule_along_dim(position: int, default: int, drops_dim: bool = False) -> Callable[..., Placed]:
-    """Build the rule for a torch function along one dimension, which must not be the sharded dimension."""
+    """Build a rule for functions such as ``select`` that act on one dimension, which must not be the sharded one."""
 
     def rule(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
         dim = _get_dim_argument(args, kwargs, position, "dim", default)
@@ -341,7 +341,7 @@ split = _rule_along_dim(1, 0)
 
 
 def getitem(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    """Return the index for a shard, if the sharded dimension is not indexed."""
+    """Convert an index of the full tensor into an index of the shard, if it keeps the whole sharded dimension."""
     keys: Args = args[0] if isinstance(args[0], tuple) else args
     used = [_count_indexed_dims(key) for key in keys]
     if any(count is None for count in used):
@@ -393,7 +393,7 @@ VIEW_RULES: Mapping[str, Callable[..., Placed]] = {
     "permute": permute, "select": select, "unbind": unbind, "narrow": narrow, "index_select": narrow, "split": split,
     "chunk": split, "__getitem__": getitem,
 }  # fmt: skip
-"""View functions that may preserve the sharded dimension."""
+"""Rules of the view functions that can keep a dimension sharded."""
 _DIMS_ONLY = ("squeeze", "transpose", "swapaxes", "swapdims", "permute")
 """Functions with only dimensions as arguments, in any order."""
 _METADATA = """
@@ -413,7 +413,7 @@ _SHARED: Mapping[Rule, str] = {
 
 
 def functions_named(names: str) -> Iterator[Any]:
-    """Yield the functions with these names in torch.Tensor, torch and torch.nn.functional."""
+    """Yield the functions that have these names in torch.Tensor, torch and torch.nn.functional."""
     for name in names.split():
         for home in (Tensor, torch, F):
             function: Any = getattr(home, name, None)
@@ -424,9 +424,9 @@ def functions_named(names: str) -> Iterator[Any]:
 
 
 def rules_by_function(names: Mapping[Rule, str]) -> dict[Any, Rule]:
-    """Map torch functions to rules, from names per rule and the rules that all sharded tensors share."""
+    """Return a dict from torch functions to rules, given the names of the functions for each rule."""
     return {function: rule for rule, text in {**_SHARED, **names}.items() for function in functions_named(text)}
 
 
 METADATA = frozenset(functions_named(_METADATA))
-"""Attributes of a wrapper that do not need its values."""
+"""Attributes of a wrapper that can be read without its values."""

@@ -1,4 +1,4 @@
-"""The attention and mask functions of context parallelism, registered with transformers.
+"""Attention and mask functions that run models of transformers with context parallelism.
 
 The model is not modified: it requests a mask, gets a ``ChunkedMask``, and passes it to this attention function. If the
 sequence is not sharded, as in decoding with a cache, both functions call torch's own.
@@ -34,15 +34,15 @@ from shardformer.torch_compat import current_graph_task_id, has_data
 
 NAME = "shardformer_context"
 RUN = "_shardformer_context"
-"""The attribute of an attention module with the ``ContextParallelState`` of its model."""
+"""Attribute of an attention module that contains the ``ContextParallelState`` of its model."""
 SITE = "_shardformer_attention_site"
-"""The attribute of an attention module in compiled layers with a tensor that holds the module: ``graph_attention``."""
+"""Attribute of a compiled attention module: a tensor that refers to the module, see ``graph_attention``."""
 KNOWN_ARGUMENTS = {
     "softcap", "s_aux", "sinks", "sliding_window", "is_causal", "use_cache", "position_ids", "cache_position",
     "output_attentions", "output_hidden_states", "return_dict", "num_items_in_batch", "position_embeddings",
     "attention_mask", "deterministic", "target_dtype",
 }  # fmt: skip
-"""Arguments that this attention function implements or can ignore."""
+"""Arguments that ``context_attention`` implements or can ignore."""
 
 
 def context_attention(
@@ -56,14 +56,14 @@ def context_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute context-parallel attention, with the signature that transformers calls.
+    """Compute attention over a sharded sequence, with the signature of transformers' ``AttentionInterface``.
 
     query (B, N, s, D), key and value (B, K, s, D) -> (B, s, N, D) and None.
 
     Communicates as ``ring_attention`` and ``exchange_positions_for_heads``.
 
     Raises:
-        ConfigError, InputError: for arguments that a sharded sequence does not support.
+        ConfigError, InputError: for arguments that context parallelism does not support.
     """
     state: ContextParallelState | None = getattr(module, RUN, None)
     if state is not None and torch.compiler.is_compiling() and getattr(module, SITE, None) is not None:
@@ -98,7 +98,7 @@ def context_attention(
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Exchanges between the ranks for one call of an attention module."""
+    """Heads and positions that the ranks exchange in one call of an attention module."""
 
     exchange: RingExchange
     of_queries: HeadExchange
@@ -116,13 +116,13 @@ def plan_attention(
     scores: ScoreOptions,
     is_causal: bool | None,
 ) -> AttentionPlan:
-    """Return the exchanges for queries (B, N, s, D) and keys (B, K, s, D). Communicates nothing."""
+    """Plan the communication for queries (B, N, s, D) and keys (B, K, s, D). Communicates nothing."""
     positions = _find_query_positions(state, query, mask)
     if positions is None:
         raise InputError(
-            f"The compiled {type(module).__name__} received {query.shape[2]} queries, which are not the positions of "
-            "this rank.",
-            remedy="Set compile=False, or use sequence=1 for this model.",
+            f"The compiled {type(module).__name__} received {query.shape[2]} queries, but this rank has another "
+            "number of sequence positions.",
+            remedy="Set compile=False, or disable context parallelism for this model (sequence=1).",
         )
     if mask is None:
         mask = _make_mask_of_module(module, query, key, state, positions, is_causal)
@@ -145,11 +145,11 @@ def _attend_in_graph(
     is_causal: bool | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Compute the attention in a compiled layer, with one operator: see ``graph_attention``."""
+    """Compute attention in a compiled layer with a single custom operator. See ``graph_attention``."""
     unknown = [name for name, x in kwargs.items() if name not in KNOWN_ARGUMENTS and isinstance(x, Tensor)]
     if unknown or kwargs.get("output_attentions"):
         raise ConfigError(
-            f"A compiled attention with a sharded sequence does not support {unknown or 'output_attentions=True'}.",
+            f"Compiled attention with context parallelism does not support {unknown or 'output_attentions=True'}.",
             remedy="Set compile=False.",
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -165,16 +165,18 @@ def _attend_in_graph(
 
 @dataclass(frozen=True)
 class RelativeBiasArgument:
-    """Relative position bias by distance, in place of the bias tensor that a model passes to its layers."""
+    """Relative position bias per distance, which replaces the full bias tensor that a model passes to its layers."""
 
     distance_bias: Tensor
 
     def __getattr__(self, name: str) -> Any:
-        raise unknown_attribute_error(name, "the bias of its attention", "not a tensor of all pairs of positions")
+        raise unknown_attribute_error(
+            name, "With context parallelism, an attention bias has one value per distance between query and key."
+        )
 
 
 def pass_relative_bias(module: nn.Module, state: ContextParallelState) -> None:
-    """Make ``module`` compute a bias per distance instead of one per pair of positions (``compute_bias``, T5)."""
+    """Make a T5 attention compute its position bias per distance instead of per pair of positions."""
     original = getattr(type(module), "compute_bias", None)
     if original is not None and "past_seen_tokens" in inspect.signature(original).parameters:
         module.__dict__[RUN] = state
@@ -182,7 +184,7 @@ def pass_relative_bias(module: nn.Module, state: ContextParallelState) -> None:
 
 
 def has_relative_bias(module: nn.Module) -> bool:
-    """Return whether ``pass_relative_bias`` changed the module."""
+    """Return whether ``pass_relative_bias`` has modified ``module``."""
     return "compute_bias" in module.__dict__
 
 
@@ -202,11 +204,11 @@ def _compute_bias_by_distance(self: nn.Module, query_length: int, key_length: in
 def _make_head_exchanges(
     state: ContextParallelState, queries: int, keys: int, mask: ChunkedMask
 ) -> tuple[HeadExchange, HeadExchange]:
-    """Return the exchanges of query heads and of key heads in the Ulysses group."""
+    """Return how the ranks of the Ulysses group exchange query heads and key heads."""
     axis, ring_rank = state.group, state.ring.rank
     if queries < axis.size:
         raise ConfigError(
-            f"The {queries} query heads of this rank cannot be divided among the {axis.size} ranks of a Ulysses group.",
+            f"Ulysses cannot split the {queries} query heads of this rank over a group of {axis.size} ranks.",
             remedy=f"Use context_parallel='ring', or sequence=({state.axis.size // queries}, {queries}).",
         )
     q_heads = assign_query_heads(queries, axis.size)
@@ -216,7 +218,7 @@ def _make_head_exchanges(
 
 
 def _find_query_positions(state: ContextParallelState, query: Tensor, mask: Any) -> SequencePositions | None:
-    """Return the sequence positions of the queries on each rank, or None if the queries are not sharded."""
+    """Return which sequence positions the queries have on each rank, or None if the queries are not sharded."""
     count = query.shape[2]
     if isinstance(mask, ChunkedMask):
         return mask.queries if count == state.local_length(mask.queries.length) else None
@@ -236,9 +238,9 @@ def _make_mask_of_module(
     keys = state.find_by_local_length(key.shape[2])
     if keys is None:
         raise ConfigError(
-            f"The attention {type(module).__name__} received {key.shape[2]} keys on rank {state.axis.rank} "
-            f"of {state.axis.size}, which is not the local length of any sequence in this model.",
-            remedy="Use sequence=1 for this model.",
+            f"{type(module).__name__} received {key.shape[2]} keys on rank {state.axis.rank} of {state.axis.size}, but "
+            "no sequence in this model has this many positions on this rank.",
+            remedy="Disable context parallelism for this model (sequence=1).",
         )
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     predicate = causal_predicate if is_causal and positions.length > 1 else None
@@ -246,7 +248,7 @@ def _make_mask_of_module(
 
 
 def _pad_to_same_width(*tensors: Tensor) -> list[Tensor]:
-    """Pad the head dims with zeros to one width, which changes neither the scores nor the first output columns."""
+    """Pad the head dim of all tensors to the same width. The zeros do not change the attention scores."""
     width = max(t.shape[-1] for t in tensors)
     return [t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors]
 
@@ -254,23 +256,23 @@ def _pad_to_same_width(*tensors: Tensor) -> list[Tensor]:
 def _check_arguments(module: nn.Module, mask: Any, kwargs: dict[str, Any]) -> None:
     if isinstance(mask, Tensor):
         raise InputError(
-            f"{type(module).__name__} received an attention mask of shape {tuple(mask.shape)}, which is not supported.",
-            rule="With a sharded sequence, only a padding mask (batch, sequence) can be a tensor. All other "
-            "masks come from the mask function of the model.",
-            remedy="Pass attention_mask (batch, sequence), or position_ids that restart with each document.",
+            f"{type(module).__name__} received an attention mask of shape {tuple(mask.shape)}, which context "
+            "parallelism does not support.",
+            rule="An attention mask that is passed as a tensor must be a padding mask of shape (batch, sequence).",
+            remedy="Pass a padding mask, or position_ids that restart at 0 in each packed document.",
         )
     if kwargs.get("output_attentions"):
         raise ConfigError(
-            "output_attentions=True is not supported with a sharded sequence, because no rank has all weights.",
-            remedy="Use output_attentions=False.",
+            "output_attentions=True is not supported with context parallelism, because no rank computes all weights.",
+            remedy="Set output_attentions=False.",
         )
     for name, value in kwargs.items():
         # T5's cross-attention passes zeros; fake tensors have no values
         if name not in KNOWN_ARGUMENTS and isinstance(value, Tensor) and has_data(value) and value.any():
             raise ConfigError(
-                f"{type(module).__name__} passes a tensor {name!r} to its attention, which a sharded sequence does not "
-                "support.",
-                remedy="Use sequence=1 for this model.",
+                f"{type(module).__name__} passes the tensor {name!r} to its attention function, which context "
+                "parallelism does not support.",
+                remedy="Disable context parallelism for this model (sequence=1).",
             )
 
 
@@ -285,7 +287,7 @@ def context_mask(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Return the model's mask function and padding as a ``ChunkedMask``, or torch's mask if nothing is sharded."""
+    """Return the attention mask of a model as a ``ChunkedMask``, or torch's mask if the sequence is not sharded."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
     predicate = causal_mask_function if mask_function is None else mask_function

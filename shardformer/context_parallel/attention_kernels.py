@@ -1,4 +1,4 @@
-"""Attention to a subset of the keys, and the log-sum-exp that is needed to merge several such results.
+"""Attention kernels for a subset of the keys, which also return the log-sum-exp to merge several results.
 
 For scores s over a subset of the keys, out = softmax(s) v and lse = log sum exp(s). Two subsets are merged by
 
@@ -26,20 +26,20 @@ from torch import Tensor
 ATEN = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
 SCORES_AT_ONCE = 2**22
-"""The number of scores that the Python kernel computes at a time."""
+"""Number of scores that the Python kernel computes at a time."""
 HASH_FACTORS = (0x45D9F3B, 0x119DE1F3)
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """Attention dropout whose mask is a hash of seed and positions, independent of the parallel layout."""
+    """Attention dropout whose mask is a hash of a seed and positions, so that it is the same in every layout."""
 
     rate: float
     seed: int  # identical on all ranks
     heads: Tensor  # indices of the local query heads
 
     def compute_weight_factors(self, batch: int, rows: Tensor, cols: Tensor) -> Tensor:
-        """Return the factors (B, N, Q, S) by which dropout multiplies the weights: 0 or 1 / (1 - rate)."""
+        """Return the factors (B, N, Q, S) for the attention weights: 0 if dropped, and otherwise 1 / (1 - rate)."""
         device = rows.device
         x = _hash(torch.arange(batch, device=device)[:, None] + self.seed % 2**31)
         x = _hash(x * 31 + self.heads.to(device)[None, :])[:, :, None, None]
@@ -56,22 +56,22 @@ def _hash(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RelativePositionBias:
-    """Bias of attention scores that depends on the distance between key and query."""
+    """Bias of the attention scores that depends only on the distance between the key and the query."""
 
     distance_bias: Tensor  # (N, 2L - 1) for L positions: the bias of keys from L - 1 before the query to L - 1 after it
 
     def compute_bias(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """Return the bias (N, Q, S) for query positions ``rows`` and key positions ``cols``."""
+        """Return the bias (N, Q, S) between queries at positions ``rows`` and keys at positions ``cols``."""
         return self.distance_bias[:, self.compute_indices(rows, cols)]
 
     def compute_indices(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """Return the indices (Q, S) into ``distance_bias`` for query positions and key positions."""
+        """Return the indices (Q, S) into ``distance_bias`` for these positions of queries and keys."""
         return cols[None, :] - rows[:, None] + self.distance_bias.shape[1] // 2
 
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """Scale, cap, dropout and bias that an attention kernel applies to its scores and weights."""
+    """Scale, soft cap, bias and dropout that an attention kernel applies to its scores and weights."""
 
     scale: float
     cap: float | None = None  # c in c tanh(score / c)
@@ -80,7 +80,7 @@ class ScoreOptions:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a fused attention kernel supports these options, forward and backward."""
+        """Whether fused attention kernels support these options in the forward and the backward pass."""
         return self.cap is None and self.dropout is None and self.bias is None
 
 
@@ -97,10 +97,10 @@ class BlockMask:
 def partial_attention(
     q: Tensor, k: Tensor, v: Tensor, block: BlockMask, options: ScoreOptions
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention from q (B, N, Q, D) to some of the keys, k and v (B, K, S, D), and its log-sum-exp.
+    """Compute attention to a subset of the keys, and return the output and its log-sum-exp.
 
-    Returns out (B, N, Q, D) and lse (B, N, Q). The lse is in fp32, or fp64 for fp64 inputs. A query without a visible
-    key has a very low lse and an undefined out.
+    q is (B, N, Q, D), k and v are (B, K, S, D). Returns out (B, N, Q, D) and lse (B, N, Q). The lse is in fp32, or fp64
+    for fp64 inputs. A query that attends to none of these keys has a very low lse and an undefined out.
     """
     if q.device.type == "cpu" and options.cap is None and options.dropout is None:
         added = (
@@ -121,7 +121,10 @@ def partial_attention(
 def partial_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: BlockMask, options: ScoreOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v and the bias, given the output and log-sum-exp over all keys."""
+    """Return the gradients of q, k, v and the bias of ``partial_attention``.
+
+    ``out`` and ``lse`` are the output and the log-sum-exp of the attention to all keys.
+    """
     if options.is_plain and q.device.type == "cpu":
         found = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
             grad,
@@ -142,7 +145,7 @@ def partial_attention_backward(
 
 
 def mask_value(dtype: torch.dtype) -> float:
-    """Return the attention score of a masked key, which is a large negative number.
+    """Return the large negative number that is used as the attention score of a masked key.
 
     It is not -inf, because the kernels return 0 as the log-sum-exp of a row of -inf.
     """
@@ -158,7 +161,7 @@ def _make_additive_mask(block: BlockMask, dtype: torch.dtype) -> Tensor | None:
 
 
 def _apply_mask_to_bias(block: BlockMask, bias: RelativePositionBias, dtype: torch.dtype) -> Tensor:
-    """Return the bias (B or 1, N, Q, S), with the mask value at masked keys."""
+    """Return the position bias (B or 1, N, Q, S), in which the mask value replaces the bias of masked keys."""
     added = bias.compute_bias(block.rows, block.cols)[None].to(dtype)
     if block.mask is not None:
         return added.masked_fill(~block.mask, mask_value(dtype))
@@ -215,7 +218,7 @@ def _attend_cuda_backward(
 
 
 def _make_cuda_mask(block: BlockMask, q: Tensor) -> Tensor | None:
-    """Return the additive mask for all heads, with rows aligned to 8 elements as the CUDA kernel requires."""
+    """Return the additive mask of all heads, whose rows are aligned to 8 elements as the CUDA kernel requires."""
     added = _make_additive_mask(block, q.dtype)
     if added is None:
         return None
@@ -285,7 +288,7 @@ def _attend_plain_backward(
 def _compute_scores(
     q: Tensor, k: Tensor, rows: Tensor, cols: Tensor, options: ScoreOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the attention scores and, if they are capped, their derivative by the scaled products."""
+    """Return the attention scores, and the derivative of the soft cap if there is one."""
     scores, slope = q @ k.transpose(2, 3) * options.scale, None
     if options.cap is not None:
         tanh = (scores / options.cap).tanh()
@@ -303,7 +306,7 @@ def _find_hidden_keys(block: BlockMask, rows: slice) -> Tensor | None:
 
 
 def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Repeat the heads of (B, K, S, D) to (B, N, S, D)."""
+    """Repeat the key or value heads in x (B, K, S, D) so that there is one for each query head: (B, N, S, D)."""
     groups = q.shape[1] // x.shape[1]
     return x.repeat_interleave(groups, 1) if groups > 1 else x
 
@@ -315,7 +318,7 @@ def _split_rows(q: Tensor, k: Tensor) -> Iterator[slice]:
 
 
 def merge_partial_attention(out: Any, lse: Any, other: Tensor, other_lse: Tensor) -> None:
-    """Merge the output and log-sum-exp of attention to other keys into ``out`` and ``lse``, in place."""
+    """Merge the attention to another subset of the keys into ``out`` and ``lse``, in place."""
     total = torch.logaddexp(lse, other_lse)
     out.mul_((lse - total).exp_()[..., None]).addcmul_(other.to(out.dtype), (other_lse - total).exp_()[..., None])
     lse.copy_(total)

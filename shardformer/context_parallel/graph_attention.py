@@ -1,12 +1,12 @@
-"""Context-parallel attention as one operator of a compiled layer.
+"""Context-parallel attention as a custom operator for layers that are compiled with torch.compile.
 
 A graph contains only tensors and constants. The mask of an attention module and the positions of the ranks are
-objects, which differ in each forward pass. The graph therefore receives tensors of one number that refer to an object:
+objects, which differ in each forward pass. The graph therefore receives scalar tensors that refer to these objects:
 
-    q, k, v, site, mask --> context_attention --> out, lse, call      site holds the module, mask a ``ChunkedMask``
-    grad, q, k, v, out, lse, call --> context_attention_backward      call holds what the forward pass planned
+    q, k, v, site, mask --> context_attention --> out, lse, call      site: the module, mask: a ``ChunkedMask``
+    grad, q, k, v, out, lse, call --> context_attention_backward      call: the plan of the forward pass
 
-Lengths can therefore change without another graph, as far as the compiler supports it.
+The sequence length can therefore change without a recompilation, as far as the compiler supports it.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ _LIBRARY.define(
 
 
 def hold(value: Any) -> Tensor:
-    """Return a tensor that keeps a reference to a Python object."""
+    """Wrap a Python object in a scalar tensor, so that a compiled graph can pass it on."""
     tensor = torch.zeros((), dtype=torch.int64, device="cpu")
     setattr(tensor, _HELD, value)
     return tensor
 
 
 def held_by(tensor: Tensor, kind: type) -> Any:
-    """Return the object to which a tensor keeps a reference. Raises InputError if the tensor was computed or copied."""
+    """Return the Python object that ``hold`` wrapped. Raises InputError if the tensor was computed or copied."""
     value = getattr(tensor, _HELD, None)
     if not isinstance(value, kind):
         raise InputError(
-            f"A compiled attention received a tensor of shape {tuple(tensor.shape)} in place of its mask.",
-            rule="With a sharded sequence, a layer must pass its mask to the attention unchanged.",
-            remedy="Set compile=False, or use sequence=1 for this model.",
+            f"Compiled attention received a tensor of shape {tuple(tensor.shape)} instead of its attention mask.",
+            rule="With context parallelism, a compiled layer must pass on its attention mask unchanged.",
+            remedy="Set compile=False, or disable context parallelism for this model (sequence=1).",
         )
     return value
 
 
 def hold_masks(value: Any) -> Any:
-    """Return a tensor that refers to a context-parallel mask; return any other value unchanged."""
+    """Wrap a context-parallel attention mask in a tensor, and return any other value unchanged."""
     return hold(value) if isinstance(value, ChunkedMask) else value
 
 
 def install_sites(layer: nn.Module) -> None:
-    """Prepare the attention modules of a layer to be compiled."""
+    """Prepare the attention modules of a layer for compilation with torch.compile."""
     for module in layer.modules():
         if RUN in module.__dict__:
             module.__dict__[SITE] = hold(module)
@@ -153,9 +153,9 @@ def _differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]
     q, k, v, sinks, out, lse, call = ctx.saved_tensors
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise ConfigError(
-            "Backward with create_graph=True is not supported through a compiled attention with a sharded sequence.",
-            rule="Collectives only have first derivatives.",
-            remedy="Omit create_graph, or compute this term on the unsharded model.",
+            "Compiled attention with context parallelism does not support backward(create_graph=True).",
+            rule="Its collectives only have first derivatives.",
+            remedy="Remove create_graph=True, or compute the second derivatives on the unsharded model.",
         )
     *grads, sinks_grad = torch.ops.shardformer.context_attention_backward(grad, q, k, v, sinks, out, lse, call)
     return (*grads, None if sinks is None else sinks_grad, *(None,) * 7)

@@ -1,4 +1,4 @@
-"""Attention masks of sharded sequences, evaluated from transformers' mask function for one pair of chunks at a time.
+"""Attention masks for context parallelism, which are evaluated for one pair of sequence chunks at a time.
 
 transformers describes a mask as a function of four indices (sample, head, query, key): causal, sliding window, packed
 documents, prefix. ``ChunkedMask`` evaluates the function at the positions of the full sequence, and classifies each
@@ -31,15 +31,15 @@ from shardformer.torch_compat import has_data, is_true, without_fake_tensors
 # B batch, Q and S numbers of queries and keys
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Function of samples, heads, queries, keys, which broadcast -> whether a query attends to a key."""
+"""Function of the indices (samples, heads, queries, keys), which broadcast -> whether a query attends to a key."""
 
 POSITIONS_PER_CALL = 2**24
-"""The number of pairs of positions to evaluate per call."""
+"""Number of (query, key) pairs for which a mask is evaluated at a time."""
 MAX_CACHED_MASKS = 64
 
 
 class Visibility(Enum):
-    """Part of a chunk of keys to which a chunk of queries attends."""
+    """How many keys of one chunk are visible to the queries of another chunk."""
 
     NOTHING = "nothing"
     ALL = "all"
@@ -47,26 +47,27 @@ class Visibility(Enum):
     SOME = "some"
 
 
-def unknown_attribute_error(name: str, source: str, reason: str) -> Exception:
-    """Return the error for reading an attribute that a context-parallel mask or bias does not have."""
+def unknown_attribute_error(name: str, rule: str) -> Exception:
+    """Return the error for a model that reads an attribute which a context-parallel mask or bias does not have."""
     if name.startswith("_"):
         return AttributeError(name)
     return ConfigError(
-        f"The model reads the attribute {name} of {source}. With a sharded sequence, this is {reason}.",
-        remedy="Use sequence=1 for this model.",
+        f"The model reads the attribute {name} of an attention mask or bias that is not a tensor.",
+        rule=rule,
+        remedy="Disable context parallelism for this model (sequence=1).",
     )
 
 
 class ChunkedMask:
-    """Attention mask of a full sequence that is evaluated by chunks, in place of a mask tensor.
+    """Attention mask of the full sequence that is evaluated chunk by chunk instead of stored as a tensor.
 
     Args:
         predicate: the mask function, identical on all ranks and without communication, or None for no mask.
         padding: (B, S) bool, False for padding, or None for no padding.
         queries, keys: the positions of queries and keys on each rank.
         batch: the batch size.
-        by_vmap: whether the predicate takes one index of each kind, so that it must be called through torch.vmap.
-        seed: the seed of the attention dropout, shared by all layers of a forward pass.
+        by_vmap: whether the predicate takes scalar indices, so that it must be called through torch.vmap.
+        seed: the seed of the attention dropout, which all layers share in a forward pass.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class ChunkedMask:
         return self.padding is not None or self.predicate not in (None, causal_predicate)
 
     def evaluate(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """Evaluate the mask at query positions ``rows`` and key positions ``cols``: (B or 1, 1, Q, S) bool."""
+        """Return whether queries at positions ``rows`` attend to keys at positions ``cols``: (B or 1, 1, Q, S)."""
         device = rows.device
         if self.predicate is None:
             visible = torch.ones(1, 1, len(rows), len(cols), dtype=torch.bool, device=device)
@@ -106,9 +107,9 @@ class ChunkedMask:
             visible = torch.as_tensor(visible, device=device)
             if visible.dim() == 4 and visible.shape[1] > 1:
                 raise ConfigError(
-                    "The attention mask of this model differs between heads, which a sharded sequence does not "
+                    "The attention mask of this model differs between heads, which context parallelism does not "
                     "support.",
-                    remedy="Use sequence=1 for this model.",
+                    remedy="Disable context parallelism for this model (sequence=1).",
                 )
             visible = visible.expand(visible.shape[0] if visible.dim() == 4 else 1, 1, len(rows), len(cols))
         if self.padding is not None:
@@ -123,7 +124,7 @@ class ChunkedMask:
         return self.evaluate(rows, cols)
 
     def visibility(self, query_chunk: int, key_chunk: int) -> Visibility:
-        """Return whether a chunk of queries attends to all, some or no keys of a chunk. Identical on every rank."""
+        """Return how many keys of a chunk are visible to a chunk of queries. The result is identical on all ranks."""
         key = query_chunk, key_chunk
         if key not in self._visibility:
             self._visibility[key] = self._find_visibility(*key)
@@ -153,7 +154,7 @@ class ChunkedMask:
         return Visibility.CAUSAL if causal else Visibility.SOME
 
     def block_mask(self, query_chunks: tuple[int, ...], key_chunks: tuple[int, ...], device: torch.device) -> BlockMask:
-        """Return the mask between chunks of queries and chunks of keys, for an attention kernel."""
+        """Return the mask between several chunks of queries and several chunks of keys, for an attention kernel."""
         rows, cols = chunk_indices(self.queries, query_chunks), chunk_indices(self.keys, key_chunks)
         positions = rows.to(device), cols.to(device)
         is_causal = query_chunks == key_chunks and self.is_causal(query_chunks)
@@ -162,7 +163,7 @@ class ChunkedMask:
         return BlockMask(False, self.evaluate(*positions), *positions)
 
     def is_causal(self, chunks: tuple[int, ...]) -> bool:
-        """Return whether the mask between these chunks of queries and the same chunks of keys is causal."""
+        """Return whether the mask is causal between the queries and the keys of these chunks."""
         expected = {
             (r, c): Visibility.CAUSAL if r == c else Visibility.ALL if c < r else Visibility.NOTHING
             for r in chunks
@@ -171,21 +172,21 @@ class ChunkedMask:
         return self.queries == self.keys and all(self.visibility(*pair) is seen for pair, seen in expected.items())
 
     def needed_keys(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the chunks of keys, among ``chunks``, to which some query of a ring rank attends."""
+        """Return which of the key chunks in ``chunks`` are visible to at least one query of a ring rank."""
         queries = self.queries.chunks_of(ring_rank)
         return tuple(c for c in chunks if any(self.visibility(q, c) is not Visibility.NOTHING for q in queries))
 
     def attending_queries(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the chunks of queries of a ring rank that attend to some key in ``chunks``."""
+        """Return which query chunks of a ring rank attend to at least one key in ``chunks``."""
         queries = self.queries.chunks_of(ring_rank)
         return tuple(q for q in queries if any(self.visibility(q, c) is not Visibility.NOTHING for c in chunks))
 
     def __getattr__(self, name: str) -> Any:
-        raise unknown_attribute_error(name, "its attention mask", "computed chunk by chunk, not stored as one tensor")
+        raise unknown_attribute_error(name, "With context parallelism, an attention mask is computed chunk by chunk.")
 
 
 def causal_predicate(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return whether queries attend to keys under a causal mask: to their own and earlier positions."""
+    """Return whether each query attends to each key under a causal mask, which hides all later positions."""
     return keys <= queries
 
 
@@ -201,7 +202,7 @@ def _vmap_over_indices(predicate: Predicate) -> Callable[..., Tensor]:
 
 
 class _VisibilityCache(threading.local):
-    """Cache of the chunk visibility of each mask. It is per thread, because ranks may be threads."""
+    """Cache of the visible chunks of each mask. Each thread has its own, because ranks may be threads."""
 
     def __init__(self) -> None:
         self.masks: dict[Hashable, dict[tuple[int, int], Visibility]] = {}
@@ -218,7 +219,7 @@ def _find_cached_visibility(key: Hashable) -> dict[tuple[int, int], Visibility]:
 
 
 def mask_fingerprint(value: Any) -> Hashable | None:
-    """Return a hashable key of a mask function's code and constants, or None if it uses tensors or objects."""
+    """Return a hashable key for a mask function, or None if the function uses tensors or other objects."""
     if value is None or isinstance(value, int | float | str | CodeType):
         return (type(value).__name__, value)
     if isinstance(value, tuple | list):

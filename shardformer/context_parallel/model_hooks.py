@@ -1,4 +1,4 @@
-"""Hooks that shard the sequence of a model at its layers, and gather it for modules that need all positions.
+"""Hooks that shard the sequence at the layers of a model, and gather it for modules that need all positions.
 
 inputs, embeddings, masks    replicated
 layers                       local positions of the hidden states and of all other arguments
@@ -47,7 +47,7 @@ from shardformer.transformers_compat import arguments_of, caches_in, without_cac
 
 
 class ModelInputHook:
-    """Hooks that start and end context parallelism around each forward pass of a model.
+    """Hooks that enable context parallelism before each forward pass of a model, and disable it afterwards.
 
     Args:
         draws: whether the model draws random numbers in training.
@@ -71,7 +71,7 @@ class ModelInputHook:
         return self._share_inputs(args, kwargs)
 
     def _share_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """All-reduce the gradients of the inputs, because each rank computes them only for its positions."""
+        """All-reduce the gradients of the model inputs, because each rank computes them only for its own positions."""
 
         def is_trainable(x: Any) -> bool:
             return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, SequenceShardedTensor)
@@ -81,7 +81,7 @@ class ModelInputHook:
         return tree_map(lambda x: share_input_gradient(x, self._state.axis) if is_trainable(x) else x, (args, kwargs))
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Remove key-value caches from the model's output, because they contain only local positions."""
+        """Remove key-value caches from the model's output, because they contain only the positions of this rank."""
         state = self._state
         state.current = None
         set_current_state(None)
@@ -90,14 +90,14 @@ class ModelInputHook:
 
 
 class StackHook:
-    """Hooks that shard the sequence for the layers of one stack, and make its output a sharded tensor.
+    """Hooks that shard the sequence before a stack of layers, and wrap the output in a ``SequenceShardedTensor``.
 
     Args:
         path: the path of the stack.
         layers: the layers in order, without repetitions.
-        ends: the modules after which the sequence is gathered on access: the last layer or a norm after it; every layer
-            if the model reads or writes positions between them.
-        draws: whether the model draws random numbers in training. Each rank then draws its own between the layers.
+        ends: the modules whose output is wrapped: the last layer or a norm after it, or every layer if the model reads
+            or writes single positions between the layers.
+        draws: whether the model draws random numbers in training. Each rank then draws different ones in the layers.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class StackHook:
 
 
 def run_on_local_positions(module: nn.Module) -> None:
-    """Make a parallel layer outside the stacks compute only the local positions of its input."""
+    """Make a parallel layer outside the stacks of layers process only the sequence positions of this rank."""
     sharded: list[SequenceShardedTensor] = []
 
     def unwrap_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -209,7 +209,7 @@ def run_on_local_positions(module: nn.Module) -> None:
 
 
 class FullSequenceHook:
-    """Hooks that gather the sequence for a module that needs all positions, and shard its output again.
+    """Hooks that gather the full sequence before a module that needs all positions, and shard its output again.
 
     Examples are state spaces and convolutions. Every rank computes the module for all positions. Communicates: forward
     one all-gather of B*S*H, backward one all-to-all of it.
@@ -237,9 +237,9 @@ class FullSequenceHook:
         local = state.local_length(positions.length)
         if hidden.shape[1] != local:
             raise InputError(
-                f"{type(module).__name__}, which needs the full sequence, received a tensor of shape "
-                f"{tuple(hidden.shape)} instead of the local positions (batch, {local}, hidden).",
-                remedy="Use sequence=1 for this model.",
+                f"{type(module).__name__} received a tensor of shape {tuple(hidden.shape)}, but with context "
+                f"parallelism its input must contain the positions of this rank, (batch, {local}, hidden).",
+                remedy="Disable context parallelism for this model (sequence=1).",
             )
         self._random.enter(hidden, module.training)
         lengths_seen = state.seen if is_recomputing else state.seen_in_forward  # of an encoder and of a decoder

@@ -1,4 +1,4 @@
-"""Ring attention: each rank has some of the queries, and the ranks exchange their keys and values.
+"""Ring attention: each rank keeps its own queries, and receives the keys and values of the other ranks.
 
 In step t, rank r computes with the keys of rank r - t while it receives those of rank r - t - 1. A chunk of keys is
 sent directly to each rank whose queries attend to it. With zig-zag chunks and a causal mask, this is 3/4 of the traffic
@@ -39,7 +39,7 @@ PURPOSE = "context"
 
 @dataclass(frozen=True)
 class RingExchange:
-    """Settings of the exchange of keys and values between the ranks of a ring."""
+    """Settings that control how the ranks of a ring exchange keys and values."""
 
     axis: Axis
     mask: ChunkedMask
@@ -47,7 +47,7 @@ class RingExchange:
     gathers: bool = False  # all-gather all keys first, instead of sending them during the computation
 
     def chunks_needed_by(self, rank: int, owner: int) -> tuple[int, ...]:
-        """Return the chunks of keys of rank ``owner`` that rank ``rank`` needs."""
+        """Return which chunks of keys rank ``rank`` needs from rank ``owner``."""
         chunks = self.mask.keys.chunks_of(owner)
         return chunks if self.gathers else self.mask.needed_keys(rank, chunks)
 
@@ -60,16 +60,16 @@ def ring_attention(
     sinks: Tensor | None = None,
     distance_bias: Tensor | None = None,
 ) -> Tensor:
-    """Attend from the local queries q (B, N, s, D) to the keys and values k, v (B, K, s, D) of all ranks.
+    """Compute attention from the queries of this rank to the keys and values of all ranks.
 
-    Returns (B, N, s, D).
+    q is (B, N, s, D), k and v are (B, K, s, D). Returns (B, N, s, D).
 
     Communicates over the ring: forward the chunks of keys and values that other ranks attend to; backward these again,
     and their gradients. With ``gathers``: forward one all-gather of keys and values; backward the same, and each rank
     sends its gradients of the keys and values to their owners.
 
     Args:
-        sinks: (N,), the score per head of a key without a value.
+        sinks: (N,), for each head the score of an additional key without a value (attention sinks).
         distance_bias: (N, 2L - 1) for a sequence of L positions: the bias of keys from L - 1 positions before the query
             to L - 1 positions after it.
     """
@@ -102,7 +102,11 @@ class _Ring(Function):
 def attend_over_ring(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, distance_bias: Tensor | None, exchange: RingExchange
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the output of ``ring_attention``, its log-sum-exp (B, N, s), and which queries see no key, if any may."""
+    """Compute the forward pass of ring attention without autograd.
+
+    Returns the output, its log-sum-exp (B, N, s), and a mask of the queries that attend to no key. The mask is None if
+    the attention mask cannot hide all keys.
+    """
     options = _add_bias(exchange.options, distance_bias)
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     out: Tensor | None = None
@@ -130,7 +134,7 @@ def attend_over_ring(
 def attend_over_ring_backward(
     grad: Tensor, saved: Sequence[Any], sees_nothing: Tensor | None, exchange: RingExchange
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of q, k, v, sinks and distance_bias.
+    """Compute the backward pass of ring attention: the gradients of q, k, v, sinks and distance_bias.
 
     Args:
         saved: q, k, v, sinks, distance_bias, and the output and log-sum-exp of ``attend_over_ring``.
@@ -173,9 +177,9 @@ def _add_bias(options: ScoreOptions, distance_bias: Tensor | None) -> ScoreOptio
 
 
 def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
-    """Yield the keys and values of this rank, then the keys and values of each other rank of the ring.
+    """Yield the keys and values of this rank, and then those of every other rank of the ring.
 
-    Each item is (owner, its chunks, its keys and values (2, B, K, n, D)).
+    Each item is (owner rank, chunk indices, keys and values (2, B, K, n, D)).
     """
     axis = exchange.axis
     me, ranks = axis.rank, axis.size
@@ -197,7 +201,7 @@ def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tup
         if chunks:
             yield owner, chunks, into
         elif exchange.chunks_needed_by(me, owner):
-            raise AssertionError(f"Rank {me} needs keys of rank {owner}, but received none")
+            raise AssertionError(f"Rank {me} needs the keys of rank {owner}, but received none")
         else:
             yield owner, (), into
         incoming = following
@@ -206,7 +210,7 @@ def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tup
 def _start_exchange(
     kv: Tensor, exchange: RingExchange, step: int
 ) -> tuple[tuple[int, ...], Tensor, Sequence[Work], Tensor | None]:
-    """Start ring step ``step``: send the local keys to a later rank, and receive keys from an earlier rank."""
+    """Start one step of the ring: send keys and values to a later rank, and receive those of an earlier rank."""
     axis, ranks = exchange.axis, exchange.axis.size
     if step >= ranks:
         return (), kv[:, :, :, :0], (), None
@@ -225,7 +229,7 @@ def _exchange(axis: Axis, to: int, out: Tensor, source: int, into: Tensor) -> Se
 
 
 class _KeyValueGradients:
-    """Sends gradients of keys and values to the ranks that own them, and sums the gradients that arrive."""
+    """Exchange of the gradients of keys and values, which are summed on the ranks that own them."""
 
     def __init__(self, dkv: Tensor, exchange: RingExchange) -> None:
         self._dkv, self._exchange, self._step = dkv, exchange, 0
@@ -233,7 +237,7 @@ class _KeyValueGradients:
         self._gathered: dict[int, Tensor] = {}
 
     def send(self, owner: int, total: Tensor) -> None:
-        """Send this rank's gradients of the keys of ``owner`` to that rank, in the order of the ring steps."""
+        """Send gradients of keys and values to their owner. Must be called in the order of the ring steps."""
         exchange, axis = self._exchange, self._exchange.axis
         step, self._step = self._step, self._step + 1
         if exchange.gathers and axis.size > 1:
@@ -277,7 +281,7 @@ class _KeyValueGradients:
 def _kernel_calls(
     exchange: RingExchange, chunks: tuple[int, ...], device: torch.device
 ) -> Iterator[tuple[slice, slice, kernels.BlockMask]]:
-    """Yield the slice of queries, the slice of keys and their mask for each kernel call.
+    """Yield the slice of queries, the slice of keys and the mask of each call of an attention kernel.
 
     One call suffices if all queries attend to the same keys.
     """
@@ -293,7 +297,7 @@ def _kernel_calls(
 
 
 def _slice_of_chunks(positions: SequencePositions, stored: tuple[int, ...], selected: tuple[int, ...]) -> slice:
-    """Return the position of the adjacent ``selected`` chunks in a tensor of the ``stored`` chunks."""
+    """Return the slice of the ``selected`` chunks in a tensor that contains the ``stored`` chunks."""
     start = 0
     bounds = []
     for chunk in stored:

@@ -1,4 +1,4 @@
-"""Positions of a sequence on each rank of context parallelism.
+"""Assignment of the positions of a sequence to the ranks of context parallelism.
 
 The sequence axis consists of a ring of P groups with U ranks each. The sequence is split evenly into 2P chunks. Ring
 rank i has chunks i and 2P-1-i (zig-zag), which balances the work of causal attention. The U ranks of its group split
@@ -8,7 +8,7 @@ the concatenation of these two chunks evenly. For P=2, U=2 and 16 positions:
     position     0  1  2  3   4  5  6  7   8  9 10 11  12 13 14 15
     rank        (0,0) (0,0)  (1,0) (1,0)  (1,1) (1,1)   (0,1) (0,1)      (ring rank, group rank)
 
-Nothing is padded. Any length from ``SequencePositions.min_length`` on can be split.
+Sequences are not padded. Every length of at least ``SequencePositions.min_length`` can be split.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardformer.torch_compat import to_list
 
 @dataclass(frozen=True)
 class SequencePositions:
-    """Split of a sequence of ``length`` positions over ``ring`` x ``group`` ranks.
+    """Assignment of a sequence of ``length`` positions to a grid of ``ring`` x ``group`` ranks.
 
     >>> SequencePositions(16, ring=2, group=2).split.parts
     (((0, 4),), ((12, 16),), ((4, 8),), ((8, 12),))
@@ -51,24 +51,24 @@ class SequencePositions:
     def __post_init__(self) -> None:
         if self.length < self.min_length(self.ring, self.group):
             raise InputError(
-                f"A sequence of {self.length} positions is too short for {self.ring} x {self.group} ranks of the "
-                f"sequence axis, which need at least {self.min_length(self.ring, self.group)}.",
-                remedy="Pass longer sequences, or use a smaller sequence size.",
+                f"A sequence of {self.length} positions is too short for context parallelism over {self.ring} x "
+                f"{self.group} ranks, which needs at least {self.min_length(self.ring, self.group)} positions.",
+                remedy="Pass longer sequences, or use fewer ranks on the sequence axis.",
             )
 
     @staticmethod
     def min_length(ring: int, group: int) -> int:
-        """Return the length of the shortest sequence that can be split over this many ranks."""
+        """Return the minimum length of a sequence that can be split over this many ranks."""
         return ring * max(2, group) if ring > 1 else group
 
     @cached_property
     def chunks(self) -> tuple[Slice, ...]:
-        """Start and end position of each of the 2P chunks of the sequence."""
+        """Start and end positions of all chunks of the sequence. Each ring rank has two chunks."""
         bounds = even_bounds(self.length, 2 * self.ring)
         return tuple(pairwise(bounds))
 
     def chunks_of(self, ring_rank: int) -> tuple[int, int]:
-        """Return the indices of the two chunks of a ring rank."""
+        """Return the indices of the two chunks that a ring rank has."""
         return ring_rank, 2 * self.ring - 1 - ring_rank
 
     def owner(self, chunk: int) -> int:
@@ -76,17 +76,17 @@ class SequencePositions:
         return min(chunk, 2 * self.ring - 1 - chunk)
 
     def group_lengths(self, ring_rank: int) -> list[int]:
-        """Return the number of positions on each rank of a ring rank's group."""
+        """Return how many positions each rank in the Ulysses group of ``ring_rank`` has."""
         return [b - a for a, b in pairwise(self._group_bounds(ring_rank))]
 
     @cached_property
     def split(self) -> Split:
-        """Split that assigns positions to the ranks of the sequence axis, with the ring rank as the outer index."""
+        """Positions of each rank of the sequence axis as a ``Split``, ordered by ring rank and then by group rank."""
         parts = tuple(self._slices(*ranks) for ranks in product(range(self.ring), range(self.group)))
         return Split(parts, ("sequence",))
 
     def indices(self, rank: int) -> Tensor:
-        """Return the positions of a rank of the sequence axis, in ascending order."""
+        """Return the sequence positions that a rank of the sequence axis has, in ascending order."""
         return self.split.indices(rank)
 
     def _chunk_slices(self, ring_rank: int) -> list[Slice]:
@@ -108,13 +108,13 @@ class SequencePositions:
 
 
 def chunk_indices(positions: SequencePositions, chunks: tuple[int, ...]) -> Tensor:
-    """Return the concatenated positions of the chunks with these indices."""
+    """Return the sequence positions of several chunks as one tensor."""
     return torch.cat([torch.arange(*positions.chunks[chunk]) for chunk in chunks])
 
 
 @dataclass(frozen=True, eq=False)
 class IndexShards:
-    """Assignment of the indices of a dim to the ranks of an axis."""
+    """Assignment of the indices of one tensor dimension to the ranks of a mesh axis."""
 
     axis: Axis
     parts: tuple[Tensor, ...]  # the indices of each rank, in the order of its local tensor
@@ -129,11 +129,11 @@ class IndexShards:
         return self.parts[self.axis.rank]
 
     def slice_local(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's slice of the full tensor x along ``dim``."""
+        """Return the slice of the full tensor x along ``dim`` that belongs to this rank."""
         return x.index_select(dim, self.local.to(x.device))
 
     def repeat_samples(self, num_samples: int) -> IndexShards:
-        """Return the shards of a dim that concatenates the sequences of ``num_samples`` samples."""
+        """Return the sharding of a dimension in which ``num_samples`` sharded sequences are concatenated."""
         if num_samples == 1:
             return self
         offsets = torch.arange(num_samples)[:, None] * self.full
@@ -142,7 +142,7 @@ class IndexShards:
         )
 
     def slice_rows(self, selected: slice) -> tuple[IndexShards, Tensor]:
-        """Return the index shards of a slice along the dim, and the indices of the local rows in this slice."""
+        """Return how a slice of the dimension is sharded, and which local rows are in this slice."""
         start, stop, step = selected.indices(self.full)
         full = len(range(start, stop, step))
         kept = [(part >= start) & (part < stop) & ((part - start) % step == 0) for part in self.parts]
@@ -164,7 +164,7 @@ _THREAD = threading.local()
 
 @dataclass(eq=False)
 class ContextParallelState:
-    """State of context parallelism for one model: its axes, sequence lengths and current forward."""
+    """State of context parallelism for one model, such as its mesh axes and the sequence of the running layer."""
 
     axis: Axis
     ring: Axis  # the ranks that exchange keys and values
@@ -181,32 +181,33 @@ class ContextParallelState:
     _module_indices: dict[int, int] = field(default_factory=dict)
 
     def positions(self, length: int) -> SequencePositions:
-        """Return the positions of a sequence on each rank. Raises InputError if it is too short."""
+        """Return which positions of a sequence of this length each rank has. Raises InputError if it is too short."""
         if length not in self.seen:
             self.seen[length] = SequencePositions(length, self.ring.size, self.group.size)
         return self.seen[length]
 
     def rows(self, length: int) -> IndexShards:
-        """Return the index shards of a sequence of this length."""
+        """Return the ``IndexShards`` of a sequence of this length."""
         if length not in self._rows:
             self._rows[length] = IndexShards.of(self.positions(length), self.axis)
         return self._rows[length]
 
     def local_length(self, length: int) -> int:
-        """Return how many positions of a sequence of this length are on this rank."""
+        """Return how many positions of a sequence with ``length`` positions are on this rank."""
         return self.positions(length).split.length(self.axis.rank)
 
     def positions_in_forward(self, length: int) -> SequencePositions:
-        """Return the positions of a sequence on each rank, and record it as part of this forward pass."""
+        """Return which positions of a sequence each rank has, and record its length for this forward pass."""
         self.seen_in_forward[length] = positions = self.positions(length)
         return positions
 
     def find_by_local_length(
         self, count: int, candidates: Mapping[int, SequencePositions] | None = None
     ) -> SequencePositions | None:
-        """Return the sequence that has ``count`` local positions, among ``candidates`` or all seen so far.
+        """Find the sequence for which this rank stores ``count`` positions.
 
-        Communicates one number if two sequences have the same local length on some rank.
+        The default ``candidates`` are all sequences so far. Communicates one number if two of them have the same local
+        length on some rank.
         """
         seen = list((self.seen if candidates is None else candidates).values())
         parts = [p.split.lengths() for p in seen]
@@ -216,7 +217,10 @@ class ContextParallelState:
         return self.seen.get(full)
 
     def sequence_dim(self, path: Hashable, x: Tensor, lengths: Collection[int]) -> int | None:
-        """Return the sequence dim of a layer argument: as recorded, or the only dim with a size in ``lengths``."""
+        """Return which dimension of a layer argument is the sequence dimension, or None if there is none.
+
+        If the dim is not recorded yet, it is the only dim whose size is in ``lengths``.
+        """
         dims = [d for d, size in enumerate(x.shape) if size in lengths]
         if path in self.dims:
             dim = self.dims[path]
@@ -224,9 +228,9 @@ class ContextParallelState:
         return self._record_dim(path, x, dims)
 
     def learn_local_dims(self, arguments: Mapping[Any, Tensor], lengths: Collection[int], samples: int) -> None:
-        """Record the sequence dim of each sharded argument: the dim whose size is the local length on every rank.
+        """Record which dimension of each layer argument is the sharded sequence dimension.
 
-        Communicates one number for each new argument.
+        Its size is the local length of a sequence on every rank. Communicates one number for each new argument.
         """
         new = {path: x for path, x in arguments.items() if path not in self.dims}
         if not new:
@@ -241,31 +245,32 @@ class ContextParallelState:
         if len(dims) > 1 and not self.is_whole:
             argument = "".join(map(str, path[1:])) if isinstance(path, tuple) else path
             raise InputError(
-                f"{len(dims)} dims of the layer argument {argument} have the length of the sequence, in the "
-                f"shape {tuple(x.shape)}.",
-                rule="Context parallelism shards one dim, so a mask of all pairs of positions is not supported.",
-                remedy="Pass attention_mask (batch, sequence), or position_ids that restart with each document. If the "
-                "sizes are equal by chance, use another sequence length.",
+                f"The layer argument {argument} of shape {tuple(x.shape)} has {len(dims)} dimensions with the length "
+                "of the sequence.",
+                rule="Context parallelism shards only one dimension, so it does not support masks of all pairs of "
+                "positions.",
+                remedy="Pass a padding mask of shape (batch, sequence), or position_ids that restart at 0 in each "
+                "packed document. If the sizes are equal by chance, use another sequence length.",
             )
         self.dims[path] = dims[0] if len(dims) == 1 else None
         return self.dims[path]
 
     def module_index(self, module: object) -> int:
-        """Return a number that identifies an attention module, identical on all ranks."""
+        """Return a number that identifies an attention module and is the same on all ranks."""
         return self._module_indices.setdefault(id(module), len(self._module_indices))
 
 
 def current_state() -> ContextParallelState | None:
-    """Return the state of the model whose forward pass runs on this thread."""
+    """Return the ``ContextParallelState`` of the model whose forward pass runs on this thread, or None."""
     state: ContextParallelState | None = getattr(_THREAD, "state", None)
     return state
 
 
 def set_current_state(state: ContextParallelState | None) -> None:
-    """Set the state of the model whose forward pass runs on this thread, for hooks."""
+    """Set the ``ContextParallelState`` that ``current_state`` returns on this thread."""
     _THREAD.state = state
 
 
 def draw_shared_seed() -> int:
-    """Draw a seed from the random state that is shared by all ranks."""
+    """Draw a random seed from the CPU random state, which is the same on all ranks."""
     return int(to_list(torch.randint(2**31, (), device="cpu")))

@@ -1,8 +1,8 @@
 """A tensor that is sharded over the sequence and behaves like the full tensor.
 
-Gradients are averaged over the P ranks of the axis, as in data parallelism: the backward pass of local positions scales
-by P. Both computations on gathered tensors, identical on all ranks, and on local positions therefore have correct
-gradients.
+Gradients are averaged over the P ranks of the axis, as in data parallelism. The backward pass of local positions
+therefore scales gradients by P. Gradients are then correct for computations on gathered tensors, which are identical on
+all ranks, and for computations on local positions.
 
 The output of a stack of layers under context parallelism is such a tensor, and so are logits computed from it:
 
@@ -43,17 +43,17 @@ _INSIDE = threading.local()
 
 
 def set_inside_model(is_inside: bool) -> None:
-    """Set whether later operations belong to a model whose gradients are averaged over the ranks."""
+    """Set whether this thread runs the forward pass of a context-parallel model."""
     _INSIDE.now = is_inside
 
 
 def is_inside_model() -> bool:
-    """Return whether a model runs its forward pass, or recomputes it in the backward pass."""
+    """Return whether this thread runs or recomputes the forward pass of a context-parallel model."""
     return getattr(_INSIDE, "now", False) or current_graph_task_id() >= 0
 
 
 class SequenceShardedTensor(ShardedTensor):
-    """Tensor that is sharded over the sequence and behaves like the full tensor.
+    """A tensor that is sharded over the sequence and behaves like the full tensor.
 
     - Without communication: views and slices, casts, arithmetic, linear layers and norms, sums over features, printing.
     - One number: ``F.cross_entropy`` with class indices, sums of all elements.
@@ -98,15 +98,15 @@ def share_input_gradient(x: Tensor, axis: Axis) -> Tensor:
     """Make the gradient of a replicated model input identical on all ranks.
 
     Operations before this input then have the full gradient on each rank, so the average over the ranks does not change
-    the gradients of their parameters. Communicates in the backward pass one all-reduce of x. The gradient is the mean
-    over the ranks, whose gradients are scaled by P.
+    the gradients of their parameters. The gradient is the mean over the ranks, whose gradients are scaled by P.
+    Communicates one all-reduce of x in the backward pass.
     """
     mean = lambda grad: all_reduce(grad.clone(), axis, purpose="input") / axis.size  # noqa: E731
     return with_backward(x, lambda x: x.view_as(x), mean)
 
 
 def all_reduce_sum(local: Tensor, axis: Axis) -> Tensor:
-    """Sum a tensor over the ranks. Communicates one all-reduce, and another in the backward pass.
+    """Sum a tensor over the ranks of an axis. Communicates one all-reduce, and another in the backward pass.
 
     The gradients are summed, because they are averaged over the ranks later.
     """
@@ -115,9 +115,10 @@ def all_reduce_sum(local: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_rows(local: Tensor, rows: IndexShards, dim: int) -> Tensor:
-    """Gather the rows of all ranks along ``dim``. Communicates one all-gather, and one all-to-all in the backward pass.
+    """All-gather the rows of all ranks along ``dim``, and restore their order in the full tensor.
 
     The gradients of the local rows are summed over the ranks, because they are averaged over the ranks later.
+    Communicates one all-gather, and one all-to-all in the backward pass.
     """
     dim %= local.dim()
 
@@ -147,7 +148,7 @@ def slice_local_rows(x: Tensor, rows: IndexShards, dim: int) -> Tensor:
 
 
 def _apply_per_position(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply a linear layer or a norm over the last dim to the local positions."""
+    """Apply a linear layer or a norm over the last dim to the local positions, without communication."""
     x = args[0]
     tensors = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
     trains = any(t.requires_grad for t in tensors) and torch.is_grad_enabled()
@@ -162,7 +163,7 @@ def _apply_per_position(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _reduce_features(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply softmax or a reduction over dims that are not sharded, or sum all elements."""
+    """Apply softmax or a reduction along dims that are not sharded, or sum all elements."""
     x = args[0]
     if not isinstance(x, SequenceShardedTensor) or tree_any(
         lambda a: isinstance(a, SequenceShardedTensor), (args[1:], dict(kwargs))
@@ -188,7 +189,7 @@ def _reduce_features(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _dropout(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply dropout with different random numbers on each rank; the shared random state stays equal on all ranks."""
+    """Apply dropout with different random numbers on each rank, without changing the random state they share."""
     x = args[0]
     if not isinstance(x, SequenceShardedTensor) or rules.is_inplace(func, kwargs):
         return rules.call_on_full_tensors(func, args, kwargs)
@@ -201,7 +202,7 @@ def _dropout(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply view, reshape or flatten if it keeps the sharded dim, or merges it with the dims before it."""
+    """Apply ``view``, ``reshape`` or ``flatten``, if the sharded dim remains or merges with the dims before it."""
     x = args[0]
     if not isinstance(x, SequenceShardedTensor):
         return rules.call_on_full_tensors(func, args, kwargs)
@@ -251,7 +252,7 @@ def _getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _setitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
-    """Write replicated rows to the positions that a mask of the first dims selects (``x[mask] = rows``)."""
+    """Write replicated rows to the positions that a boolean mask selects, as in ``x[mask] = rows``."""
     x, key, value = args
     mask, *rest = key if isinstance(key, tuple) else (key,)
     is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and not isinstance(mask, SequenceShardedTensor)
@@ -277,7 +278,7 @@ def _is_simple(key: Any) -> bool:
 
 
 def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Compute F.cross_entropy or F.nll_loss with class indices from the local rows, with one all-reduce."""
+    """Compute F.cross_entropy or F.nll_loss from the local positions and class indices, with one all-reduce."""
     x, target = args[0], args[1] if len(args) == 2 else None
     if (
         not isinstance(x, SequenceShardedTensor)
@@ -326,12 +327,12 @@ _NAMES: Mapping[Rule, str] = {
     _cross_entropy: "cross_entropy nll_loss",
 }
 SEQUENCE_RULES: Mapping[Any, Rule] = rules.rules_by_function(_NAMES)
-"""Function of torch -> its implementation on sharded tensors. All other functions gather."""
+"""Function of torch -> its implementation on sharded tensors. All other functions gather the full tensor."""
 SequenceShardedTensor.RULES = SEQUENCE_RULES
 
 
 def map_local_positions(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply ``change``, which works on each position separately, to the local positions of a tensor."""
+    """Apply the function ``change``, which treats each position separately, to the local positions of a tensor."""
     return (
         SequenceShardedTensor(change(x.local), x.rows, x.shard_dim)
         if isinstance(x, SequenceShardedTensor)
@@ -340,10 +341,10 @@ def map_local_positions(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor
 
 
 def to_local(x: Tensor) -> Tensor:
-    """Return the local shard of a sharded tensor, and any other tensor unchanged."""
+    """Return the local shard of a sequence-sharded tensor, and return any other tensor unchanged."""
     return x.local if isinstance(x, SequenceShardedTensor) else x
 
 
 def shard_like(local: Tensor, x: Any) -> Tensor:
-    """Wrap a local shard with the sharding of x; return it unchanged if x is not sharded."""
+    """Wrap a local shard in a tensor that is sharded like x. Return the shard unchanged if x is not sharded."""
     return SequenceShardedTensor(local, x.rows, x.shard_dim) if isinstance(x, SequenceShardedTensor) else local

@@ -1,9 +1,9 @@
-"""Ulysses: the ranks of a group exchange attention heads for positions, so that each has some heads of all positions.
+"""Ulysses attention: the ranks exchange heads for positions, so that each rank has some heads of all positions.
 
     (B, N, s, D), all heads of some positions  <->  (B, n, S, D), some heads of all positions
 
-Jacobs et al. 2023, "DeepSpeed Ulysses". Works for any number of heads: query heads are split evenly, and each rank gets
-the key heads that its query heads need. A key head that several ranks need is sent to each; its gradients are summed.
+Jacobs et al. 2023, "DeepSpeed Ulysses". Query heads are split as evenly as possible, and each rank receives the key
+heads that its query heads need. A key head that several ranks need is sent to all of them, and its gradients are added.
 
     Numbers sent per rank, forward and backward, if the heads divide: 4 (N + K) B s D (U - 1)/U
 """
@@ -39,7 +39,7 @@ class HeadExchange:
 
 
 def assign_query_heads(count: int, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Split the query heads evenly over the ranks, and return the heads of each rank."""
+    """Split the query heads as evenly as possible over the ranks, and return the heads of each rank."""
     return tuple(tuple(range(a, b)) for a, b in pairwise(even_bounds(count, ranks)))
 
 
@@ -64,21 +64,27 @@ def assign_key_heads(queries: tuple[tuple[int, ...], ...], count: int, num_keys:
 
 
 def exchange_positions_for_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
-    """Exchange positions for heads: (B, N, s, D) -> (B, n, S, D). One all-to-all, and another in the backward pass."""
+    """Gather all positions of the group for this rank's heads: (B, N, s, D) -> (B, n, S, D).
+
+    Communicates one all-to-all, and another in the backward pass.
+    """
     if exchange.axis.size == 1:
         return x
     return with_backward(x, partial(scatter_heads, exchange=exchange), partial(gather_heads, exchange=exchange))
 
 
 def exchange_heads_for_positions(x: Tensor, exchange: HeadExchange) -> Tensor:
-    """Exchange heads for positions: (B, n, S, D) -> (B, N, s, D). One all-to-all, and another in the backward pass."""
+    """Gather all heads for this rank's positions: (B, n, S, D) -> (B, N, s, D).
+
+    Communicates one all-to-all, and another in the backward pass.
+    """
     if exchange.axis.size == 1:
         return x
     return with_backward(x, partial(gather_heads, exchange=exchange), partial(scatter_heads, exchange=exchange))
 
 
 def scatter_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
-    """Return (B, n, S, D) for (B, N, s, D), without autograd. Communicates one all-to-all."""
+    """Exchange positions for heads without autograd: (B, N, s, D) -> (B, n, S, D). Communicates one all-to-all."""
     batch, _, _, width = x.shape
     num_heads = len(exchange.heads[exchange.axis.rank])
     shapes = [(batch, num_heads, length, width) for length in exchange.lengths]
@@ -86,7 +92,7 @@ def scatter_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
 
 
 def gather_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
-    """Return (B, N, s, D) for (B, n, S, D), without autograd. Communicates one all-to-all."""
+    """Exchange heads for positions without autograd: (B, n, S, D) -> (B, N, s, D). Communicates one all-to-all."""
     batch, _, _, width = x.shape
     length = exchange.lengths[exchange.axis.rank]
     shapes = [(batch, len(heads), length, width) for heads in exchange.heads]

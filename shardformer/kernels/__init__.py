@@ -1,1 +1,1 @@
-"""Fused kernels for attention, norms and the activations of an MLP."""
+"""Fused kernels for attention, for norms, and for the activation functions of an MLP."""

@@ -1,4 +1,4 @@
-"""Softmax attention on fused kernels, without materializing the scores of a batch.
+"""Softmax attention with fused kernels, which never store the attention scores of the whole batch.
 
 CUDA   flash-attn, if it is installed, for 16 bits without a mask or with a causal one
        torch's flash kernel without a mask, its memory-efficient kernel with one; an error instead of the math kernel
@@ -32,7 +32,7 @@ FLASH_ATTN_MAX_HEAD_DIM = 256
 TORCH_ATTENTION = F.scaled_dot_product_attention
 KERNELS = {"cuda": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], "cpu": [SDPBackend.FLASH_ATTENTION]}
 SCORES_AT_ONCE = 2**18
-"""Number of scores that a backward pass stores at a time (1 MB in fp32), but at least those of one sequence."""
+"""Maximum number of scores that a backward pass stores at a time (1 MB in fp32), unless one sequence has more."""
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache", "output_attentions")
 
 
@@ -46,18 +46,8 @@ def flash_attn() -> Any:
     return flash_attn_func
 
 
-def unsupported_error(feature: str, remedy: str, rule: str = "") -> ConfigError:
-    remedy = f"{remedy}, or set enable_flash_attention=False"
-    return ConfigError(f"enable_flash_attention=True does not support {feature}.", rule=rule, remedy=remedy)
-
-
-def dropout_error(reason: str, setting: str) -> ConfigError:
-    remedy = f"Build the model with {setting} in its config, train on a GPU"
-    return unsupported_error(f"dropout of the attention weights on the CPU, and {reason}", remedy)
-
-
 _KERNEL_CHOICE_LOCK = threading.RLock()
-"""Guards torch's choice of kernels, which is global for all threads, because ranks may be threads."""
+"""Lock for torch's choice of kernels. It is global for the process, in which ranks may be threads."""
 
 
 def attention(
@@ -71,7 +61,7 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention on fused kernels, with the signature that transformers calls.
+    """Compute attention with fused kernels, with the signature of transformers' ``AttentionInterface``.
 
     query (B, N, Q, D), key and value (B, K, S, D) -> (B, Q, N, D) and None.
 
@@ -110,7 +100,7 @@ def attention(
 
 
 class FusedAttentionMode(TorchFunctionMode):
-    """Context in which calls of torch's scaled_dot_product_attention run ``attention`` instead."""
+    """Context manager that makes torch's scaled_dot_product_attention call ``attention`` instead."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -137,16 +127,22 @@ class FusedAttentionMode(TorchFunctionMode):
 def _check_call(query: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
     check_attention_arguments("attention", kwargs, UNSUPPORTED_ARGUMENTS)
     if dropout > 0 and query.device.type == "cpu":
-        raise dropout_error(f"the dropout rate is {dropout}", "an attention dropout of 0")
+        raise ConfigError(
+            f"Attention was called with dropout={dropout}, which the fused kernels do not support on the CPU.",
+            remedy="Set the attention dropout to 0 in the config of the model, train on a GPU, or set "
+            "enable_flash_attention=False.",
+        )
 
 
 def check_attention_arguments(caller: str, kwargs: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Raise ConfigError for an argument that the fused kernels do not support."""
+    """Raise ConfigError if a call has an argument that the fused attention kernels do not support."""
     for name in names:
         if kwargs.get(name) is not None and kwargs[name] is not False:
-            rule = "The fused kernels compute plain softmax attention and do not return its weights"
-            called = f"the argument {name}, with which {caller} was called"
-            raise unsupported_error(called, f"Call the model without {name}", rule)
+            raise ConfigError(
+                f"enable_flash_attention=True does not support the argument {name}, which was passed to {caller}.",
+                rule="Fused kernels compute plain softmax attention and do not return the attention weights.",
+                remedy=f"Call the model without {name}, or set enable_flash_attention=False.",
+            )
 
 
 def _flash_attn_supports(query: Tensor, value: Tensor) -> bool:
@@ -157,13 +153,13 @@ def _flash_attn_supports(query: Tensor, value: Tensor) -> bool:
 
 
 def _expand_to_same_batch(*tensors: Tensor) -> list[Tensor]:
-    """Expand tensors with a batch of 1, such as learned queries, to the largest batch."""
+    """Expand tensors with a batch size of 1, such as learned queries, to the batch size of the others."""
     batch = max(t.shape[0] for t in tensors)
     return [t if t.shape[0] == batch else t.expand(batch, -1, -1, -1) for t in tensors]
 
 
 def _pad_to_same_width(*tensors: Tensor) -> list[Tensor]:
-    """Pad the head dims with zeros to one size, and make them contiguous, as the kernels require."""
+    """Pad the head dim of all tensors with zeros to the same width, as the kernels require."""
     width = max(t.shape[-1] for t in tensors)
     if tensors[0].is_cuda:
         width = -(-width // 8) * 8  # for 16 bits the kernels read 16 bytes at a time
@@ -176,7 +172,7 @@ def _view_as_4d(mask: Tensor | None) -> Tensor | None:
 
 
 def _add_mask_to_bias(bias: Tensor, mask: Tensor | None, query: Tensor) -> Tensor:
-    """Combine a bias and a mask into one tensor that is added to the attention scores."""
+    """Combine the position bias and the mask into one tensor that is added to the attention scores."""
     if mask is None:
         added = bias
     elif mask.dtype == torch.bool:
@@ -187,14 +183,14 @@ def _add_mask_to_bias(bias: Tensor, mask: Tensor | None, query: Tensor) -> Tenso
 
 
 def _repeat_heads(x: Tensor, times: int) -> Tensor:
-    """Repeat each head of (B, K, S, D): (B, K * times, S, D)."""
+    """Repeat each head of a tensor: (B, K, S, D) -> (B, K * times, S, D)."""
     return x if times == 1 else x.repeat_interleave(times, dim=1)
 
 
 def _fused_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float, causal: bool
 ) -> Tensor:
-    """Call torch's attention with fused kernels only. Raises ConfigError if none supports the arguments."""
+    """Call torch's scaled_dot_product_attention with fused kernels only. Raises ConfigError if none is usable."""
     groups = query.shape[1] // key.shape[1]
     grouped = groups > 1 and (query.device.type == "cpu" or (mask is None and query.dtype in HALF))
     if not grouped:
@@ -220,15 +216,15 @@ def _fused_attention(
                 raise
             mask_shape = None if mask is None else tuple(mask.shape)
             raise ConfigError(
-                f"No fused attention kernel for {query.device.type} supports query {tuple(query.shape)}, key "
-                f"{tuple(key.shape)} and mask {mask_shape} in {query.dtype}.",
+                f"No fused attention kernel on {query.device.type} supports a query of shape {tuple(query.shape)}, a "
+                f"key of shape {tuple(key.shape)} and a mask of shape {mask_shape} in {query.dtype}.",
                 rule=f"torch reports: {reasons}.",
-                remedy="Change these arguments, or set enable_flash_attention=False.",
+                remedy="Set enable_flash_attention=False, or change the reported arguments.",
             ) from error
 
 
 def _collect_kernel_rejections(run: Callable[[], Tensor]) -> str | None:
-    """Return why torch rejects each fused kernel, or None if the call failed for another reason."""
+    """Return torch's reasons to reject the fused kernels, or None if the call failed for another reason."""
     with warnings.catch_warnings(record=True) as reasons:
         warnings.simplefilter("always")
         try:
@@ -259,11 +255,11 @@ def _biased_attention(
 
 
 class _BiasedAttention(Function):
-    """Autograd function for flash attention on the CPU with a trainable bias of the scores.
+    """Autograd function that computes flash attention on the CPU with a trainable position bias.
 
-    The forward pass is the flash kernel, called for a few sequences of the batch at a time if their masks differ. The
-    backward pass recomputes the scores of these sequences: N*Q*S per sequence, at most SCORES_AT_ONCE at a time if one
-    sequence has fewer.
+    The forward pass calls the flash kernel, for a few sequences of the batch at a time if their masks differ. The
+    backward pass recomputes the scores of these sequences, N*Q*S per sequence. It stores at most SCORES_AT_ONCE scores
+    at a time, unless one sequence has more.
     """
 
     @staticmethod
@@ -304,14 +300,14 @@ class _BiasedAttention(Function):
 
 
 def _split_batch(query: Tensor, key: Tensor) -> list[slice]:
-    """Split the batch into slices that have at most SCORES_AT_ONCE scores, or one sequence each."""
+    """Split the batch into slices that each have at most SCORES_AT_ONCE scores or a single sequence."""
     batch, heads, length = query.shape[:3]
     size = max(1, SCORES_AT_ONCE // max(heads * length * key.shape[2], 1))
     return [slice(start, start + size) for start in range(0, batch, size)]
 
 
 def _slice_batch(chunk: slice, *tensors: Tensor | None) -> list[Tensor | None]:
-    """Slice the batch dim of each tensor, except those with a batch of 1, which broadcast."""
+    """Slice the batch dim of each tensor. A tensor with a batch size of 1 is not sliced, because it broadcasts."""
     return [t if t is None or t.shape[0] == 1 else t[chunk] for t in tensors]
 
 

@@ -1,4 +1,4 @@
-"""Runs the attention of a model on fused kernels: through transformers' interface, or by overriding a method."""
+"""Run the attention of a model with fused kernels, through transformers' interface or a replaced method."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from shardformer.kernels.attention import (
     KERNELS,
     FusedAttentionMode,
     attention,
-    dropout_error,
     flash_attn,
-    unsupported_error,
 )
 from shardformer.kernels.model_specific_attention import (
     OVERRIDES,
@@ -37,25 +35,25 @@ from shardformer.torch_patches import Patch, Undo, install
 ATTENTION_NAME = "shardformer_sdpa"
 BIAS = re.compile(r"relative_(attention|position)_bias")
 _IMPORTING = threading.RLock()
-"""Guards the lazy imports of transformers, which are not thread-safe."""
+"""Lock for the lazy imports of transformers, which are not thread-safe."""
 DROPOUT_OF_CALL = re.compile(r"dropout(?:_p)?=(?:0\.0 if not self\.training else )?self\.([\w.]+)")
 SWITCH = "fused_attn"
-"""The attribute of timm's attention modules that selects torch's attention function."""
+"""Attribute of timm's attention modules that makes them call torch's scaled_dot_product_attention."""
 
 
 def use_flash_attention(
     model: nn.Module, device: torch.device | None = None, replaced: Callable[[str, str, Any], None] | None = None
 ) -> str:
-    """Run all attention of a model on fused kernels, and return a description of them.
+    """Make all attention modules of a model use fused kernels, and return a description of these kernels.
 
     Communicates nothing. Values and gradients equal those of the model's own attention.
 
     Args:
-        device: the device of the training; CUDA by default if it is available, otherwise the CPU.
-        replaced: called with the path, the name and the replacement of each method that is replaced.
+        device: the device on which the model is trained. By default, CUDA if it is available, otherwise the CPU.
+        replaced: called for each method that is replaced, with its path, its name and the new function.
 
     Raises:
-        ConfigError: if some attention of the model is not supported. The model is then unchanged.
+        ConfigError: if an attention module is not supported. The model is then unchanged.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_flash_attention(model, device)
@@ -75,25 +73,31 @@ def use_flash_attention(
 
 
 def check_flash_attention(model: nn.Module, device: torch.device) -> None:
-    """Raise ConfigError if some attention of ``model`` cannot run on the fused kernels of ``device``."""
+    """Raise ConfigError if an attention module of ``model`` cannot use the fused kernels of ``device``."""
     _check_interface(model)
     check_overrides(model)
     for config in find_attention_configs(model):
         for name, off in (("output_attentions", False), ("attn_logit_softcapping", None)):
             if value := getattr(config, name, off):
-                rule = "A fused kernel does not store the scores, so it can neither return nor cap them"
-                raise unsupported_error(f"{name}={value} of {type(config).__name__}", f"Set {name}={off}", rule)
+                raise ConfigError(
+                    f"enable_flash_attention=True does not support {name}={value} in {type(config).__name__}.",
+                    rule="Fused kernels do not store the attention scores, so they can neither return nor cap them.",
+                    remedy=f"Set {name}={off}, or set enable_flash_attention=False.",
+                )
     if device.type == "cpu":
         _check_no_dropout(model)
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if device.type == "cuda" and torch.float64 in dtypes:
-        raise unsupported_error("float64 weights on CUDA", "Use float16, bfloat16 or float32, train on a CPU")
+        raise ConfigError(
+            "enable_flash_attention=True does not support float64 weights on CUDA.",
+            remedy="Use float16, bfloat16 or float32, train on a CPU, or set enable_flash_attention=False.",
+        )
 
 
 def _enable_sdpa_switches(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Set the ``fused_attn`` switch of timm's attention modules, and run them on fused kernels.
+    """Set ``fused_attn=True`` on timm's attention modules, and make them use fused kernels.
 
-    Yields the path, the name and the replacement of each method.
+    Yields the path, the name and the new function of each method that is replaced.
     """
     for path, module in model.named_modules():
         if hasattr(module, SWITCH):
@@ -104,7 +108,7 @@ def _enable_sdpa_switches(model: nn.Module) -> Iterator[tuple[str, str, Callable
 
 
 def forward_on_kernels(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a module's own `forward`, with ``attention`` in place of torch's attention function."""
+    """Run the `forward` method of a module with ``attention`` instead of torch's scaled_dot_product_attention."""
     with FusedAttentionMode(self):
         return type(self).forward(self, *args, **kwargs)
 
@@ -113,15 +117,15 @@ def forward_on_kernels(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def find_attention_configs(model: nn.Module) -> list[Any]:
-    """Return every config from which a module of the model reads its attention implementation."""
+    """Return the configs in which the modules of a model find their attention implementation."""
     return [config for config in find_configs(model) if hasattr(config, "_attn_implementation")]
 
 
 def find_attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
-    """Return the classes that compute attention, with their source code.
+    """Return the module classes that compute attention, and the source code of each class.
 
-    These are the classes on transformers' interface, and those with "attention" in their name that compute a softmax or
-    call torch's attention. Modules that only contain an attention module are not included.
+    These are the classes that use transformers' interface, and those with "attention" in their name that compute a
+    softmax or call torch's attention. Modules that only contain an attention module are not included.
     """
     classes = {type(m) for m in model.modules()}
     sources = {cls: read_class_source(cls) for cls in sorted(classes, key=lambda c: c.__name__)}  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
@@ -145,16 +149,16 @@ def _check_interface(model: nn.Module) -> None:
         {type(m).__name__ for m in opting_out if any(map(uses_attention_interface, find_attention_classes(m).values()))}
     )
     if unknown:
-        reason = f"computes attention in {', '.join(unknown)}"
+        reason = f"computes attention in {', '.join(unknown)} without transformers' AttentionInterface"
     elif not classes:
-        reason = "has no attention module on transformers' AttentionInterface"
+        reason = "has no attention module that uses transformers' AttentionInterface"
     elif without:
         reason = f"declares that {', '.join(without)} differs from torch's attention (_supports_sdpa=False)"
     else:
         return
     raise ConfigError(
         f"enable_flash_attention=True does not support {type(model).__name__}, which {reason}.",
-        rule="ShardFormer supports softmax attention on transformers' AttentionInterface, and "
+        rule="Fused kernels are available for models that use transformers' AttentionInterface, and for the classes "
         f"{', '.join([*OVERRIDES, *SDPA])}.",
         remedy="Set enable_flash_attention=False for this model.",
     )
@@ -172,11 +176,15 @@ def _check_no_dropout(model: nn.Module) -> None:
             rate = getattr(rate, "p", rate)
             if isinstance(rate, float | int) and rate > 0:
                 owner = getattr(module, "config", getattr(model, "config", module))
-                raise dropout_error(f"{name}.{attribute} is {rate}", _dropout_settings(owner, rate))
+                raise ConfigError(
+                    f"{name}.{attribute} is {rate}, but the fused kernels do not support attention dropout on the CPU.",
+                    remedy=f"Build the model with {_dropout_settings(owner, rate)} in its config, train on a GPU, or "
+                    "set enable_flash_attention=False.",
+                )
 
 
 def _find_dropout_attributes(module: nn.Module, source: str) -> list[str]:
-    """Return the names of a module's attributes that contain its attention dropout rate."""
+    """Return the names of the attributes of a module that contain its attention dropout rate."""
     if type(module).__name__ in SDPA:
         return ["attention_dropout"] if attrgetter("config.alibi")(module) else []
     if (override := find_override(type(module))) is not None:
@@ -191,7 +199,7 @@ def _dropout_settings(owner: Any, rate: float) -> str:
 
 
 def _describe_kernels(model: nn.Module, device: torch.device) -> str:
-    """Return the attention classes of the model, grouped by their kernel."""
+    """Return a description that lists the attention classes of a model for each kernel."""
     classes_by_kernel: dict[str, list[str]] = {}
     for cls in find_attention_classes(model):
         classes_by_kernel.setdefault(_describe_kernel_of_class(model, cls, device), []).append(cls.__name__)
@@ -217,7 +225,7 @@ def _describe_kernel_of_class(model: nn.Module, cls: type[nn.Module], device: to
 
 
 def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any] | None) -> None:
-    """Register an attention function and its mask function, by default torch's, with transformers."""
+    """Register an attention function with transformers, with its mask function or the one for torch's attention."""
     with _IMPORTING:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask

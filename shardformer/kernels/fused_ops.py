@@ -1,8 +1,8 @@
-"""Fused norms, and the bias, activation and gate of an MLP in one kernel. Communicates nothing.
+"""Fused norms, and fused kernels for the bias, activation and gate of an MLP. Communicates nothing.
 
-RMS norms of transformers differ in where they round and how they use the weight. ``norm_kind`` identifies the kind of a
-module by its output, not by its name: it runs a copy with different weights on a few values in several dtypes, and
-selects the formula with the same result. A module that matches no formula is not supported.
+The RMS norms of transformers differ in where they round and how they use the weight. ``norm_kind`` identifies the kind
+of a module by its output, not by its name: it runs a copy with test weights on a few values in several dtypes, and
+selects the formula that gives the same result. A module that matches no formula is not supported.
 
 Model               Fused
 y = dense(x)        y without its bias
@@ -36,12 +36,12 @@ from shardformer.torch_compat import without_fake_tensors
 HALF = (torch.bfloat16, torch.float16)
 FORWARD_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)  # of an unsuitable module
 _FILTERS = threading.RLock()
-"""Guards the global list of warning filters, because ranks may be threads."""
+"""Lock for the global list of warning filters, because ranks may be threads."""
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
 
 
 RMS_KINDS = ("llama", "t5", "gemma", "olmo", "torch")
-"""With y = x / rms(x), computed in fp32:
+"""Formulas of the RMS norms. With y = x / rms(x), computed in fp32:
 
     llama   w * y.to(x.dtype)
     t5      w * y, with y in the dtype of w if that has 16 bits; for fp64 x, only the mean is in fp32
@@ -54,7 +54,7 @@ RMS_KINDS = ("llama", "t5", "gemma", "olmo", "torch")
 def rms_norm(
     kind: str, x: Tensor, weight: Tensor | None, eps: float | None, mean: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Apply an RMS norm of one of ``RMS_KINDS`` with fused kernels, or with a custom ``mean`` function."""
+    """Apply an RMS norm of one of the ``RMS_KINDS``, with torch's fused kernel unless ``mean`` is passed."""
     shape = x.shape[-1:]
     if weight is not None and kind == "gemma":
         weight = 1.0 + weight.to(torch.float32)
@@ -81,11 +81,11 @@ def rms_norm(
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """Layer norm in one kernel: (..., H) -> (..., H). Communicates nothing."""
+    """Layer norm that is computed by a single fused kernel: (..., H) -> (..., H). Communicates nothing."""
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedLayerNorm:
-        """Build the fused norm with the parameters of ``module``. Raises ConfigError if it is not a layer norm."""
+        """Build a fused layer norm with the parameters of ``module``. Raises ConfigError if it is not a layer norm."""
         _check_no_options(cls, kwargs)
         shape, eps = _normalized_shape(module), _find_eps(module)
         if shape is None or eps is None or norm_kind(module) != "layer":
@@ -97,10 +97,10 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 class FusedRMSNorm(nn.Module):
-    """RMS norm by torch's fused kernel: (..., H) -> (..., H). Communicates nothing.
+    """RMS norm that is computed by torch's fused kernel: (..., H) -> (..., H). Communicates nothing.
 
     Args:
-        kind: one of ``RMS_KINDS``, which differ in where they round and whether the weight is an offset from 1.
+        kind: one of ``RMS_KINDS``. The kinds differ in where they round, and in whether the weight is an offset from 1.
     """
 
     weight: nn.Parameter | None
@@ -111,7 +111,7 @@ class FusedRMSNorm(nn.Module):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedRMSNorm:
-        """Build the fused norm with the weight of ``module``. Raises ConfigError if its kind is unknown."""
+        """Build a fused RMS norm with the weight of ``module``. Raises ConfigError if the kind of norm is unknown."""
         _check_no_options(cls, kwargs)
         kind = norm_kind(module)
         if kind is None or kind == "layer":
@@ -129,7 +129,7 @@ class FusedRMSNorm(nn.Module):
 
 
 def fused_norm(module: nn.Module) -> nn.Module:
-    """Return the fused norm that replaces ``module``, with the parameters of ``module``.
+    """Return a fused norm with the parameters of ``module``, to replace ``module``.
 
     >>> fused_norm(nn.RMSNorm(8, eps=1e-6))
     FusedRMSNorm(8, eps=1e-06, kind=torch)
@@ -144,7 +144,7 @@ def fused_norm(module: nn.Module) -> nn.Module:
 
 
 def _move_parameters(norm: nn.Module, module: nn.Module, names: tuple[str, ...]) -> None:
-    """Move the parameters, and plain attributes that other code may read (``variance_epsilon``), to ``norm``."""
+    """Move the parameters of ``module`` to ``norm``, with other attributes such as ``variance_epsilon``."""
     for name in names:
         norm.register_parameter(name, module._parameters.get(name))
     for name, value in vars(module).items():
@@ -154,14 +154,17 @@ def _move_parameters(norm: nn.Module, module: nn.Module, names: tuple[str, ...])
 
 
 def _find_eps(module: nn.Module) -> float | None:
-    """Return the eps that a norm adds to the variance, from an attribute or measured on a nearly constant input."""
+    """Return the eps that a norm adds to the variance, from an attribute or by measuring it with a test input."""
     named = [getattr(module, name) for name in EPS_NAMES if hasattr(module, name)]
     return next((eps for eps in named if isinstance(eps, float)), None) if named else _measure_eps(module)
 
 
 @without_fake_tensors()
 def _measure_eps(module: nn.Module) -> float | None:
-    """Solve y = w (x - mean) / sqrt(variance + eps) for eps, or None if the result is not a small positive number."""
+    """Compute the eps of a norm from its output for a nearly constant input.
+
+    Solves y = w (x - mean) / sqrt(variance + eps) for eps. Returns None if this is not a small positive number.
+    """
     shape = _normalized_shape(module)
     if shape is None or module._parameters.get("bias") is not None:
         return None
@@ -179,7 +182,7 @@ def _measure_eps(module: nn.Module) -> float | None:
 
 
 def _normalized_shape(module: nn.Module) -> tuple[int, ...] | None:
-    """Return the shape over which a norm normalizes, or None if the module cannot be a norm."""
+    """Return the shape of the dimensions that a norm normalizes, or None if the module cannot be a norm."""
     if not set(module._parameters) <= {"weight", "bias"} or module._modules or module._buffers:
         return None
     if len(inspect.signature(module.forward).parameters) != 1:
@@ -207,11 +210,11 @@ BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float64: 3e-7}  # re
 
 
 _KNOWN_KINDS: WeakKeyDictionary[type[nn.Module], dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
-"""The result of ``norm_kind`` for each class and each set of its settings, because a model has many equal norms."""
+"""Results of ``norm_kind`` for each class and its settings, because a model has many identical norms."""
 
 
 def norm_kind(module: nn.Module) -> str | None:
-    """Identify a norm by its output as "layer" or one of ``RMS_KINDS``, or None if no formula matches."""
+    """Identify the kind of a norm by its output: "layer", one of ``RMS_KINDS``, or None if no formula matches."""
     shape, settings = _normalized_shape(module), _norm_settings(module)
     if shape is None:
         return None
@@ -224,9 +227,9 @@ def norm_kind(module: nn.Module) -> str | None:
 
 
 def _norm_settings(module: nn.Module) -> tuple[Any, ...] | None:
-    """Return all that the output of a norm depends on, except its input and the values of its parameters.
+    """Return a hashable key of the settings of a norm: its `forward`, its attributes and its parameter shapes.
 
-    Return None if that is more than one function and plain values, such as an attribute that is a function.
+    Return None if the output may depend on anything else, such as a closure or an attribute that is a function.
     """
     cls = type(module)
     own = {name: value for name, value in vars(module).items() if name == "training" or name not in _MODULE_STATE}
@@ -275,7 +278,7 @@ def _find_norm_kind(module: nn.Module, shape: tuple[int, ...]) -> str | None:
 
 @without_fake_tensors()
 def is_elementwise(module: nn.Module) -> bool:
-    """Return whether each output feature of a module depends only on the same input feature and its parameters."""
+    """Return whether each output feature of a module depends only on the same feature of the input."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
         probe = _copy_with_test_parameters(module, torch.float64)
         size = next((p.shape[0] for p in probe.parameters()), 2)
@@ -288,13 +291,13 @@ def is_elementwise(module: nn.Module) -> bool:
 
 
 def _make_test_input(shape: tuple[int, ...], step: float) -> Tensor:
-    """Return a tensor of irregular test values in (-1, 1), without using the random state."""
+    """Return a tensor of irregular test values in (-1, 1). The random state is not used."""
     num = torch.Size(shape).numel()
     return torch.sin(torch.arange(1, num + 1, dtype=torch.float64) * step).reshape(shape)
 
 
 def _copy_with_test_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy of a norm on the CPU, with parameters that are neither 0 nor 1."""
+    """Return a copy of a norm on the CPU with test parameters, none of which is 0 or 1."""
     probe = copy.copy(module)
     probe._parameters = {
         name: None if p is None else nn.Parameter((1.3 + _make_test_input(tuple(p.shape), 0.9 + 0.2 * i)).to(dtype))
@@ -304,7 +307,7 @@ def _copy_with_test_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Modu
 
 
 def _relative_error(expected: Tensor, actual: Tensor | None, least: float = 1e-4) -> float:
-    """Return the largest relative error of ``actual``, as a multiple of the bound for its dtype.
+    """Return the largest relative error of ``actual`` divided by the error bound of its dtype.
 
     Denominators are at least ``least``.
     """
@@ -317,16 +320,16 @@ def _relative_error(expected: Tensor, actual: Tensor | None, least: float = 1e-4
 def _check_no_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
     if options:
         raise ConfigError(
-            f"{cls.__name__} does not accept options, but received "
+            f"{cls.__name__} takes no keyword arguments, but the policy passes "
             f"{', '.join((f'{k}={v!r}' for k, v in options.items()))}.",
-            remedy="Remove the options from the policy.",
+            remedy="Remove these keyword arguments from the policy.",
         )
 
 
 def _unknown_norm_error(cls: type[nn.Module], module: nn.Module) -> ConfigError:
     return ConfigError(
-        f"{cls.__name__} cannot replace a {type(module).__name__}, whose output differs.",
-        rule="This layer replaces layer norms, and the RMS norms of LLaMA, T5, Gemma, OLMo 2 and torch.",
+        f"{cls.__name__} cannot replace a {type(module).__name__}, because their outputs differ.",
+        rule="Fused norms exist for layer norms, and for the RMS norms of LLaMA, T5, Gemma, OLMo 2 and torch.",
         remedy="Set enable_fused_normalization=False, or remove this module from the norms of the policy.",
     )
 
@@ -337,7 +340,7 @@ TANH = functools.partial(F.gelu, approximate="tanh")
 def apply_bias_activation_gate(
     act: Callable[[Tensor], Tensor] | None, x: Tensor, bias: Tensor | None, gate: Tensor | None
 ) -> Tensor:
-    """Return act(x + bias) * gate, for x and gate (..., H) and bias (H,)."""
+    """Apply the bias, activation and gate of an MLP: act(x + bias) * gate, for x and gate (..., H) and bias (H,)."""
     x = x if bias is None else x + bias
     x = x if act is None else act(x)
     return x if gate is None else x * gate
@@ -345,12 +348,12 @@ def apply_bias_activation_gate(
 
 @functools.cache
 def get_compiled_kernel(device: str) -> Callable[..., Tensor]:
-    """Return ``apply_bias_activation_gate``, compiled to one kernel except on a CPU, where eager is as fast."""
+    """Return ``apply_bias_activation_gate``, compiled with torch.compile except on a CPU, where eager is as fast."""
     return apply_bias_activation_gate if device == "cpu" else torch.compile(apply_bias_activation_gate, dynamic=True)
 
 
 class _DeferredBias(Function):
-    """Autograd function that returns x, but has the gradients of x + bias."""
+    """Autograd function that returns x unchanged, but computes the gradients of x + bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
@@ -362,7 +365,7 @@ class _DeferredBias(Function):
 
 
 class FusedActivation(DeferredTensor):
-    """Deferred act(x + bias), which is fused with a following activation or gate."""
+    """Activation act(x + bias) that is not computed yet, so that it can be fused with a following gate."""
 
     terms: tuple[Any, Tensor, Tensor | None]
     out: Tensor | None
@@ -401,7 +404,7 @@ class FusedActivation(DeferredTensor):
 
 
 def defer_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Defer the bias of a linear layer with output x, so that the next operation adds the bias."""
+    """Delay adding the bias of a linear layer with output x, so that it can be fused with the next operation."""
     bias = None if bias is None else bias.to(x.dtype)
     if torch.compiler.is_compiling():  # which fuses the operations
         return x if bias is None else x + bias

@@ -1,7 +1,7 @@
-"""Attention of models that compute it in their own `forward`, on fused kernels: BLOOM, GPT-J, SAM, Swin V2 and others.
+"""Fused attention for models that compute attention in their own `forward`, such as BLOOM, GPT-J and SAM.
 
-``OVERRIDES`` lists classes that compute softmax attention in their own `forward`. The override computes the same and
-calls ``attention``; the other methods are unchanged. It reads attributes that sharding changes, such as the number of
+``OVERRIDES`` lists classes that compute softmax attention in their own `forward`. An override computes the same with
+``attention``, and leaves the other methods unchanged. It reads attributes that sharding changes, such as the number of
 local heads, from the module.
 """
 
@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardformer.errors import ConfigError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.kernels.attention import (
     attention,
     check_attention_arguments,
-    unsupported_error,
 )
 
 # B batch, N local heads, Q and S lengths of queries and keys, D head dim, H hidden, L tokens of a window
@@ -41,9 +41,9 @@ def bloom_attention(
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> Output:
-    """Compute BLOOM attention. ALiBi is an additional feature: 1 in each query, the bias in each key.
+    """Compute BLOOM attention with ALiBi as an additional feature: 1 in each query, and the bias in each key.
 
-    The flash kernel for CUDA does not support a bias of the scores.
+    The flash kernel for CUDA does not support a bias that is added to the scores.
     """
     q_BNQD, k_BNSD, v_BNSD = self._reshape(self.query_key_value(hidden_states))
     if layer_past is not None:
@@ -60,7 +60,7 @@ def bloom_attention(
 def gpt_neo_attention(
     self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
 ) -> Output:
-    """Compute GPT-Neo attention, with unscaled scores and a sliding window in local layers."""
+    """Compute GPT-Neo attention, which does not scale the scores and uses a sliding window in local layers."""
     q_length, length = query.shape[2], key.shape[2]
     mask = attention_mask
     if self.attention_type == "local" or mask is not None:
@@ -84,7 +84,7 @@ def gptj_attention(
 
 
 def sam_vision_attention(self: Any, hidden_states: Tensor, output_attentions: bool | None = None) -> Output:
-    """Compute SAM attention. Its position bias is the product of each query with relative positions."""
+    """Compute SAM attention, whose position bias is the product of each query with relative positions."""
     batch, height, width, _ = hidden_states.shape
     tokens, heads = height * width, self.num_attention_heads
     qkv_3BNSD = self.qkv(hidden_states).reshape(batch, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4)
@@ -103,7 +103,7 @@ def sam_vision_attention(self: Any, hidden_states: Tensor, output_attentions: bo
 def swinv2_attention(
     self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool | None = False
 ) -> tuple[Tensor]:
-    """Compute Swin V2 attention from scaled cosine similarities and a position bias from an MLP."""
+    """Compute Swin V2 attention from scaled cosine similarities and a learned position bias."""
     projections = (self.query, self.key, self.value)
     heads = (-1, self.num_attention_heads, self.attention_head_size)
     q, k, v = (project(hidden_states).unflatten(-1, heads[1:]).transpose(1, 2) for project in projections)
@@ -113,7 +113,7 @@ def swinv2_attention(
 
 
 def timm_swinv2_attention(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute timm's Swin V2 attention, which has one linear layer for q, k and v and separate biases."""
+    """Compute Swin V2 attention as timm does, with one linear layer for q, k and v."""
     if self.q_bias is None:
         qkv = self.qkv(x)
     else:
@@ -128,7 +128,7 @@ def timm_swinv2_attention(self: Any, x: Tensor, mask: Tensor | None = None) -> T
 def _cosine_attention(
     self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, table: Tensor, dropout: Any
 ) -> Tensor:
-    """Compute attention within windows from the cosine similarities of queries and keys.
+    """Compute attention within windows from the cosine similarities between queries and keys.
 
     q, k, v (B, N, L, D) and a mask (windows per image, L, L) -> (B, L, N * D).
     """
@@ -153,12 +153,12 @@ def _dropout_rate(module: nn.Module, dropout: Any) -> float:
 
 @dataclass(frozen=True)
 class AttentionOverride:
-    """Replacement of one method of an attention class by a function that uses fused kernels.
+    """Replacement for one method of an attention class, which calls fused kernels.
 
     Args:
         method: the method that ``function`` replaces.
-        dropout: the attribute with the dropout rate of the attention weights.
-        bias: the parameters that are added to the scores, if any.
+        dropout: the attribute that contains the dropout rate of the attention weights.
+        bias: a pattern for the names of the parameters of the position bias, if there is one.
     """
 
     method: str
@@ -170,7 +170,7 @@ class AttentionOverride:
 def chatglm_attention(
     self: Any, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Any
 ) -> Tensor:
-    """Compute ChatGLM2 attention on (length, batch, heads, head dim), with a mask that is True for masked keys."""
+    """Compute ChatGLM2 attention for inputs (length, batch, heads, head dim). The mask is True for masked keys."""
     q_BNQD, k_BNSD, v_BNSD = (x.permute(1, 2, 0, 3) for x in (query_layer, key_layer, value_layer))
     mask = None if attention_mask is None else ~attention_mask
     out_BQND, _ = attention(self, q_BNQD, k_BNSD, v_BNSD, mask)
@@ -189,15 +189,15 @@ OVERRIDES = {
         "forward", timm_swinv2_attention, "attn_drop", "cpb_mlp"
     ),
 }
-"""Class name, with its module if other classes have the same name -> its override."""
+"""Class name -> override. The key includes the module if other classes have the same name."""
 SDPA = ("FalconAttention",)
-"""Classes that call torch's scaled_dot_product_attention themselves if their config selects "sdpa"."""
+"""Classes that call torch's scaled_dot_product_attention if their config selects "sdpa"."""
 
 
 def find_override(cls: type[nn.Module]) -> AttentionOverride | None:
-    """Return the override of an attention class, or None if it has none or does not need it.
+    """Return the ``AttentionOverride`` of an attention class, or None if the class has none or needs none.
 
-    A class on transformers' attention interface does not need one, such as GPT-J from transformers 5.24 on.
+    Classes that use transformers' attention interface need none, such as GPT-J since transformers 5.24.
     """
     override = OVERRIDES.get(cls.__name__) or OVERRIDES.get(f"{cls.__module__}.{cls.__name__}")
     if override is None:
@@ -208,7 +208,7 @@ def find_override(cls: type[nn.Module]) -> AttentionOverride | None:
 
 @functools.cache
 def read_class_source(cls: Any) -> str:
-    """Return the source code of a class's methods, inherited ones included; empty if there is no source."""
+    """Return the source code of the methods of a class and its base classes, or "" if it is not available."""
     parts = []
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         # Not the source of the class: inspect would parse the file, which is not thread-safe.
@@ -231,36 +231,38 @@ def find_overridden_modules(model: nn.Module) -> Iterator[tuple[str, Any, Attent
 
 
 def check_overrides(model: nn.Module) -> None:
-    """Raise ConfigError if the override of a module would not compute the same as its class."""
+    """Raise ConfigError if an override would not compute the same attention as the class that it replaces."""
     for path, module, override in find_overridden_modules(model):
         original: Any = getattr(type(module), override.method, None)
         found, expected = (
             [] if f is None else list(inspect.signature(f).parameters) for f in (original, override.function)
         )
         if found != expected:
-            raise unsupported_error(
-                f"{path} ({type(module).__name__}), whose {override.method} takes {found[1:]} instead of "
-                f"{expected[1:]} in this version of transformers",
-                "Install the version of transformers that pyproject.toml requires",
+            raise ConfigError(
+                f"enable_flash_attention=True does not support {path} in this version of transformers: "
+                f"{type(module).__name__}.{override.method} takes {found[1:]} instead of {expected[1:]}.",
+                remedy="Install the version of transformers that pyproject.toml requires, or set "
+                "enable_flash_attention=False.",
             )
         if getattr(module, "slow_but_exact", False) and module.pretraining_tp > 1:
-            raise unsupported_error(
-                f"slow_but_exact=True with pretraining_tp={module.pretraining_tp}, as in {path}",
-                "Set slow_but_exact=False in the config",
-                "Such models compute the output projection in slices, to reproduce the rounding of a training run",
+            raise ConfigError(
+                "enable_flash_attention=True does not support slow_but_exact=True with "
+                f"pretraining_tp={module.pretraining_tp}, as in {path}.",
+                rule="This option computes the output projection in slices to reproduce the rounding of pretraining.",
+                remedy="Set slow_but_exact=False in the config, or set enable_flash_attention=False.",
             )
     for path, module in model.named_modules():
         config: Any = getattr(module, "config", None)
         if type(module).__name__ in SDPA and config._attn_implementation == "eager" and config.alibi:
-            raise unsupported_error(
-                f"alibi=True with eager attention, as in {path}",
-                'Load the model with attn_implementation="sdpa"',
-                f"The eager attention of {type(module).__name__} adds ALiBi twice, its fused attention once",
+            raise ConfigError(
+                f"enable_flash_attention=True does not support alibi=True with eager attention, as in {path}.",
+                rule=f"The eager attention of {type(module).__name__} adds ALiBi twice, the fused attention once.",
+                remedy='Load the model with attn_implementation="sdpa", or set enable_flash_attention=False.',
             )
 
 
 def apply_overrides(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Install the overrides, and yield the path, the name and the replacement of each method."""
+    """Install the overrides, and yield the path, the name and the new function of each replaced method."""
     for path, module, override in list(find_overridden_modules(model)):
         if override.method in vars(module):
             continue  # installed before

@@ -1,4 +1,4 @@
-"""Plain values that describe how parameters, activations and gradients are sharded."""
+"""Data classes that describe how parameters, activations and gradients are sharded."""
 
 from __future__ import annotations
 

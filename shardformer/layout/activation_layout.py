@@ -1,4 +1,4 @@
-"""ActivationLayout: how the activations of a model are sharded over the process grid.
+"""Description of how the activations of a model are sharded over the process grid (``ActivationLayout``).
 
 Activations between layers have dims (batch, sequence, hidden). Each kind of parallelism shards them differently:
 
@@ -23,7 +23,7 @@ from shardformer.layout.shard_spec import Coords, Split
 
 
 class Dim(StrEnum):
-    """Dimension of an activation tensor (batch, sequence, hidden)."""
+    """Dimension of an activation tensor: batch, sequence or hidden."""
 
     BATCH = "batch"
     SEQUENCE = "sequence"
@@ -31,12 +31,12 @@ class Dim(StrEnum):
 
     @property
     def position(self) -> int:
-        """Index of the dim in (batch, sequence, hidden)."""
+        """Index of this dimension in an activation of shape (batch, sequence, hidden)."""
         return list(Dim).index(self)
 
 
 class IndexOrder(StrEnum):
-    """Order in which the indices of a dim are assigned to ranks.
+    """Order in which the indices of a dimension are assigned to the ranks.
 
     With 8 indices over 2 ranks, rank 0 gets:
 
@@ -51,14 +51,14 @@ class IndexOrder(StrEnum):
 
 
 class ShardedFrom(StrEnum):
-    """First point in a model at which an activation dim is sharded."""
+    """First point in a model at which an activation dimension is sharded."""
 
     INPUTS = "inputs"  # the inputs of the model
     STACK = "stack"  # the first layer of a stack, until its last layer or the norm that follows
 
 
 class ModelRegion(StrEnum):
-    """Region of a model, which determines how the activations of its modules are sharded."""
+    """Region of a model, such as a stack of layers, in which activations are sharded in the same way."""
 
     OUTSIDE = "outside"  # before and after the stacks: embeddings, heads
     STACK = "stack"  # in a stack, between its blocks
@@ -68,7 +68,7 @@ class ModelRegion(StrEnum):
 
 @dataclass(frozen=True)
 class ActivationShard:
-    """Sharding of one activation dim over one axis of the process grid."""
+    """Sharding of one activation dimension over one axis of the process grid."""
 
     dim: Dim
     axis: str
@@ -76,7 +76,7 @@ class ActivationShard:
     begin: ShardedFrom = ShardedFrom.STACK
 
     def split(self, length: int, ranks: int) -> Split:
-        """Return which indices of an activation dim of this length each rank has.
+        """Return which indices of a dimension with ``length`` elements each rank stores.
 
         >>> ActivationShard(Dim.SEQUENCE, "sequence", IndexOrder.ZIGZAG).split(8, 2).parts
         (((0, 2), (6, 8)), ((2, 4), (4, 6)))
@@ -91,18 +91,18 @@ class ActivationShard:
 
 @dataclass(frozen=True)
 class ActivationLayout:
-    """Sharding of the activations of a model; each sharded dim uses a different axis.
+    """Sharding of the activations of a model over axes of the process grid. Each sharded dimension has its own axis.
 
     Args:
-        shards: sharded activation dims; empty if activations are not sharded.
-        block: axes that shard activations inside tensor-parallel blocks: by heads or features, and by samples.
+        shards: sharded activation dimensions, or an empty tuple if activations are not sharded.
+        block: axes that shard the activations inside tensor-parallel blocks: by heads or features, and by samples.
     """
 
     shards: tuple[ActivationShard, ...] = ()
     block: tuple[str, ...] = ("tensor",)
 
     def shards_at(self, region: ModelRegion) -> tuple[ActivationShard, ...]:
-        """Return the activation dims that are sharded for modules in this region of the model."""
+        """Return the sharded activation dimensions in a region of the model, and how each is sharded."""
         if not self.shards:
             return ()
         in_stack = {ModelRegion.STACK: list(Dim), ModelRegion.GATHERED: [Dim.BATCH]}.get(region, [])
@@ -110,15 +110,15 @@ class ActivationLayout:
 
     @property
     def shards_stacks(self) -> bool:
-        """Whether activations are sharded inside a stack and full before and after it."""
+        """Whether activations are sharded inside a stack of layers, but not before and after it."""
         return any(shard.begin is ShardedFrom.STACK for shard in self.shards)
 
     def shard_at_stack(self, axis: str) -> ActivationShard | None:
-        """Return the activation dim that is sharded over ``axis`` from the start of a layer stack, or None."""
+        """Return which activation dimension is sharded over ``axis`` inside a stack of layers, or None."""
         return next((s for s in self.shards if s.begin is ShardedFrom.STACK and s.axis == axis), None)
 
     def partial_axes(self, region: ModelRegion) -> tuple[str, ...]:
-        """Return the axes over which gradients of replicated parameters in a model region are partial sums."""
+        """Return the axes over which the gradients of replicated parameters in a model region are summed."""
         axes = [shard.axis for shard in self.shards_at(region)]
         return tuple(dict.fromkeys((*axes, *self.block) if region is ModelRegion.BLOCK else axes))
 
@@ -128,7 +128,7 @@ class ActivationLayout:
         return tuple(shard.axis for shard in self.shards_at(ModelRegion.OUTSIDE))
 
     def num_parts(self, sizes: Mapping[str, int]) -> int:
-        """Return the number of shards of the model inputs. Each rank's loss is the mean over its shard."""
+        """Return into how many shards the model inputs are split. Each rank's loss is the mean over its shard."""
         return prod(map(sizes.__getitem__, self.input_axes))
 
     def random_stream_index(self, region: ModelRegion, coords: Coords, sizes: Mapping[str, int]) -> int:

@@ -1,9 +1,9 @@
-"""Frozen weights that a quantizer packed, such as the 4-bit weights of bitsandbytes (QLoRA).
+"""Frozen weights in the packed format of a quantizer, such as the 4-bit weights of bitsandbytes (QLoRA).
 
-The bytes of such a parameter are not its values: a scale per block, or another tensor, belongs to them. They cannot be
-cast, flattened, averaged or sliced like other parameters, and they never change. A sharded model therefore keeps them
-as attributes of their modules. They are no longer parameters, so that optimizers, ZeRO, checkpoints and state dicts do
-not see them.
+A packed weight stores bytes instead of values, and needs other tensors, such as a scale per block. It cannot be cast,
+flattened, averaged or sliced like other parameters, and it never changes. A sharded model therefore stores packed
+weights as attributes of their modules. They are no longer parameters, so optimizers, ZeRO, checkpoints and state dicts
+ignore them.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ PLAIN_DTYPES = frozenset(
 )
 BITSANDBYTES = "bitsandbytes"
 FAST_CPU_KERNEL = "support_avx512bf16_for_cpu"
-"""Attribute with which bitsandbytes repacks a weight in evaluation, rounds its scales, and stops its gradients."""
+"""Attribute that makes bitsandbytes repack a weight in evaluation, round its scales, and stop its gradients."""
 
 
 def find_packed_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the packed parameters of a model that is not sharded yet, by name. Tied parameters have several names."""
+    """Find the packed parameters of a model that is not sharded yet, by name. Tied parameters have several names."""
     frozen = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
     is_quantized = bool(frozen) and has_quantizer(model)
     return {name: param for name, param in frozen if _is_packed(param, is_quantized)}
 
 
 def has_quantizer(model: nn.Module) -> bool:
-    """Return whether a model of transformers was loaded with a quantization config."""
+    """Return whether a transformers model was loaded with a quantization config."""
     quantizers = [getattr(module, "hf_quantizer", None) for module in model.modules()]
     return quantizers.count(None) < len(quantizers)
 
@@ -54,18 +54,18 @@ def _is_packed(param: nn.Parameter, is_quantized: bool) -> bool:
 
 
 def is_from_bitsandbytes(value: object) -> bool:
-    """Return whether an object is of a class of bitsandbytes, which the process has then imported."""
+    """Return whether the class of an object is defined in bitsandbytes. Does not import bitsandbytes."""
     return type(value).__module__.partition(".")[0] == BITSANDBYTES
 
 
 def is_4bit_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer of bitsandbytes whose weight is packed into 4 bits."""
+    """Return whether a module is a linear layer of bitsandbytes with a packed 4-bit weight."""
     state = getattr(getattr(module, "weight", None), "quant_state", None)
     return isinstance(module, nn.Linear) and is_from_bitsandbytes(module) and len(getattr(state, "shape", ())) == 2
 
 
 def packed_tensors(weight: nn.Parameter) -> list[Tensor]:
-    """Return the plain tensors that a packed weight consists of: its bytes, and its scales."""
+    """Return the plain tensors that make up a packed weight: its bytes, and its scales."""
     if is_wrapper_tensor(weight):
         wrapper: Any = weight
         names, _ = wrapper.__tensor_flatten__()
@@ -78,18 +78,18 @@ def packed_tensors(weight: nn.Parameter) -> list[Tensor]:
 
 
 def count_values(param: Tensor) -> int:
-    """Return the number of values of a parameter, which a 4-bit weight has two of in a byte."""
+    """Return the number of values of a parameter. A packed 4-bit weight has two values in each byte."""
     shape = getattr(getattr(param, "quant_state", None), "shape", None)
     return prod(param.shape if shape is None else shape)
 
 
 def count_packed_values(model: nn.Module) -> int:
-    """Return the number of values of the packed weights of a sharded model, in full."""
+    """Return the number of values in the full packed weights of a sharded model."""
     return sum(module.num_packed_values for module in modules_with_packed_weights(model))
 
 
 class KeepsPackedWeights:
-    """Mixin of a module that has packed weights as attributes, and not among its parameters and in its state dict."""
+    """Mixin for modules that store packed weights as attributes, outside their parameters and state dicts."""
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if name in self.__dict__["packed_names"]:
@@ -114,7 +114,7 @@ class KeepsPackedWeights:
 
 
 def hide_packed_weights(model: nn.Module) -> int:
-    """Turn the packed parameters of a model into attributes of their modules, in place, and return their number."""
+    """Convert the packed parameters of a model into attributes of their modules, and return their number."""
     packed = set(map(id, find_packed_weights(model).values()))
     count = 0
     for module in model.modules():
@@ -125,10 +125,10 @@ def hide_packed_weights(model: nn.Module) -> int:
 
 
 def keep_as_attributes(module: nn.Module, weights: dict[str, Any], num_values: int | None = None) -> None:
-    """Make packed weights attributes of a module instead of parameters. Changes the class of the module.
+    """Store packed weights as attributes of a module instead of parameters. Changes the class of the module.
 
     Args:
-        num_values: number of values of the full weights, of which these may be shards.
+        num_values: number of values of the full weights, if ``weights`` are shards.
     """
     for name in weights:
         module._parameters.pop(name, None)
@@ -140,7 +140,7 @@ def keep_as_attributes(module: nn.Module, weights: dict[str, Any], num_values: i
 
 
 def add_mixins(module: nn.Module, *mixins: type) -> None:
-    """Put classes in front of the class of a module, if they are not among its classes yet."""
+    """Add mixins to the class of a module, unless the class has them already."""
     if new := tuple(mixin for mixin in mixins if not isinstance(module, mixin)):
         kind: Any = type(module)
         module.__class__ = _mixed(new, kind)
@@ -156,18 +156,18 @@ def modules_with_packed_weights(model: nn.Module) -> Iterator[Any]:
 
 
 def check_trains_adapters(model: nn.Module, adapters: object) -> None:
-    """Raise ConfigError for a quantized model of transformers without adapters, as its Trainer does."""
+    """Raise ConfigError if a quantized transformers model has no adapters to train, as the Trainer does."""
     if adapters is None and any(getattr(module, "is_quantized", False) for module in model.modules()):
         check_no_packed_weights(model, "Training")
 
 
 def check_no_packed_weights(model: nn.Module, what: str) -> None:
-    """Raise ConfigError if the weights of a sharded model are quantized, and ``what`` would need their values."""
+    """Raise ConfigError if a sharded model has quantized weights, because ``what`` would need their values."""
     if (module := next(modules_with_packed_weights(model), None)) is not None:
         raise ConfigError(
             f"{what} does not include the quantized weights of this {type(model).__name__}, such as those of its "
             f"{type(module).__name__} layers.",
             rule="Quantized weights are frozen, and a sharded model does not store them in state dicts.",
-            remedy="Call peft.get_peft_model before shard_model, train adapters, and save them with save_pretrained of "
-            "the PEFT model.",
+            remedy="Call peft.get_peft_model before shard_model, train the adapters, and save them with the "
+            "save_pretrained method of the PEFT model.",
         )

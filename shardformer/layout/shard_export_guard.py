@@ -1,4 +1,4 @@
-"""Tensor subclass that prevents saving a shard in a state dict as if it were the full tensor.
+"""Tensor subclass for shards in a state dict, which prevents saving a shard as if it were the full tensor.
 
 These tensors can be loaded, copied, compared and used in computations. ``torch.save``, pickle, safetensors and NumPy
 raise an error, because their result would be mistaken for the full model.
@@ -16,7 +16,7 @@ from shardformer.errors import ConfigError
 from shardformer.torch_compat import DisableTorchFunctionSubclass, tree_leaves, tree_map
 
 MARKED = "_shardformer_slices"
-"""Module attribute: names of the parameters to mark in its state dict, or None for all parameters and buffers."""
+"""Module attribute with the names of the parameters to mark in its state dict. None: all parameters and buffers."""
 _REMEDY = (
     "On all ranks, call model.save_pretrained(folder) or shardformer.export_pretrained(model, folder) to save for "
     "transformers, shardformer.save_checkpoint to resume training, or shardformer.full_state_dict(model). "
@@ -25,9 +25,10 @@ _REMEDY = (
 
 
 class SliceTensor(Tensor):
-    """Shard of a parameter in a state dict. Results of operations that keep the number of elements are marked, too.
+    """Shard of a parameter in a state dict, which raises an error if it is saved or read by another library.
 
-    ``as_subclass(torch.Tensor)`` returns a plain tensor that shares the memory.
+    Operations that keep the number of elements return a ``SliceTensor``, too. ``as_subclass(torch.Tensor)`` returns a
+    plain tensor that shares the memory.
     """
 
     _param_name: str
@@ -60,7 +61,7 @@ class SliceTensor(Tensor):
 
 
 def raise_shard_export_error(name: str, shape: tuple[int, ...]) -> NoReturn:
-    """Raise ConfigError because a shard is about to be saved or read by another library."""
+    """Raise ConfigError because another library tried to save or read a shard."""
     raise ConfigError(
         f"The tensor {name} of shape {tuple(shape)} is a shard, so it cannot be saved, pickled or read by "
         "another library.",
@@ -87,15 +88,15 @@ def _mark_tensor(x: Tensor, name: str) -> SliceTensor:
 
 
 def to_plain_tensor(x: Tensor) -> Tensor:
-    """Return a marked shard as a plain tensor that shares its memory; return other tensors unchanged."""
+    """Return a ``SliceTensor`` as a plain tensor that shares its memory, and any other tensor unchanged."""
     return x.as_subclass(Tensor) if isinstance(x, SliceTensor) else x
 
 
 def mark_slices(module: nn.Module, names: Collection[str] | None) -> None:
-    """Mark the shards in the state dict of a module as ``SliceTensor``.
+    """Mark the shards of a module as ``SliceTensor`` in its state dict.
 
     Args:
-        names: names of the module's own sharded parameters; None marks all its parameters and buffers.
+        names: names of the sharded parameters of the module itself. None marks all its parameters and buffers.
     """
     marked = module.__dict__.get(MARKED, ())
     if MARKED not in module.__dict__:
@@ -104,9 +105,9 @@ def mark_slices(module: nn.Module, names: Collection[str] | None) -> None:
 
 
 def _mark_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """State dict hook that marks the shards of one module.
+    """State dict hook that converts the shards of one module to ``SliceTensor``.
 
-    It skips fake tensors and the module's own tensors (``keep_vars=True``).
+    The hook skips fake tensors, and the tensors of the module itself (``keep_vars=True``).
     """
     marked = module.__dict__[MARKED]
     for name in (*module._parameters, *module._buffers) if marked is None else marked:
@@ -116,7 +117,7 @@ def _mark_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str,
 
 
 class _PicklingRefusal:
-    """Callable that replaces ``__reduce_ex__`` of a sharded parameter and raises ConfigError."""
+    """Callable that replaces ``__reduce_ex__`` of a sharded parameter, so that pickling raises ConfigError."""
 
     def __init__(self, name: str, shape: tuple[int, ...]) -> None:
         self._name, self._shape = name, shape
@@ -126,5 +127,5 @@ class _PicklingRefusal:
 
 
 def refuse_pickling(name: str, param: Tensor) -> None:
-    """Make pickling of a sharded parameter raise ConfigError. Unlike a subclass, this has no overhead."""
+    """Make a sharded parameter raise ConfigError when it is pickled. Unlike a subclass, this has no overhead."""
     param.__dict__["__reduce_ex__"] = _PicklingRefusal(name, tuple(param.shape))

@@ -1,4 +1,4 @@
-"""ShardSpec: which shard of a full tensor each rank stores. Split: how one dim is divided over ranks."""
+"""Description of which shard of a tensor each rank stores (``ShardSpec``) and how it is split (``Split``)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Axes = tuple[str, ...]
 
 
 def even_bounds(count: int, ranks: int) -> list[int]:
-    """Return the bounds of ``ranks`` nearly equal slices, the longer ones first: (10, 4) -> [0, 3, 6, 8, 10]."""
+    """Return the bounds of ``ranks`` slices of nearly equal length, longest first: (10, 4) -> [0, 3, 6, 8, 10]."""
     base, more = divmod(count, ranks)
     return [r * base + min(r, more) for r in range(ranks + 1)]
 
 
 @dataclass(frozen=True)
 class Split:
-    """Sharding of one tensor dim: the ordered index ranges of the dim that each rank stores.
+    """Sharding of one tensor dimension: the index ranges that each rank stores, in local order.
 
     >>> Split.even(10, 4).parts
     (((0, 3),), ((3, 6),), ((6, 8),), ((8, 10),))
@@ -39,8 +39,8 @@ class Split:
 
     Args:
         parts: the slices of each rank. With several axes, ranks are ordered row-major: the last axis varies fastest.
-        axes: axes over which the dim is sharded.
-        sizes: axis sizes; optional for a single axis.
+        axes: axes over which the dimension is sharded.
+        sizes: axis sizes, which are optional for a single axis.
     """
 
     parts: tuple[tuple[Slice, ...], ...]
@@ -56,18 +56,18 @@ class Split:
     def even(
         cls, size: int, ranks: int, unit: int = 1, *, axes: Axes = ("tensor",), sizes: tuple[int, ...] = ()
     ) -> Split:
-        """Split a dim as evenly as possible into multiples of ``unit``; the first ranks get the remaining units."""
+        """Split a dimension as evenly as possible in multiples of ``unit``. The first ranks get the remaining units."""
         parts = tuple(((a * unit, b * unit),) for a, b in pairwise(even_bounds(size // unit, ranks)))
         return cls(parts, axes, sizes)
 
     @classmethod
     def fused(cls, sizes: Sequence[int], ranks: int, unit: int = 1) -> Split:
-        """Split a dim that concatenates blocks of these sizes, such as q, k and v; each block is split separately."""
+        """Split a dimension that concatenates blocks of these sizes, such as q, k and v, by splitting each block."""
         return cls.stack([cls.even(size, ranks, unit) for size in sizes], sizes)
 
     @classmethod
     def stack(cls, splits: Sequence[Split], sizes: Sequence[int]) -> Split:
-        """Concatenate the splits of several dims into the split of the concatenated dim."""
+        """Combine the splits of several dimensions into a split of their concatenation."""
         offsets = [0, *accumulate(sizes)]
         parts = [
             merge_slices([(a + o, b + o) for s, o in zip(splits, offsets, strict=False) for a, b in s.parts[r]])
@@ -76,54 +76,54 @@ class Split:
         return cls(tuple(parts), splits[0].axes, splits[0].sizes)
 
     def with_axes(self, axis: str) -> Split:
-        """Return a split with the same index ranges over another axis."""
+        """Return a split with the same index ranges over another axis of the process grid."""
         return Split(self.parts, (axis,))
 
     def rank(self, coords: Coords) -> int:
-        """Return the row-major rank of grid coordinates over the axes of this split."""
+        """Return the rank at ``coords`` among the ranks of this split. The last axis varies fastest."""
         return _compute_rank(self.axes, self.sizes, coords)
 
     def slices(self, length: int, coords: Coords) -> tuple[Slice, ...]:
-        """Return the index ranges of the dim that the rank at ``coords`` stores; ``length`` is the full length."""
+        """Return the index ranges that the rank at ``coords`` stores of a dimension with ``length`` elements."""
         assert length == self.full, (length, self.full)
         return self.parts[self.rank(coords)]
 
     def length(self, rank: int) -> int:
-        """Return how many indices of the dim a rank stores."""
+        """Return how many indices of the dimension a rank stores."""
         return sum(b - a for a, b in self.parts[rank])
 
     def lengths(self) -> tuple[int, ...]:
-        """Return how many indices of the dim each rank stores."""
+        """Return how many indices of the dimension each rank stores."""
         return tuple(map(self.length, range(len(self.parts))))
 
     @cached_property
     def full(self) -> int:
-        """Length of the full, unsharded dim."""
+        """Length of the full, unsharded dimension."""
         return max([b for part in self.parts for _, b in part], default=0)
 
     @cached_property
     def holders(self) -> list[tuple[int, int, int]]:
-        """Number of ranks that store each index range, as (start, end, count)."""
+        """Number of ranks that store each index range, as tuples (start, end, count)."""
         return count_holders(self.parts)
 
     def indices(self, rank: int) -> Tensor:
-        """Return the indices of the full dim that a rank stores, in local order."""
+        """Return the indices of the full dimension that a rank stores, in the order of its local shard."""
         return torch.cat([torch.arange(a, b) for a, b in self.parts[rank]] or [torch.arange(0)])
 
     @property
     def multiplicity(self) -> tuple[int, ...]:
-        """Number of ranks that store each index of the full dim."""
+        """Number of ranks that store each index of the full dimension."""
         return tuple(count for a, b, count in self.holders for _ in range(a, b))
 
     @property
     def is_partition(self) -> bool:
-        """Whether exactly one rank stores each index."""
+        """Whether every index is stored by exactly one rank."""
         return all(count == 1 for *_, count in self.holders)
 
 
 @dataclass(frozen=True)
 class EvenSplit:
-    """Even split of the local shard that a preceding split of the same dim leaves on each rank.
+    """Second split of a dimension that is already sharded, in which each local shard is split evenly.
 
     >>> EvenSplit("data", 2).slices(5, {"data": 1})
     ((3, 5),)
@@ -142,7 +142,7 @@ class EvenSplit:
         return (self.ranks,)
 
     def slices(self, length: int, coords: Coords) -> tuple[Slice, ...]:
-        """Return the index ranges of a dim that the rank at ``coords`` stores."""
+        """Return the index ranges of a dimension that the rank at ``coords`` stores."""
         units = -(-length // self.unit)
         bounds = [min(b * self.unit, length) for b in even_bounds(units, self.ranks)]
         rank = _compute_rank(self.axes, self.sizes, coords)
@@ -153,7 +153,7 @@ AnySplit = Split | EvenSplit
 
 
 def count_holders(parts: Sequence[Sequence[Slice]]) -> list[tuple[int, int, int]]:
-    """Count how many of the shards ``parts`` contain each index, as (start, end, count) runs from index 0.
+    """Count how many shards contain each index, and return runs of equal counts as (start, end, count).
 
     >>> count_holders([[(0, 2)], [(1, 3)], [(4, 5)]])
     [(0, 1, 1), (1, 2, 2), (2, 3, 1), (3, 4, 0), (4, 5, 1)]
@@ -175,7 +175,7 @@ def count_holders(parts: Sequence[Sequence[Slice]]) -> list[tuple[int, int, int]
 
 
 def merge_slices(slices: Sequence[Slice]) -> tuple[Slice, ...]:
-    """Remove empty index ranges, and merge adjacent ranges."""
+    """Remove empty index ranges, and merge ranges that are adjacent."""
     out: list[Slice] = []
     for a, b in slices:
         if a == b:
@@ -201,7 +201,7 @@ Offsets = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """A hyperrectangle of a tensor: its offsets in the full tensor and in the local shard, and its size."""
+    """A rectangular block of a tensor: its size, and its offsets in the full tensor and in the local shard."""
 
     full: Offsets
     local: Offsets
@@ -218,10 +218,10 @@ class Box:
 
 @dataclass(frozen=True, init=False)
 class ShardSpec:
-    """Layout of a tensor over the process grid: its full shape and the splits of its sharded dims.
+    """Layout of a tensor over the process grid: its full shape, and the splits of its sharded dimensions.
 
-    Splits of one dim are applied in order: the first to the full dim, the next to the local slices of the previous
-    one. An axis may shard only one dim of a tensor.
+    Splits of one dimension are applied in order: the first to the full dimension, the next to the local slices of the
+    previous one. An axis may shard only one dimension of a tensor.
 
     >>> spec = ShardSpec((6, 4), {0: Split.even(6, 2), 1: Split.even(4, 2, axes=("column",))})
     >>> spec.boxes({"tensor": 1, "column": 0})
@@ -230,11 +230,11 @@ class ShardSpec:
     (Box(full=(5,), local=(0,), size=(1,)),)
 
     Args:
-        shape: full shape.
-        splits: dim -> one split or an ordered sequence of splits.
+        shape: full shape of the tensor.
+        splits: dimension -> one split, or an ordered sequence of splits.
 
     Raises:
-        ConfigError: if a split has another length than its dim or omits indices, or if an axis is used twice.
+        ConfigError: if a split has another length than its dimension or omits indices, or if an axis is used twice.
     """
 
     shape: Offsets
@@ -256,20 +256,20 @@ class ShardSpec:
             twice = next(axis for axis in axes if axes.count(axis) > 1)
             raise ConfigError(
                 f"A tensor of shape {self.shape} is sharded twice over the axis {twice!r}.",
-                rule="An axis can shard only one dim of a tensor, and only once.",
-                remedy="Shard the second dim over another axis, or reshape this axis into two.",
+                rule="An axis can shard only one dimension of a tensor, and only once.",
+                remedy="Shard the second dimension over another axis, or reshape this axis into two axes.",
             )
         for dim, splits in self.splits.items():
             full = getattr(splits[0], "full", None)
             if not 0 <= dim < len(self.shape) or full not in (None, self.shape[dim]):
                 raise ConfigError(
-                    f"A split of length {full} does not fit dim {dim} of shape {self.shape}.",
-                    remedy="Build the split from the size of the dim, for example Split.even(shape[dim], ranks).",
+                    f"A split of length {full} does not fit dimension {dim} of a tensor of shape {self.shape}.",
+                    remedy="Build the split from the size of the dimension, for example Split.even(shape[dim], ranks).",
                 )
             if 0 in [count for *_, count in self._holders[dim]]:
                 raise ConfigError(
-                    f"The split of dim {dim} of shape {self.shape} omits some indices: {splits}.",
-                    remedy="Assign every index of the dim to at least one rank.",
+                    f"The split of dimension {dim} omits some indices of a tensor of shape {self.shape}: {splits}.",
+                    remedy="Assign every index of the dimension to at least one rank.",
                 )
 
     @property
@@ -278,15 +278,15 @@ class ShardSpec:
 
     @cached_property
     def axes(self) -> dict[str, int]:
-        """Axes over which the tensor is sharded, with the axis sizes."""
+        """Axes over which the tensor is sharded, and the sizes of these axes."""
         return {axis: size for splits in self.splits.values() for axis, size in _get_axis_sizes(splits).items()}
 
     def rank_coords(self) -> list[Coords]:
-        """Return the grid coordinates of all shards of the tensor; the last axis varies fastest."""
+        """Return the grid coordinates of the ranks that store the shards. The last axis varies fastest."""
         return _list_all_coords(self.axes)
 
     def boxes(self, coords: Coords) -> tuple[Box, ...]:
-        """Return the boxes of the full tensor that the rank at ``coords`` stores, in local order."""
+        """Return the blocks of the full tensor that the rank at ``coords`` stores, in local order."""
         dims = [list(_with_local_starts(self.slices_of(d, coords))) for d in range(len(self.shape))]
         return tuple(
             Box(tuple(a for a, _, _ in runs), tuple(at for _, at, _ in runs), tuple(n for _, _, n in runs))
@@ -294,7 +294,7 @@ class ShardSpec:
         )
 
     def slices_of(self, dim: int, coords: Coords) -> tuple[Slice, ...]:
-        """Return the index ranges of a dim that the rank at ``coords`` stores."""
+        """Return the index ranges of a dimension that the rank at ``coords`` stores."""
         length, splits = self.shape[dim], self.splits.get(dim, ())
         local: tuple[Slice, ...] = ((0, length),) if length else ()
         for at, split in enumerate(splits):
@@ -303,21 +303,21 @@ class ShardSpec:
         return local
 
     def local_shape(self, coords: Coords) -> Offsets:
-        """Return the shape of the local shard at ``coords``."""
+        """Return the shape of the shard that the rank at ``coords`` stores."""
         shape = list(self.shape)
         for dim in self.splits:
             shape[dim] = sum([b - a for a, b in self.slices_of(dim, coords)])
         return tuple(shape)
 
     def slice(self, full: Tensor, coords: Coords) -> Tensor:
-        """Return a copy of the shard of a full tensor that the rank at ``coords`` stores.
+        """Slice the tensor ``full``, and return a copy of the shard that the rank at ``coords`` stores.
 
         Raises:
             ConfigError: if ``full`` does not have the full shape.
         """
         if tuple(full.shape) != self.shape:
             raise ConfigError(
-                f"ShardSpec.slice() received a tensor of shape {tuple(full.shape)}, but the layout is for "
+                f"ShardSpec.slice() received a tensor of shape {tuple(full.shape)}, but the full tensor has the shape "
                 f"{self.shape}.",
                 remedy="Pass the full tensor, not a shard.",
             )
@@ -328,20 +328,20 @@ class ShardSpec:
         return local.detach().clone(memory_format=torch.contiguous_format)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Build the full tensor from all shards in the order of ``rank_coords``. Later copies win."""
+        """Assemble the full tensor from all shards, in the order of ``rank_coords``. Later copies win."""
         full = parts[0].new_zeros(self.shape)
         for coords, part in zip(self.rank_coords(), parts, strict=True):
             self.place(part, full, coords)
         return full
 
     def place(self, local: Tensor, full: Tensor, coords: Coords) -> None:
-        """Copy a local shard of the rank at ``coords`` into the full tensor."""
+        """Copy the shard of the rank at ``coords`` to its place in the full tensor."""
         for box in self.boxes(coords):
             box.of_full(full).copy_(box.of_local(local))
 
     @cached_property
     def _holders(self) -> dict[int, list[tuple[int, int, int]]]:
-        """Number of ranks that store each index range of each sharded dim: dim -> (start, end, count)."""
+        """Number of ranks that store each index range: sharded dimension -> tuples (start, end, count)."""
         holders = {}
         for dim, splits in self.splits.items():
             first = splits[0]
@@ -355,7 +355,7 @@ class ShardSpec:
 
     @cached_property
     def shared_axes(self) -> tuple[str, ...]:
-        """Axes along which several ranks store the same indices of a dim."""
+        """Axes over which a dimension is sharded such that several ranks store the same indices."""
         if not self.splits:
             return ()
         shared = [dim for dim, runs in self._holders.items() if max([count for *_, count in runs], default=0) > 1]
@@ -367,9 +367,9 @@ class ShardSpec:
         return all(count == 1 for runs in self._holders.values() for *_, count in runs)
 
     def num_copies(self, coords: Coords | None = None) -> Tensor | int:
-        """Return how many shards store each element: 1, or fp64 counts that broadcast against a shard.
+        """Return how many ranks store each element: 1, or a tensor of fp64 counts.
 
-        The shard is the one at ``coords``. Without ``coords`` the counts broadcast against the full tensor.
+        The counts broadcast against the shard at ``coords``, or against the full tensor without ``coords``.
         """
         out: Tensor | int = 1
         for dim, runs in self._holders.items():
@@ -391,7 +391,7 @@ def _list_all_coords(axes: Mapping[str, int]) -> list[Coords]:
 
 
 def _with_local_starts(slices: Sequence[Slice]) -> Iterator[tuple[int, int, int]]:
-    """Yield (start in the full dim, start in the shard, length) of each index range."""
+    """Yield the start in the full dimension, the start in the shard and the length of each index range."""
     at = 0
     for a, b in slices:
         yield a, at, b - a
@@ -399,7 +399,7 @@ def _with_local_starts(slices: Sequence[Slice]) -> Iterator[tuple[int, int, int]
 
 
 def _compose_slices(local: Sequence[Slice], inner: Sequence[Slice]) -> tuple[Slice, ...]:
-    """Convert index ranges of a local shard to index ranges of the full dim."""
+    """Convert index ranges of a local shard into index ranges of the full dimension."""
     out = [
         (a + max(c, at) - at, a + min(d, at + n) - at)
         for c, d in inner

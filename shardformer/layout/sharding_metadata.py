@@ -28,7 +28,7 @@ from shardformer.torch_compat import is_compiled_wrapper
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the gradient of a parameter is reduced over ranks."""
+    """How the gradient of a parameter is reduced over the ranks."""
 
     sum_over: tuple[str, ...] = ()  # axes over which the gradient is all-reduced
     divisor: float = 1.0  # divisor of the sum. It may differ from the group size, even for a group of one rank
@@ -43,7 +43,7 @@ def reduction_of(
     sizes: Mapping[str, int],
     stages: tuple[int, ...] = (),
 ) -> Reduction:
-    """Return how the gradient of a parameter with layout ``spec`` in a model region is reduced.
+    """Return how to reduce the gradient of a parameter with this layout in a region of the model.
 
     Over ``data`` and the axes that shard the model inputs, each rank has the gradient of the mean loss of its samples.
     The sum is divided by the number of these ranks. Gradients are partial over three kinds of ranks: axes that shard
@@ -68,9 +68,9 @@ METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE = "_shardformer", "_shardformer_pa
 
 @dataclass(eq=False)
 class ParamEntry:
-    """A parameter with its first name at sharding time, its layout and its gradient reduction."""
+    """A parameter of a sharded model, with its name, its layout and the reduction of its gradient."""
 
-    name: str
+    name: str  # first name when the model was sharded
     param: Tensor
     spec: ShardSpec
     reduction: Reduction = field(default_factory=Reduction)
@@ -78,7 +78,7 @@ class ParamEntry:
 
 @dataclass(frozen=True)
 class ReplacementRecord:
-    """Record of a replaced module, attribute or method: its path, and its names before and after."""
+    """Record of a module, attribute or method that was replaced: its path, and its old and new name."""
 
     path: str
     before: str
@@ -88,7 +88,7 @@ class ReplacementRecord:
 
 @dataclass(frozen=True)
 class ShardingRequest:
-    """Options and policy that were passed to shard a model."""
+    """Options and policy with which a model was sharded."""
 
     source: str = ""  # where the policy was found
     options: Mapping[str, bool | str] = field(default_factory=dict)  # options of the config
@@ -97,7 +97,7 @@ class ShardingRequest:
 
 
 class Reducer(Protocol):
-    """Protocol for an object that reduces gradients during backward."""
+    """Protocol for an object that reduces gradients during the backward pass."""
 
     was_paused: bool
 
@@ -110,7 +110,7 @@ class Reducer(Protocol):
 
 
 class GradientOwner(Protocol):
-    """Protocol for an optimizer that stores gradients in place of ``param.grad``.
+    """Protocol for an optimizer that stores the gradients itself instead of in ``param.grad``.
 
     All ranks must call ``agree`` and ``norm_of``.
 
@@ -130,7 +130,7 @@ class GradientOwner(Protocol):
 class ParameterOwner(Protocol):
     """Protocol for an optimizer that shards parameters (ZeRO stage 3). All ranks must make the same calls.
 
-    ``gather`` gathers a parameter until the next one is gathered, and ``release`` frees it.
+    ``gather`` makes a full parameter available until the next call, and ``release`` frees it.
     """
 
     def gather(self, param: Tensor) -> None: ...
@@ -138,16 +138,16 @@ class ParameterOwner(Protocol):
 
 
 class ConsistencyMonitorProtocol(Protocol):
-    """Protocol for the detector of diverging ranks in ``shardformer.consistency.rank_divergence``."""
+    """Protocol for the monitor that detects diverging ranks, in ``shardformer.consistency.rank_divergence``."""
 
     steps: int
     training: bool
     """Whether the current forward pass is part of training."""
     has_several_optimizers: bool
-    """Whether several optimizers train the model; some may have no parameters on a stage."""
+    """Whether several optimizers train the model. Some of them may have no parameters on a stage."""
 
     rounds_of_stages: int
-    """Stepped batches of the pipeline stages, as of the latest batch."""
+    """Number of batches that the pipeline stages have stepped, as of the latest batch."""
 
     def count_stepped_batches(self, is_frozen: bool) -> int: ...
     def hash_stage_options(self) -> int: ...
@@ -159,7 +159,7 @@ class ConsistencyMonitorProtocol(Protocol):
 
 
 class RegionHook(Protocol):
-    """Protocol for a hook that shards or gathers activations at the start or end of a model region."""
+    """Protocol for a hook that shards or gathers activations at the start or the end of a model region."""
 
     def reset_after_error(self) -> None: ...
 
@@ -192,7 +192,7 @@ class ShardingMetadata:
     on_adapted: Callable[[nn.Module], None] = lambda _: None  # called when adapters were added or removed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingMetadata:
-        """Copy the metadata for a copied model, which is trained by no optimizer yet."""
+        """Copy the metadata for a copy of the model, which does not belong to an optimizer yet."""
         memo[id(self)] = copied = type(self).__new__(type(self))
         fields = {**self.__dict__, "gradient_owner": None, "parameter_owner": None}
         copied.__dict__.update((name, deepcopy(value, memo)) for name, value in fields.items())
@@ -219,7 +219,7 @@ class ShardingMetadata:
         self.replacements.append(ReplacementRecord(path, _format_name(before), _format_name(after), kind))
 
     def by_param(self) -> dict[int, ParamEntry]:
-        """Return a dict from parameter ids to entries."""
+        """Return a dict from the ``id`` of each parameter to its entry."""
         return {id(entry.param): entry for entry in self.entries}
 
     @property
@@ -228,14 +228,14 @@ class ShardingMetadata:
 
     @property
     def coords(self) -> dict[str, int]:
-        """Rank of this process on each axis."""
+        """Coordinates of this process: its rank on each axis of the process grid."""
         return {name: axis.rank for name, axis in self.axes.items()}
 
     def axis(self, name: str) -> Axis:
         return self.axes[name]
 
     def attach(self, model: nn.Module) -> None:
-        """Store this metadata on a model and on its modules with parameters, and mark shards in state dicts."""
+        """Attach this metadata to a model and its submodules, and mark the shards in their state dicts."""
         _register_metadata(self)
         model.__dict__[METADATA_ATTRIBUTE] = self
         is_stage, sharded_ids = self._is_stage, self._refuse_pickling()
@@ -259,7 +259,7 @@ class ShardingMetadata:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Accumulate gradients locally inside this context, without reducing them over ranks."""
+        """Accumulate gradients locally inside this context, without reducing them over the ranks."""
         with ExitStack() as pauses:
             for reducer in self.reducers:
                 pauses.enter_context(reducer.paused())
@@ -275,9 +275,10 @@ _NUMBERS = itertools.count()
 
 
 def tables_of(params: Iterable[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Group parameters by sharded model, as a dict from the metadata of a model to its entries.
+    """Group parameters by the sharded model to which they belong.
 
-    The order is that of creation, identical on all ranks. Other models are not read, because ranks may be threads that
+    Returns a dict from the metadata of each model to the entries of its parameters. Models are in the order in which
+    they were created, which is the same on all ranks. Other models are not read, because ranks may be threads that
     change their gradients concurrently.
     """
     metadata_params: dict[ShardingMetadata, set[int]] = {}
@@ -291,7 +292,7 @@ def tables_of(params: Iterable[Tensor]) -> dict[ShardingMetadata, list[ParamEntr
 
 
 def tables_here() -> list[ShardingMetadata]:
-    """Return the metadata of all live sharded models of this rank, in the same order on all ranks."""
+    """Return the metadata of all sharded models that exist on this rank, in the same order on all ranks."""
     with _REGISTRY_LOCK:
         alive = list(_TABLES)
     return sorted((table for table in alive if table.context.is_here), key=lambda table: table.number)
@@ -335,12 +336,12 @@ def metadata_of(model: nn.Module) -> ShardingMetadata:
 
 
 def sharded_module(model: nn.Module, state: ShardingMetadata | None = None) -> tuple[nn.Module, str]:
-    """Return the module that was sharded, and the prefix of its names in ``model``.
+    """Return the module that was sharded, and the prefix of its parameter names in ``model``.
 
-    This is ``model`` itself, or the model inside a wrapper that has its metadata (a ``PeftModel``).
+    The module is ``model`` itself, or the model inside a wrapper that shares its metadata (a ``PeftModel``).
 
     Args:
-        state: metadata of the model inside any wrapper. None if ``model`` has it.
+        state: metadata of the sharded module. By default, the metadata of ``model``.
     """
     state = state or metadata_of(model)
     inside = (
@@ -352,7 +353,7 @@ def sharded_module(model: nn.Module, state: ShardingMetadata | None = None) -> t
 
 
 def find_metadata(model: nn.Module) -> ShardingMetadata:
-    """Return the metadata of a sharded model or submodule, or build it from the parallel layers of a model."""
+    """Return the metadata of a sharded model or submodule, or create it for a model with parallel layers."""
     check_module(model)
     for name in (METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE):
         if isinstance(state := model.__dict__.get(name), ShardingMetadata):
@@ -366,15 +367,16 @@ def find_metadata(model: nn.Module) -> ShardingMetadata:
     first, *others = sharded_models.values()
     if any(other.context is not first.context for other in others):
         raise ConfigError(
-            f"This {type(model).__name__} contains {len(sharded_models)} models sharded over different process grids.",
-            remedy="Shard them with one ParallelContext, or pass each model separately.",
+            f"This {type(model).__name__} contains {len(sharded_models)} models that are sharded over different "
+            "process grids.",
+            remedy="Shard all of them with the same ParallelContext, or pass each model separately.",
         )
     entries = [entry for state in sharded_models.values() for entry in state.entries]
     return replace(first, entries=entries) if others else first
 
 
 def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpec]]:
-    """Yield (name, local shard, layout) of each parameter of a parallel layer, for all names of tied parameters."""
+    """Yield the name, shard and layout of each parameter in a parallel layer. Tied parameters have several names."""
     for path, module in model.named_modules(remove_duplicate=False):
         for name, spec in module.__dict__.get("shard_specs", {}).items():
             if (param := module._parameters.get(name)) is not None:
@@ -392,7 +394,7 @@ def _metadata_from_layers(model: nn.Module) -> ShardingMetadata:
 
 
 def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
-    """Map each parameter name, including tied names, to its layout; replicated parameters have no splits."""
+    """Return the layout of each parameter by name, including tied names. Replicated parameters have no splits."""
     entries_by_id = find_metadata(model).by_param()
     return {
         name: entries_by_id[id(p)].spec if id(p) in entries_by_id else ShardSpec(p.shape)

@@ -1,4 +1,4 @@
-"""Find tied tensors and views, whose memory overlaps, and compute the largest difference of two tensors."""
+"""Find tied tensors and views by their overlapping memory, and compute the largest difference of two tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardformer.torch_compat import has_data, is_wrapper_tensor, memory_of
 
 @dataclass(frozen=True)
 class MemoryRange:
-    """Memory range of a tensor in bytes, with its storage, dtype, shape and strides."""
+    """Range of bytes that a tensor occupies in its storage, with its dtype, shape and strides."""
 
     storage: int
     begin: int
@@ -36,7 +36,7 @@ OverlapGroup = dict[str, MemoryRange]
 
 
 def group_overlapping(named: Iterable[tuple[str, Tensor]]) -> list[OverlapGroup]:
-    """Group tensors whose memory overlaps. Each group is a dict from names to memory ranges."""
+    """Group tensors that share memory. Each group is a dict from names to memory ranges."""
     ranges = []
     for at, (name, x) in enumerate(named):
         memory = MemoryRange.of(x)
@@ -54,7 +54,7 @@ def group_overlapping(named: Iterable[tuple[str, Tensor]]) -> list[OverlapGroup]
 
 
 def find_parameter_view(model: nn.Module, params: Collection[tuple[str, Tensor]]) -> tuple[str, str] | None:
-    """Find a buffer or attribute that shares memory with a parameter; return both names, or None."""
+    """Find a buffer or attribute that shares memory with a parameter. Return both names, or None."""
     known = {id(x) for _, x in params}
     views = [(name, x) for name, x in _buffers_and_attributes(model) if id(x) not in known]
     names = {name for name, _ in views}
@@ -77,7 +77,7 @@ def _buffers_and_attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def max_difference(a: Tensor, b: Tensor) -> float:
-    """Return the largest absolute difference between two tensors; infinite for NaN or different shapes."""
+    """Return the largest absolute difference between two tensors, or inf for NaN or different shapes."""
     if a.shape != b.shape:
         return inf
     largest = float((a - b).detach().abs().max()) if a.numel() else 0.0

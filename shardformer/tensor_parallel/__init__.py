@@ -1,4 +1,4 @@
-"""Tensor-parallel layers, blocks, sequence parallelism, and vocabulary-parallel logits and loss."""
+"""Tensor-parallel layers and blocks, sequence parallelism, and vocabulary-parallel logits and losses."""
 
 from __future__ import annotations
 

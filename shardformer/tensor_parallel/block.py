@@ -1,4 +1,4 @@
-"""Tensor-parallel blocks, which communicate once where activations enter and once where they leave.
+"""Tensor-parallel blocks, such as attention or an MLP, which communicate only at their entry and exit.
 
     x --> entry --> q, k, v (column-parallel) --> attention of the local heads --> o (row-parallel) --> exit
 
@@ -18,8 +18,8 @@ Some forward passes read the width of the heads from the shape of the input:
     return self.proj(x.transpose(1, 2).reshape(B, N, C))
 
 Here C must be the width of the local heads. ``LocalWidthTensor`` reports this width as its last dim, and computes a
-product with the weight of a column-parallel linear layer through the block. A transposed ``LocalWidthTensor`` with the
-same last dim is one too, for forward passes that work on (N, B, C). All other functions see the plain tensor.
+product with the weight of a column-parallel linear layer through the block. Transposing a ``LocalWidthTensor`` gives
+another one if the last dim is the same, for forward passes on (N, B, C). All other functions see the plain tensor.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ PERMUTING_FUNCTIONS = (Tensor.transpose, Tensor.permute, torch.transpose, torch.
 
 
 class LocalWidthTensor(Tensor):
-    """Tensor (B, N, H) that reports the width of the local attention heads as the size of its last dim."""
+    """A tensor (B, N, H) whose shape reports the total width of this rank's attention heads as its last dim."""
 
     block: TensorParallelBlock
 
@@ -77,9 +77,9 @@ class LocalWidthTensor(Tensor):
     def of(x: Tensor, block: TensorParallelBlock) -> LocalWidthTensor:
         if not has_data(x):
             raise ConfigError(
-                "The model computes the size of its attention heads from the shape of an input, which fake "
-                "tensors do not support.",
-                remedy="Count the collectives in a real step, with shardformer.local_ranks.threads.run_as_threads.",
+                "This model cannot run with fake tensors, because it computes the size of its attention heads from "
+                "the shape of an input.",
+                remedy="To count its collectives, run a real step with shardformer.local_ranks.threads.run_as_threads.",
             )
         entered = x.as_subclass(LocalWidthTensor)
         entered.block = block
@@ -148,16 +148,16 @@ class TensorParallelBlock:
 
     @property
     def is_open(self) -> bool:
-        """Whether the running forward pass is between the entry and the exit of this block."""
+        """Whether the current forward pass is between the entry and the exit of this block."""
         return self._source is not None
 
     @property
     def region(self) -> TpRegion:
-        """Region that communicates in the current forward pass; a replicated region if no input entered the block."""
+        """How the current forward pass communicates. A ``ReplicatedRegion`` if no input has entered the block."""
         return self._region or ReplicatedRegion(self.axis)
 
     def enter(self, x: Tensor, training: bool) -> Tensor:
-        """Convert a local activation x into the block's input (B, S, H), with the communication of ``region``."""
+        """Convert a local activation x into the full block input (B, S, H), with the communication of ``region``."""
         if torch.compiler.is_compiling():
             return self._enter_compiled(x, training)
         self._outputs, self._joined = {}, None
@@ -181,9 +181,10 @@ class TensorParallelBlock:
         return entered
 
     def _enter_compiled(self, x: Tensor, training: bool) -> Tensor:
-        """Return the full input of a compiled block, from which each linear layer of the block computes its output.
+        """Return the full input of a block that is compiled with torch.compile.
 
-        The compiler sums the gradients of these layers before the collective of the backward pass, as in ``project``.
+        Each linear layer of the block computes its own output. The compiler sums their gradients before the collective
+        of the backward pass, as in ``project``.
         """
         self._region = region = self.stream.select_region(x)
         self.is_flat = isinstance(region, SequenceShardedRegion) and x.dim() == 2
@@ -197,11 +198,11 @@ class TensorParallelBlock:
         return entered
 
     def _full_input(self, x: Tensor) -> Tensor:
-        """Return the entered tensor if x is the local activation from which it was made."""
+        """Return the full block input if x is the local activation that entered the block, and otherwise x."""
         return self._entered if x is self._source and self._entered is not None else x
 
     def register_entry(self, module: nn.Module, *, holds_exit: bool = False) -> None:
-        """Register ``module`` as the entry of the block, whose first tensor argument is the block's input."""
+        """Make ``module`` the entry of the block. Its first tensor argument becomes the input of the block."""
         self._entry = type(module).__name__
         self._is_watched = holds_exit
         after = self.check_no_residual if holds_exit else None
@@ -211,7 +212,7 @@ class TensorParallelBlock:
         return map_first_tensor(args, kwargs, lambda x: self.enter(x, module.training))
 
     def project(self, column: ColumnParallel, x: Tensor) -> Tensor:
-        """Return the output (B, S, f) of a column-parallel linear layer of this block for its input x.
+        """Return the output (B, S, f) of a column-parallel linear layer in this block for the input x.
 
         Raises PolicyError if the entry module was not called, because its input gradient would not be summed.
         """
@@ -235,7 +236,7 @@ class TensorParallelBlock:
         return self._outputs.pop(id(column))
 
     def join_inputs(self, x: Tensor) -> Tensor:
-        """Return the input (B, S, H) of the block that all its columns and their adapters read.
+        """Return the block input (B, S, H) that all column-parallel linear layers and their adapters share.
 
         Autograd adds their input gradients before the entry sums them over the ranks, in one collective. Returns any
         other tensor unchanged.
@@ -256,28 +257,28 @@ class TensorParallelBlock:
         if any(c is column for c in self.columns):
             raise PolicyError(
                 f"A column-parallel layer was called without {self._entry}, the entry of its block, because the model "
-                "replaced that module after sharding.",
-                remedy="Replace the module before you shard the model. If the model replaces it (BigBird does for a "
-                "batch shorter than its attention blocks), select it in the config or pass longer sequences.",
+                f"replaced {self._entry} after sharding.",
+                remedy="Replace the module before you shard the model. If the model replaces it automatically, as "
+                "BigBird does for short sequences, select the module in the config or pass longer sequences.",
             )
 
     def project_by_weight(self, weight: Tensor, x: Tensor) -> Tensor | None:
-        """Return the output of the column-parallel linear layer that has this weight, or None if there is none."""
+        """Return the output of the column-parallel linear layer with this weight, or None if no layer has it."""
         column = next((c for c in self.columns if c.weight is weight and c.bias is None), None)
         return None if column is None else self.project(column, x)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelBlock:
-        """Copy the block without its activations, which a checkpointed recomputation may leave in the block."""
+        """Copy the block without the activations that a recomputation of a checkpoint may have left in it."""
         memo[id(self)] = copy = type(self)(deepcopy(self.stream, memo), self.random, self.width, is_flat=self.is_flat)
         copy.has_adapters = self.has_adapters
         copy.columns = deepcopy(self.columns, memo)
         return copy
 
     def check_no_residual(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Raise PolicyError if the entry module adds the block's input to its output (a residual).
+        """Raise PolicyError if the entry module adds the block input to its output, as a residual connection does.
 
-        Runs after the first forward pass with gradients of an entry module that contains the exit. Every rank would
-        have the full gradient of the residual, and the entry would sum it over the ranks.
+        This check runs after the first forward pass with gradients, if the entry module contains the exit. Every rank
+        would have the full gradient of the residual, and the entry would sum it over the ranks.
         """
         if torch.compiler.is_compiling():
             return
@@ -296,21 +297,21 @@ class TensorParallelBlock:
                     f"{type(module).__name__} adds its input to the output of its tensor-parallel block.",
                     rule="All paths through a block end in its row-parallel linear layer, so the residual must be "
                     "added outside the block.",
-                    remedy="Name the first projection as the entry: inputs=AttentionInputs(entry=...).",
+                    remedy="In the policy, name the first projection as the entry: inputs=AttentionInputs(entry=...).",
                 )
             seen.add(node)
             reached += [following for following, _ in node.next_functions]
 
     def shared_random_state(self) -> AbstractContextManager[None]:
-        """Context with the random state from before the block, which is the same on ranks with the same activations."""
+        """Return a context with the random state from before the block. Ranks with the same activations share it."""
         return self._random.outside()
 
     def put_random_state_in_graph(self) -> None:
-        """Let a compiled layer enter and leave the block's random state in its graph."""
+        """Make a compiled layer switch to the random state of the block inside its graph."""
         self._random.is_in_graph = self._random.is_enabled
 
     def close(self, training: bool) -> None:
-        """Clear the activations of the block after its row-parallel layer, or after an error in the forward pass."""
+        """Clear the activations that the block stores, after its row-parallel layer or after an exception."""
         self._source = self._entered = self._joined = self._pending = self._region = None
         self._outputs = {}
         if training:
@@ -332,7 +333,7 @@ def change_argument(module: nn.Module, name: str, change: Callable[[Tensor], Ten
     if name not in names and "kwargs" not in names:
         raise PolicyError(
             f"{type(module).__name__}.forward has no argument {name!r}, which the policy names.",
-            remedy=f"Use one of {', '.join(names)}.",
+            remedy=f"In the policy, use one of the arguments {', '.join(names)}.",
         )
     position = names.index(name) if name in names else len(names)
 
@@ -349,7 +350,7 @@ def change_argument(module: nn.Module, name: str, change: Callable[[Tensor], Ten
 
 
 def select_local_heads(x: Tensor, dim: int, bounds: HeadRange, axis: Axis) -> Tensor:
-    """Select the local attention heads along a dim that counts heads, or samples times heads.
+    """Select this rank's attention heads along a dim whose size is the number of heads, or samples times heads.
 
     Backward, if x requires a gradient: one all-reduce of x.
     """
@@ -362,10 +363,10 @@ def select_local_heads(x: Tensor, dim: int, bounds: HeadRange, axis: Axis) -> Te
 
 
 def wrap_as_block(module: nn.Module, stream: StackActivations, summands: Sequence[str] = ()) -> None:
-    """Turn ``module`` into a tensor-parallel block whose output is summed over the ranks.
+    """Make ``module`` a tensor-parallel block whose output is summed over the ranks.
 
-    If the sequence is sharded, gathers the inputs that have one row per token, and returns the sums of the local
-    tokens. Modules before this one, such as a router, see only the local tokens.
+    If the sequence is sharded, the block gathers the inputs that have one row per token, and returns the sums for the
+    tokens of this rank. Modules before this one, such as a router, see only the tokens of this rank.
 
     Communicates: forward one all-reduce of the output, backward one of each input that requires a gradient. If the
     sequence is sharded: forward one all-gather of each input and one reduce-scatter of the output, backward the

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter in ring steps that overlap with the matmul of each chunk.
+"""All-gather and reduce-scatter in ring steps, which overlap with the matmuls of the chunks.
 
 On R ranks, each chunk takes R-1 steps; while one chunk is sent, the matmul of another runs (Wang et al. 2023, "Overlap
 communication with dependent computation via decomposition"). Timeline for R = 2:
@@ -24,10 +24,10 @@ from shardformer.mesh.transport import Work
 def all_gather_matmul(
     x_BsH: Tensor, axis: Axis, full_length: int, process_chunk: Callable[[Tensor, int, int], None]
 ) -> Tensor:
-    """All-gather dim 1 in ring steps, and call ``process_chunk(chunk, start, end)`` when a chunk arrives.
+    """All-gather a tensor along dim 1 in ring steps, and process each chunk while the next one arrives.
 
-    Returns the gathered tensor (B, full_length, H). Communicates one all-gather of it, in R-1 steps that overlap with
-    ``process_chunk``.
+    Calls ``process_chunk(chunk, start, end)`` for each chunk. Returns the gathered tensor (B, full_length, H).
+    Communicates one all-gather of this tensor, in R-1 steps that overlap with ``process_chunk``.
     """
     bounds = even_bounds(full_length, axis.size)
     joined = x_BsH.new_empty((x_BsH.shape[0], full_length, *x_BsH.shape[2:]))
@@ -55,11 +55,10 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(compute_chunk: Callable[[int, int], Tensor], axis: Axis, full_length: int) -> Tensor:
-    """Reduce-scatter along dim 1 in ring steps, while ``compute_chunk(start, end)`` computes the next chunk.
+    """Compute a tensor in chunks along dim 1, and reduce-scatter each chunk while the next one is computed.
 
-    ``compute_chunk`` computes the summand of this rank for one chunk, while the sum of the previous chunk is
-    communicated. Returns the chunk of this rank, summed over the ranks. Communicates one reduce-scatter of the full
-    tensor, in R-1 steps.
+    ``compute_chunk(start, end)`` computes the summand of this rank for one chunk. Returns the chunk of this rank,
+    summed over the ranks. Communicates one reduce-scatter of the full tensor, in R-1 steps.
     """
     bounds = even_bounds(full_length, axis.size)
     next_rank, previous_rank = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size

@@ -57,7 +57,7 @@ from shardformer.torch_compat import assert_async, has_data
 class _ParallelLinear(ParallelModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
-    _sharded_features: str  # the name of the attribute with the number of features that are sharded
+    _sharded_features: str  # name of the attribute that contains the number of sharded features
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class _ParallelLinear(ParallelModule):
         self.train(native.training)
 
     def _make_specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
-        """Return the shard layouts of the weight, which has this shape, and of the bias."""
+        """Return the layouts of the weight and of the bias, given the shape of the full weight."""
         is_column = self._sharded_features == "out_features"
         splits = {int(is_column == self.transposed): self.split}
         return ShardSpec(shape, splits), ShardSpec((self.out_features,), {0: self.split} if is_column else {})
@@ -99,9 +99,9 @@ class _ParallelLinear(ParallelModule):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        """Shard a full nn.Linear, transformers Conv1D or 4-bit linear of bitsandbytes over the ranks.
+        """Shard an nn.Linear, a Conv1D of transformers or a 4-bit linear layer of bitsandbytes over the ranks.
 
-        Raises ConfigError for other classes, and for a 4-bit weight whose slices divide its blocks.
+        Raises ConfigError for other classes, and for a 4-bit weight whose shards would divide its blocks.
         """
         if is_4bit_linear(module):
             plain = make_stand_in(module)
@@ -139,7 +139,7 @@ class Linear1D_Col(_ParallelLinear):
     Args:
         gather_output: return the full output on every rank.
         skip_bias_add: return (output, bias) without adding the bias, so that the caller can fuse it (Megatron).
-        split: the output features of each rank; even by default.
+        split: the output features of each rank. By default, they are split evenly.
         expand: (width, indices): return the local groups of ``width`` features in the order of ``indices``, with
             repetitions. Used when several local query heads share a KV head that the forward pass expects repeated.
     """
@@ -165,11 +165,11 @@ class Linear1D_Col(_ParallelLinear):
 
     @property
     def fused_bias(self) -> Tensor | None:
-        """Bias that the matmul adds, or None if the caller or the next operation adds it."""
+        """Bias that is added in the matmul, or None if the caller or the next operation adds it."""
         return None if self.skip_bias_add or self.finish is not None else self.bias
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Multiply an input that already entered the block by the local weight. Communicates nothing."""
+        """Multiply x, the full input of the block, by the local weight. Communicates nothing."""
         return linear_matmul(x, self.weight, self.fused_bias, self.transposed)
 
     def forward(self, x: Tensor) -> Any:
@@ -184,13 +184,13 @@ class Linear1D_Col(_ParallelLinear):
         return self.leave_adapter(y)
 
     def enter_adapter(self, x: Tensor) -> Tensor:
-        """Return the input that an adapter of this linear reads. Its gradient is summed over the ranks once."""
+        """Return the input for a PEFT adapter of this layer. Its gradient is summed over the ranks only once."""
         if self.block is not None:
             return self.block.join_inputs(x)
         return x if self.axis.size == 1 else enter_region(x, self.axis)
 
     def leave_adapter(self, y: Tensor) -> Any:
-        """Return the output of this linear for y, the local features before any fused operation."""
+        """Return the output of this layer, given its local output features y before any fused operation."""
         if self.finish is not None:
             y = self.finish(y, self.bias)
         if self.expand is not None:
@@ -205,10 +205,10 @@ class Linear1D_Col(_ParallelLinear):
 
 
 class FusedLinear1D_Col(Linear1D_Col):
-    """Column-parallel linear layer whose output concatenates ``n_fused`` projections (q, k, v; gate, up).
+    """Column-parallel linear layer whose output concatenates several projections, such as q, k and v.
 
-    Shards each projection separately, so that every rank has a shard of each. With two ranks and q, k, v of 4
-    features, rank 0 has features 0-1, 4-5, 8-9. Communicates as Linear1D_Col.
+    Each of the ``n_fused`` projections is sharded separately, so that every rank has a shard of each. With two ranks
+    and q, k, v of 4 features, rank 0 has features 0-1, 4-5, 8-9. Communicates as Linear1D_Col.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class FusedLinear1D_Col(Linear1D_Col):
         if out_features % n_fused:
             raise ConfigError(
                 f"n_fused={n_fused} does not divide out_features={out_features}.",
-                remedy="Pass n_fused as the number of concatenated projections, or pass a split.",
+                remedy="Pass the number of concatenated projections as n_fused, or pass a split.",
             )
         axis = Axis.of(kwargs.get("process_group"))
         kwargs.setdefault("split", Split.fused([out_features // n_fused] * n_fused, axis.size))
@@ -234,15 +234,15 @@ class Linear1D_Row(_ParallelLinear):
     forward one reduce-scatter, backward one all-gather of B*S*F, and the output is the local shard (B, s, F).
 
     Args:
-        parallel_input: whether the input is sharded. If False, takes the local shard of a full input (backward: one
-            all-gather of the input, or one all-reduce if ``split`` is not the even split).
+        parallel_input: whether the input is sharded. If False, the layer selects its shard of a full input (backward:
+            one all-gather of the input, or one all-reduce if ``split`` is not the even split).
         skip_bias_add: return (output, bias) without adding the bias.
 
     An adapter (PEFT) wraps a linear layer as ``leave_adapter(f(enter_adapter(x)))``, where f calls the linear layer.
-    With ``is_inside_adapter``, that call returns the local product, so that f adds to it before the only reduction.
+    With ``is_inside_adapter``, that call returns the local product, so that f can add to it before the reduction.
 
-    If a layer adds the outputs of two row-parallel linear layers, ``shared_exit`` of the first contains the second. The
-    first then returns only its bias and communicates nothing; the second reduces the sum of both products.
+    If a module adds the outputs of two row-parallel linear layers, ``shared_exit`` of the first contains the second.
+    The first then returns only its bias and communicates nothing. The second reduces the sum of both products.
     """
 
     _sharded_features = "in_features"
@@ -275,12 +275,12 @@ class Linear1D_Row(_ParallelLinear):
         return self._leave_block(lambda region: self._multiply_and_reduce(x, weight, region))
 
     def enter_adapter(self, x: Tensor) -> Tensor:
-        """Return the local features that this linear and its adapters read."""
+        """Return the local input features for this layer and its PEFT adapters."""
         x = resolve_deferred(x)
         return x if self.parallel_input else self._local_input(x)
 
     def leave_adapter(self, partial: Tensor) -> Any:
-        """Return the output of this linear for ``partial``, the summand of this rank."""
+        """Return the output of this layer, given ``partial``, the partial product of this rank."""
         return self._leave_block(lambda region: self._reduce_partial(partial, region))
 
     def _leave_block(self, reduce: Callable[[TpRegion], Tensor]) -> Any:
@@ -303,7 +303,7 @@ class Linear1D_Row(_ParallelLinear):
         return self.bias
 
     def _reduce_partial(self, partial: Tensor, region: TpRegion) -> Tensor:
-        """Return the sum of ``partial`` over the ranks, or zeros if the linear layer in ``shared_exit`` adds it."""
+        """Sum ``partial`` over the ranks, or return zeros if the layer in ``shared_exit`` adds it to its own."""
         if self.shared_exit:
             self.shared_exit[0].partial_of_other = partial
             return partial.new_zeros((*region.leading_shape(partial), self.out_features))
@@ -318,7 +318,7 @@ class Linear1D_Row(_ParallelLinear):
         return y
 
     def _multiply_and_reduce(self, x: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
-        """Return x @ weight summed over the ranks, or zeros if the layer in ``shared_exit`` adds this product."""
+        """Sum x @ weight over the ranks, or return zeros if the layer in ``shared_exit`` adds it to its own product."""
         if self.partial_of_other is not None:
             return self._reduce_partial(linear_matmul(x, weight, None, self.transposed), region)
         if self.shared_exit:
@@ -345,7 +345,7 @@ class Linear1D_Row(_ParallelLinear):
 
 
 class VocabParallelLMHead1D(Linear1D_Col):
-    """Language-model head sharded over the vocabulary: (B, S, H) -> sharded logits (B, S, V).
+    """Language-model head that is sharded over the vocabulary: (B, S, H) -> sharded logits (B, S, V).
 
     The logits behave like the full logits. A cross entropy on them communicates three numbers per token; most other
     operations gather them (``VocabParallelLogits``). Communicates: backward one all-reduce of B*S*H.
@@ -393,20 +393,20 @@ class _ParallelEmbedding(ParallelModule):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        """Shard a full nn.Embedding over the ranks.
+        """Shard an nn.Embedding over the ranks.
 
         Raises ConfigError for other classes, and for options that need the full table (max_norm, scale_grad_by_freq,
         sparse).
         """
         if not isinstance(module, nn.Embedding):
-            raise wrong_class_error(cls, module, "Name the embedding itself in the policy")
+            raise wrong_class_error(cls, module, "Name the nn.Embedding itself in the policy, not a module around it")
         factor = embedding_scale(module)
         if factor is None or factor == 1:
             check_plain_class(module, nn.Embedding)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
                 raise ConfigError(
-                    f"The embedding has {option}={getattr(module, option)}, which needs the full table on one rank.",
+                    f"The embedding has {option}={getattr(module, option)}, which needs the full weight on one rank.",
                     remedy=f"Build the model without {option}, or do not shard this embedding.",
                 )
         new = cls(module.num_embeddings, module.embedding_dim, process_group=process_group, native=module, **kwargs)
@@ -423,7 +423,7 @@ class _ParallelEmbedding(ParallelModule):
 
 
 class VocabParallelEmbedding1D(_ParallelEmbedding):
-    """Embedding sharded over the vocabulary: each rank looks up its own tokens, and the results are summed.
+    """Embedding that is sharded over the vocabulary: each rank looks up its own tokens, and the results are summed.
 
     (B, S) -> (B, S, H). Communicates: forward one all-reduce of B*S*H, backward nothing.
 
@@ -433,7 +433,7 @@ class VocabParallelEmbedding1D(_ParallelEmbedding):
 
     _dim = 0
     sums_later = False
-    """Whether to defer the sum, because the next stack may reduce-scatter it (``StackActivations.enter_stack``)."""
+    """Whether to delay the sum, because the next layer may reduce-scatter it (``StackActivations.enter_stack``)."""
 
     def forward(self, ids: Tensor) -> Tensor:
         self._check_token_ids(ids)
@@ -466,7 +466,7 @@ class VocabParallelEmbedding1D(_ParallelEmbedding):
 
 
 class Embedding1D(_ParallelEmbedding):
-    """Embedding sharded over the hidden dim: each rank looks up a slice of every vector.
+    """Embedding that is sharded over the hidden dim: each rank looks up its slice of every embedding vector.
 
     (B, S) -> (B, S, H), or (B, S, h) without ``gather_output``. Communicates: forward one all-gather of B*S*H with
     ``gather_output``, backward nothing.
@@ -491,7 +491,7 @@ class Embedding1D(_ParallelEmbedding):
 
 
 class ShardedNorm(ParallelModule):
-    """Layer norm or RMS norm over W features that are sharded: (..., w) -> (..., w).
+    """Layer norm or RMS norm over W features that are sharded over the ranks: (..., w) -> (..., w).
 
     Communicates: forward one all-reduce of one number per token (two for a layer norm), backward the same.
 
@@ -525,16 +525,16 @@ class ShardedNorm(ParallelModule):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        """Shard a full layer norm or RMS norm over the ranks.
+        """Shard a layer norm or an RMS norm over the ranks.
 
-        Raises ConfigError for other classes, and for a norm over another dim than that of ``split``.
+        Raises ConfigError for other classes, and for a norm over another number of features than ``split`` has.
         """
         norm, full = fused_norm(module), kwargs["split"].full
         shapes = {tuple(p.shape) for p in norm.parameters()}
         if shapes - {(full,)}:
             raise ConfigError(
                 f"ShardedNorm cannot replace a norm over {shapes}, because the sharded dim has {full} features.",
-                remedy="Remove the rule for a norm over the features of one head, which does not need to be sharded.",
+                remedy="Remove this norm from the policy if it normalizes each attention head separately.",
             )
         return cls(norm, process_group=process_group, **kwargs)
 
@@ -556,7 +556,7 @@ class ShardedNorm(ParallelModule):
         return (y if bias is None else y + bias).to(x.dtype)
 
     def _mean_over_ranks(self, x: Tensor) -> Tensor:
-        """Return the mean over the W features of all ranks. Backward: one all-reduce."""
+        """Return the mean of x over the features of all ranks. Backward: one all-reduce."""
         summed = (x if self.share is None else x * self.share.to(x.dtype)).sum(-1, keepdim=True)
         return copy_to_tp_region(reduce_from_tp_region(summed, self.axis), self.axis) / self.full
 
@@ -601,6 +601,6 @@ def _check_plain_dropout(cls: type[nn.Module], module: nn.Module, options: dict[
         arguments = f" with {', '.join(f'{k}={v!r}' for k, v in options.items())}" if options else ""
         raise ConfigError(
             f"{cls.__name__} cannot replace a {type(module).__name__}{arguments}.",
-            remedy="Name the dropout itself in the policy, without kwargs.",
+            remedy="In the policy, name the nn.Dropout module itself, and pass no kwargs.",
         )
     return module

@@ -27,20 +27,20 @@ from shardformer.module_paths import is_linear
 from shardformer.torch_compat import FakeTensor, without_fake_tensors
 
 STATISTICS_BUFFER = "running_mean"
-"""A buffer of norms that track statistics. torch requires that their weight has the dtype of this buffer."""
+"""Buffer of norms that track statistics. torch requires that their weight has the same dtype."""
 _SAVED_PARAMETERS = "_shardformer_narrow"
-"""The attribute that keeps the 16-bit parameters of such a norm while its forward pass runs."""
+"""Attribute that stores the 16-bit parameters of such a norm during its forward pass."""
 
 
 def select_product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
-    """Return the dtype to which the operands of a matrix product are cast, or None if they keep their dtypes."""
+    """Return the dtype to which the operands of a matmul must be cast, or None if no cast is needed."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return weight.dtype if is_wider(x, weight) else None
 
 
 def is_wider(x: Any, weight: Tensor) -> bool:
-    """Return whether ``x`` is a floating-point tensor wider than the 16-bit ``weight``, outside autocast."""
+    """Return whether x is a floating-point tensor of a wider dtype than the 16-bit ``weight``, outside autocast."""
     if not isinstance(x, Tensor) or x.dtype == weight.dtype:
         return False
     floats = x.is_floating_point() and weight.is_floating_point()
@@ -48,9 +48,9 @@ def is_wider(x: Any, weight: Tensor) -> bool:
 
 
 def accept_wide_inputs(model: nn.Module) -> None:
-    """Let ``torch.nn`` layers with 16-bit parameters take fp32 inputs and track fp32 statistics.
+    """Make ``torch.nn`` layers with 16-bit parameters accept fp32 inputs and track fp32 statistics.
 
-    Leaves modules with a custom `forward` unchanged, and layers such as ``nn.RMSNorm`` that accept fp32 inputs already.
+    Modules with a custom `forward` are not changed, nor are layers such as ``nn.RMSNorm`` that accept fp32 inputs.
     """
     for module in model.modules():
         is_native = "forward" not in vars(module) and type(module).forward.__module__.startswith("torch.nn.modules.")
@@ -65,7 +65,7 @@ def accept_wide_inputs(model: nn.Module) -> None:
 
 
 def _floating_point_parameter(module: nn.Module) -> Tensor | None:
-    """Return the module's first floating-point parameter, or the placeholder of one from another stage."""
+    """Return the first floating-point parameter of a module, or a placeholder for one on another stage."""
     tensors = (x for table in (module._parameters, vars(module)) for x in table.values() if isinstance(x, Tensor))
     return next((x for x in tensors if x.is_floating_point()), None)
 
@@ -84,7 +84,7 @@ def _cast_wide_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _widen_parameters(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Cast a norm's weight and bias to the dtype of its running statistics for one forward pass."""
+    """Cast the weight and the bias of a norm to the dtype of its running statistics for one forward pass."""
     statistics: Any = module._buffers[STATISTICS_BUFFER]
     narrow = {n: p for n, p in module._parameters.items() if p is not None and is_wider(statistics, p)}
     module.__dict__[_SAVED_PARAMETERS] = narrow
@@ -114,7 +114,8 @@ class ParallelModule(nn.Module, ABC):
         super().__init__()
         if isinstance(axis, dist.ProcessGroup):
             raise ConfigError(
-                f"{type(self).__name__} received the process group {axis}.", remedy="Pass Axis.of(process_group)."
+                f"{type(self).__name__} received the process group {axis} instead of an Axis.",
+                remedy="Pass Axis.of(process_group).",
             )
         self.axis = axis or Axis("tensor")
         self.shard_specs: dict[str, ShardSpec] = {}
@@ -126,7 +127,7 @@ class ParallelModule(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        """Build the parallel module that replaces ``module``, whose parameters are not sharded yet."""
+        """Build a parallel module with the parameters of ``module``, which is not sharded yet."""
         raise PolicyError(
             f"{cls.__name__} does not define from_native_module.",
             remedy="Add the classmethod from_native_module(module, process_group, **kwargs).",
@@ -161,7 +162,7 @@ def _get_or_create_shard(
 
 
 def move_hooks(new: nn.Module, native: nn.Module) -> None:
-    """Move the hooks of module ``native`` to module ``new``, so that they run after the hooks of ``new``.
+    """Move the hooks of ``native`` to the module ``new``, so that they run after the hooks of ``new``.
 
     The handles of the hooks keep working. A later check rejects hooks that would see a shard, not the full tensor.
     """
@@ -174,7 +175,7 @@ def move_hooks(new: nn.Module, native: nn.Module) -> None:
 
 
 def check_plain_class(module: nn.Module, *kinds: type[nn.Module]) -> None:
-    """Raise ConfigError if ``module`` does not compute the same as a plain module of ``kinds``.
+    """Raise ConfigError if ``module`` does not compute the same as a plain module of one of these classes.
 
     Reasons are a custom `forward`, a computed weight (weight norm), and hooks.
     """
@@ -188,7 +189,7 @@ def check_plain_class(module: nn.Module, *kinds: type[nn.Module]) -> None:
     if found is not None:
         raise ConfigError(
             f"{type(module).__module__}.{type(module).__name__} has {found}, so a parallel layer cannot replace it.",
-            rule=f"Parallel layers replace only a plain {' or '.join(kind.__name__ for kind in kinds)}.",
+            rule=f"Parallel layers can only replace a plain {' or '.join(kind.__name__ for kind in kinds)}.",
             remedy="Remove the hooks, or register them on the attention or MLP"
             if found == "hooks"
             else "Do not shard this module, or write a ParallelModule for it with its own from_native_module",
@@ -197,9 +198,10 @@ def check_plain_class(module: nn.Module, *kinds: type[nn.Module]) -> None:
 
 @without_fake_tensors()
 def _computes_plain_product(module: nn.Module) -> bool:
-    """Return whether a custom `forward` equals that of the plain class on test values (FalconLinear, Conv1D).
+    """Return whether a custom `forward` computes the same as that of the plain class, on test values.
 
-    The weights may be on the meta device, so the forward pass runs on a copy with different values of the same shapes.
+    Examples are FalconLinear and Conv1D. The weights may be on the meta device, so the forward pass runs on a copy with
+    test weights of the same shapes.
     """
     if isinstance(module, nn.Embedding):
         return embedding_scale(module) == 1
@@ -224,9 +226,9 @@ def _computes_plain_product(module: nn.Module) -> bool:
 
 @without_fake_tensors()
 def embedding_scale(embedding: nn.Embedding) -> float | None:
-    """Return the factor by which an embedding scales its vectors (Gemma, BART), or None if it computes anything else.
+    """Return the factor by which an embedding scales its vectors, or None if it computes anything else.
 
-    Measures the factor on copies of the embedding with two features, because the weights may be on the meta device.
+    The factor is measured on copies of the embedding with two features, because the weights may be on the meta device.
     Gemma rounds the factor to the dtype of the weights and BART does not. The function tests both, and returns the
     factor that reproduces the output to one unit in the last place.
     """
@@ -272,7 +274,7 @@ def wrong_class_error(cls: type[nn.Module], module: nn.Module, remedy: str) -> C
 
 
 def check_shardable(dim_name: str, size: int, axis: Axis) -> None:
-    """Raise ConfigError if a dim of ``size`` elements is too small to give every rank an element."""
+    """Raise ConfigError if a dim is too small for every rank to have at least one of its elements."""
     if size < axis.size:
         raise ConfigError(
             f"{dim_name}={size} cannot be sharded over {axis.size} ranks.",
@@ -283,13 +285,13 @@ def check_shardable(dim_name: str, size: int, axis: Axis) -> None:
 def shard_parameter(
     module: nn.Module, name: str, splits: Mapping[int, Split], axis: Axis, shared: dict[int, nn.Parameter] | None = None
 ) -> Tensor:
-    """Replace the parameter or buffer ``name`` with this rank's shard, and return the full tensor.
+    """Replace a parameter or buffer of ``module`` by this rank's shard, and return the full tensor.
 
     Stores the layout of a parameter in ``module.shard_specs`` and the axis in ``module.shard_axis``. Communicates
     nothing.
 
     Args:
-        splits: dim -> its split.
+        splits: sharded dim -> its split.
         shared: id of a full parameter -> its shard, so that tied parameters stay tied.
 
     Raises:

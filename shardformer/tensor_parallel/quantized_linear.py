@@ -36,23 +36,23 @@ from shardformer.module_paths import parent_of
 MIN_BLOCK = 32
 """Smallest number of values that share a scale."""
 QUANTIZER_ATTRIBUTES = ("hf_quantizer", "is_quantized", "quantization_method")
-"""Attributes of a quantized model of transformers, which then cannot be cast."""
+"""Attributes of a quantized transformers model, which prevent that the model is cast."""
 HOOK_TABLES = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
 
 
 class UnalignedSliceError(ConfigError):
-    """The slice of a rank divides a block of a 4-bit weight."""
+    """Raised if a 4-bit weight cannot be sharded without dividing one of its quantization blocks."""
 
 
 class QuantizedLinear(KeepsPackedWeights):
-    """Mixin of a parallel linear whose local product is that of a linear of bitsandbytes.
+    """Mixin for parallel linear layers that compute their local product with a linear layer of bitsandbytes.
 
-    It communicates as the parallel linear does with an adapter: at its entry and its exit. ``weight`` is the packed
-    local shard, which adapters of PEFT dequantize.
+    The layer communicates as a parallel linear layer with an adapter does: at its entry and its exit. ``weight`` is the
+    packed local shard, which adapters of PEFT dequantize.
     """
 
     def multiply(self: Any, x: Tensor) -> Tensor:
-        """Multiply a local input by the local weight, and add the bias unless it is added after a reduction."""
+        """Multiply the local input by the local weight, and add the bias unless it is added after a reduction."""
         product = self.__dict__["product"]
         product.__dict__["weight"] = self.weight
         product._parameters["bias"] = getattr(self, "fused_bias", None)
@@ -69,7 +69,7 @@ class QuantizedLinear(KeepsPackedWeights):
 
 
 def make_stand_in(native: Any) -> nn.Linear:
-    """Return a plain linear without values, in the shape of a quantized linear, with its bias and its hooks."""
+    """Return a plain linear layer on the meta device with the shape, the bias and the hooks of a quantized layer."""
     plain = nn.Linear(native.in_features, native.out_features, bias=False, device="meta")
     plain.weight.requires_grad_(False)
     plain.register_parameter("bias", native.bias)
@@ -79,9 +79,9 @@ def make_stand_in(native: Any) -> nn.Linear:
 
 @contextmanager
 def as_plain_linears(model: nn.Module) -> Iterator[None]:
-    """Show plain linear layers in place of quantized ones, so that a policy is found as for the unquantized model.
+    """Replace quantized linear layers by plain ones inside this context, so that a policy can be found for the model.
 
-    The plain layers have one value in memory.
+    The policy is then the same as for the unquantized model. Each plain layer has a single value in memory.
     """
     owners = {name.rpartition(".")[0] for name in find_packed_weights(model)}
     shown: dict[int, nn.Module] = {}
@@ -114,7 +114,7 @@ def _expand_zero(native: Any) -> nn.Parameter:
 
 
 def store_packed_shard(parallel: Any, native: Any, coords: Mapping[str, int]) -> None:
-    """Store this rank's shard of a 4-bit weight in a parallel linear that was built from ``make_stand_in``, in place.
+    """Store this rank's shard of a 4-bit weight in a parallel linear layer that was built from ``make_stand_in``.
 
     Communicates nothing.
     """
@@ -127,7 +127,7 @@ def store_packed_shard(parallel: Any, native: Any, coords: Mapping[str, int]) ->
 
 
 def _copy_without_weight(linear: Any, out_features: int, in_features: int) -> Any:
-    """Return a linear of the same class and settings with other sizes, and without parameters and hooks."""
+    """Copy a linear layer with other sizes, and without its parameters and hooks."""
     new = copy.copy(linear)
     vars(new).update({name: type(getattr(linear, name))() for name in HOOK_TABLES})
     vars(new).update(_parameters={"bias": None}, in_features=in_features, out_features=out_features)
@@ -136,7 +136,7 @@ def _copy_without_weight(linear: Any, out_features: int, in_features: int) -> An
 
 
 def make_4bit_placeholder(layer: Any) -> nn.Module:
-    """Return the linear of bitsandbytes that a parallel linear replaced, in full sizes but with one value in memory."""
+    """Return an unsharded bitsandbytes layer for a parallel layer, with the full sizes but one value in memory."""
     from bitsandbytes.nn import Params4bit
 
     plain = _copy_without_weight(layer.product, layer.out_features, layer.in_features)
@@ -154,7 +154,7 @@ def make_4bit_placeholder(layer: Any) -> nn.Module:
 
 
 def choose_block(state: Any, dim: int, slices: Sequence[Slice]) -> int | None:
-    """Return the largest number of values per scale that fits the slices of a 4-bit weight, or None."""
+    """Return the largest block size at which no slice of a 4-bit weight divides a block, or None."""
     block = int(state.blocksize)
     if state.shape[1] % block:  # for which bitsandbytes computes wrong values on the CPU
         return None
@@ -164,7 +164,7 @@ def choose_block(state: Any, dim: int, slices: Sequence[Slice]) -> int | None:
 
 
 def slice_4bit(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
-    """Return a slice of the rows (dim 0) or columns (dim 1) of a 4-bit weight, with the same values.
+    """Return a slice of the rows (dim 0) or columns (dim 1) of a 4-bit weight. The values do not change.
 
     Raises UnalignedSliceError if a slice divides a block of 32 values, and ConfigError if this release of bitsandbytes
     computes other values.
@@ -181,10 +181,10 @@ def slice_4bit(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
             f"a row of its 4-bit weight of shape {tuple(state.shape)} is not a whole number of blocks"
             if width % state.blocksize
             else f"the columns {columns} of its 4-bit weight of shape {tuple(state.shape)} divide a block",
-            rule=f"The values of a block have one scale. Blocks have {state.blocksize} values, and can be divided into "
-            f"blocks of {MIN_BLOCK}.",
-            remedy="Use a smaller tensor size, use data parallelism or ZeRO instead of the tensor axis, or list the "
-            "layer in llm_int8_skip_modules of the BitsAndBytesConfig.",
+            rule=f"All values of a quantization block share one scale. Blocks have {state.blocksize} values, and can "
+            f"only be divided into blocks of at least {MIN_BLOCK}.",
+            remedy="Use fewer tensor-parallel ranks, use data parallelism or ZeRO instead of tensor parallelism, or "
+            "list the layer in llm_int8_skip_modules of the BitsAndBytesConfig.",
         )
     packed = weight.data.as_subclass(Tensor).reshape(-1).view(torch.uint8).view(rows, -1)
     scales = full_scales(state).repeat_interleave(state.blocksize // block).view(rows, -1)
@@ -211,15 +211,15 @@ def slice_4bit(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
     expected = torch.cat([full.narrow(dim, a, b - a) for a, b in slices], dim)
     if not torch.equal(dequantize_4bit(local.data, local.quant_state), expected):
         raise ConfigError(
-            "A shard of a 4-bit weight does not have the values of the full weight.",
+            "The values of a 4-bit weight would change when it is sharded.",
             rule="This release of bitsandbytes stores 4-bit weights in an unknown order.",
-            remedy="Use the newest bitsandbytes, or data parallelism or ZeRO instead of the tensor axis.",
+            remedy="Install the newest bitsandbytes, or use data parallelism or ZeRO instead of tensor parallelism.",
         )
     return local
 
 
 def full_scales(state: Any) -> Tensor:
-    """Return the fp32 scale of each block of a 4-bit weight, as bitsandbytes computes it."""
+    """Return the fp32 scale of each block of a 4-bit weight, dequantized by bitsandbytes if necessary."""
     scales: Tensor = state.absmax
     if state.nested:
         from bitsandbytes.functional import dequantize_blockwise

@@ -6,7 +6,7 @@
     replicated                nothing        | all-reduce        all-reduce      | nothing
     sequence sharded          all-gather     | reduce-scatter    reduce-scatter  | all-gather
 
-Each row of the table is a class. ``REGIONS_BY_DIM`` maps the sharded dim to the class.
+Each row of this table is a class. ``REGIONS_BY_DIM`` maps the sharded dim to the class.
 """
 
 from __future__ import annotations
@@ -55,45 +55,45 @@ Multiply = Callable[[Tensor], list[Tensor]]
 
 @dataclass(frozen=True)
 class ReplicatedRegion:
-    """Communication at the entry and the exit of a tensor-parallel block with a replicated input."""
+    """Communication at the entry and the exit of a tensor-parallel block whose input is replicated."""
 
     axis: Axis
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the full input of a tensor-parallel block for its local activation x."""
+        """Return the full input of a tensor-parallel block, given the local activation x."""
         entered = copy_to_tp_region(x, self.axis)
         return x.view_as(x) if entered is x else entered
 
     def gather_then_matmul(
         self, x: Tensor, multiply: Multiply, gathered_x: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """All-gather x, unless ``gathered_x`` is passed, and return the full tensor and ``multiply`` of it."""
+        """All-gather x unless ``gathered_x`` is passed, and return it with its products ``multiply(x)``."""
         return x, multiply(x)
 
     def enter_full(self, x: Tensor) -> Tensor:
-        """Return the full input of a compiled block for its local activation x."""
+        """Return the full input of a compiled tensor-parallel block, given the local activation x."""
         return copy_to_tp_region(x, self.axis)
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Return this rank's activation at the exit of a compiled block: the sum of x over the ranks."""
+        """Sum x over the ranks at the exit of a compiled block, and return the local activation."""
         return reduce_from_tp_region(x, self.axis)
 
     def start_reduce(self, x: Tensor) -> PendingCollective:
-        """Start the all-reduce or reduce-scatter that sums x over the ranks."""
+        """Start an all-reduce or a reduce-scatter that sums x over the ranks."""
         return start_all_reduce(x, self.axis)
 
     def matmul_then_reduce(self, x: Tensor, multiply: Multiply) -> Tensor:
-        """Compute the single product of ``multiply(x)``, sum it over the ranks, and return the local shard."""
+        """Multiply x by a single weight, sum the product over the ranks, and return the local activation."""
         return self.start_reduce(multiply(x)[0]).wait()
 
     def leading_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape of the local activations without the hidden dim, from the shape of a full tensor x."""
+        """Return the shape of the local activation without the hidden dim, given the full tensor x."""
         return tuple(x.shape[:-1])
 
 
 @dataclass(frozen=True)
 class SequenceShardedRegion:
-    """Communication at the entry and the exit of a tensor-parallel block with a sequence-sharded input."""
+    """Communication at the entry and the exit of a tensor-parallel block whose input is sharded by sequence."""
 
     axis: Axis
     full: int  # the length of the full sequence
@@ -140,13 +140,14 @@ class SequenceShardedRegion:
 
 TpRegion = ReplicatedRegion | SequenceShardedRegion
 REGIONS_BY_DIM: Mapping[Dim | None, type[TpRegion]] = {None: ReplicatedRegion, Dim.SEQUENCE: SequenceShardedRegion}
-"""Dim of the activations that a stack shards over the tensor axis -> the region of its blocks."""
+"""Activation dim that a stack of layers shards over the tensor axis -> region of its blocks."""
 
 
 def enter_region(x: Tensor, axis: Axis) -> Tensor:
-    """Prepare x, a replicated tensor or another stack's output, as an additional input of tensor-parallel blocks.
+    """Prepare x as an additional input of tensor-parallel blocks, such as the encoder output for cross-attention.
 
-    Backward: one all-reduce of the gradient of x, or one reduce-scatter of the gradient of a stack's output.
+    x is a replicated tensor, or the output of another stack of layers. Backward: one all-reduce of the gradient of x,
+    or one reduce-scatter of the gradient of a stack's output.
 
     Raises PolicyError if x, or the tensor that it is a view of, already entered a block.
     """
@@ -170,12 +171,12 @@ def enter_region(x: Tensor, axis: Axis) -> Tensor:
 
 
 def deferred_all_reduce(x: Tensor, axis: Axis) -> DeferredTensor:
-    """Defer the all-reduce of x, because a reduce-scatter suffices if the next operation shards the sum."""
+    """Delay the all-reduce of x, because a reduce-scatter is enough if the next operation shards the sum."""
     return DeferredTensor.make(x, tuple(x.shape), axis, None, lambda x: all_reduce(x.clone(), axis), lambda grad: grad)
 
 
 def local_length(full_length: int, axis: Axis) -> int:
-    """Return how many elements this rank has of an evenly split dim of length ``full_length``."""
+    """Return how many elements of an evenly split dim of length ``full_length`` this rank has."""
     return (full_length + axis.size - 1 - axis.rank) // axis.size  # without a condition, for symbolic lengths
 
 
@@ -183,7 +184,7 @@ def local_length(full_length: int, axis: Axis) -> int:
 
 
 class ColumnParallel(Protocol):
-    """Interface of a column-parallel linear layer that a tensor-parallel block calls."""
+    """Interface of the column-parallel linear layers that a ``TensorParallelBlock`` calls."""
 
     axis: Axis
     transposed: bool
@@ -200,7 +201,7 @@ class ColumnParallel(Protocol):
 def cast_projection_operands(
     x: Tensor, columns: Sequence[ColumnParallel], gathered_x: Tensor | None
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-    """Cast the input x, its gathered copy and the weights and biases of the columns to the matmul dtype."""
+    """Cast x, its gathered copy and the parameters of the column-parallel layers to the dtype of the matmul."""
     weights: list[Tensor | None] = [p for c in columns for p in (c.weight, c.fused_bias)]
     if (dtype := select_product_dtype(x, columns[0].weight)) is not None:
         x, gathered_x = x.to(dtype), gathered_x if gathered_x is None else gathered_x.to(dtype)
@@ -211,11 +212,11 @@ def cast_projection_operands(
 def project_columns(
     x: Tensor, region: TpRegion, columns: Sequence[ColumnParallel], gathered_x: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gather x, and return it detached, with the outputs (B, S, f) of all column-parallel linear layers.
+    """Compute all column-parallel linear layers of a block. Return the detached full input and the outputs (B, S, f).
 
-    Casts x before communication under autocast and for 16-bit weights. Communicates as the entry of the region. The
-    backward pass overlaps the communication of the input gradient with the weight gradients. ``gathered_x`` is
-    the full tensor of x, if it is already gathered.
+    x is cast before the communication under autocast and for 16-bit weights. Communicates as the entry of the region.
+    The backward pass overlaps the communication of the input gradient with the weight gradients. ``gathered_x`` is the
+    full tensor of x, if it is already gathered.
     """
     x, gathered_x, weights = cast_projection_operands(x, columns, gathered_x)
     full_x, *outputs = _ColumnProjections.apply(x, gathered_x, region, [c.transposed for c in columns], *weights)
@@ -228,9 +229,9 @@ def store_gathered(x: DeferredTensor, full: Tensor) -> None:
 
 
 def project_single_column(column: ColumnParallel, x: Tensor) -> Tensor:
-    """Return the output of a column-parallel linear layer that is outside a tensor-parallel block.
+    """Compute a column-parallel linear layer that is not part of a tensor-parallel block.
 
-    Backward: one all-reduce of x, or one reduce-scatter if x is the sharded output of a stack.
+    Backward: one all-reduce of x, or one reduce-scatter if x is the sharded output of a stack of layers.
     """
     if isinstance(x, DeferredTensor):
         if x.is_pending and x.region is not None and x.axis is column.axis:
@@ -242,7 +243,7 @@ def project_single_column(column: ColumnParallel, x: Tensor) -> Tensor:
 
 
 def linear_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """Return x @ W^T + b for a weight (out, in), or x @ W + b for a transposed weight (in, out)."""
+    """Return x @ W^T + b for a weight W of shape (out, in), or x @ W + b for a transposed one of shape (in, out)."""
     x = x.to(weight.dtype) if is_wider(x, weight) else x
     if not transposed:
         return F.linear(x, weight, bias)
@@ -257,7 +258,7 @@ def compute_weight_grad(x: Tensor, grad: Tensor, transposed: bool) -> Tensor:
 
 
 class _ColumnProjections(Function):
-    """Autograd function that multiplies the gathered block input by all column-parallel weights.
+    """Autograd function that gathers the block input and computes all column-parallel linear layers.
 
     Also returns the gathered input.
     """
@@ -308,7 +309,7 @@ def compute_bias_grad(grad: Tensor | None) -> Tensor | None:
 def _compute_input_grad(
     full_x: Tensor, weights: Sequence[Tensor], transposed: Sequence[bool], grads: Sequence[Tensor | None]
 ) -> Tensor:
-    """Return the gradient of the block input, summed over its column-parallel linear layers."""
+    """Return the gradient of the block input, which is the sum over all column-parallel linear layers."""
     total = None
     for weight, t, grad in zip(weights, transposed, grads, strict=True):
         if grad is None:
@@ -320,7 +321,7 @@ def _compute_input_grad(
 
 
 class RowParallelMatmul(Function):
-    """Row-parallel linear layer without bias, which sums the products of all ranks.
+    """Autograd function of a row-parallel linear layer, which sums the products of all ranks without the bias.
 
     Communicates as the exit of the region. If the backward pass runs separately for the input and for the weight (as
     some pipeline schedules do), it gathers the gradient only once.
@@ -352,7 +353,7 @@ class RowParallelMatmul(Function):
 
 
 class SumPartial(Function):
-    """Sums a partial output of a block over the ranks. Communicates as the exit of the region."""
+    """Autograd function that sums the partial outputs of a block over the ranks, as the region communicates."""
 
     leaves_block = True
 
@@ -380,7 +381,7 @@ class _WithBackward(Function):
 
 
 def with_backward(x: Tensor, forward: Map, backward: Map) -> Tensor:
-    """Return ``forward(x)``, with ``backward(grad)`` as the gradient of x."""
+    """Return ``forward(x)``, and use ``backward(grad)`` as the gradient of x."""
     out: Tensor = _WithBackward.apply(x, forward, backward)
     return out
 
@@ -388,8 +389,8 @@ def with_backward(x: Tensor, forward: Map, backward: Map) -> Tensor:
 def align_random_state(axis: Axis, module: nn.Module) -> None:
     """Make ``module`` draw the same random numbers on all ranks, although their random states differ.
 
-    Used for stochastic depth between blocks, which drops full samples, with sequence parallelism. A number drawn by
-    the first rank seeds the module, including in a recomputation under checkpointing.
+    With sequence parallelism, stochastic depth between blocks needs this, because it drops full samples. A number drawn
+    by the first rank seeds the module, including in a recomputation under checkpointing.
 
     Communicates: in training one broadcast of one number per call.
     """

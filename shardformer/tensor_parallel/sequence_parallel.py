@@ -1,4 +1,4 @@
-"""Sequence parallelism: activations between the blocks of a stack of layers, sharded over the sequence."""
+"""Sequence parallelism: the activations between tensor-parallel blocks are sharded over the sequence."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from shardformer.torch_compat import current_graph_task_id, tree_map
 
 
 class StackActivations:
-    """Sharding of the activations between the tensor-parallel blocks of one stack of layers.
+    """Sharding of the activations between the tensor-parallel blocks in one stack of layers.
 
     If the layout shards the sequence, the activations are sharded before the first layer and gathered after the last.
-    Each rank has consecutive positions; their number differs by at most one between ranks.
+    Each rank has consecutive positions. Their number differs by at most one between the ranks.
 
     Args:
         axis: the tensor axis of the blocks.
@@ -57,9 +57,9 @@ class StackActivations:
         shard = layout.shard_at_stack(axis.name) if axis.size > 1 else None
         if shard is not None and (shard.dim not in REGIONS_BY_DIM or shard.order is not IndexOrder.CONTIGUOUS):
             raise ConfigError(
-                f"A stack of layers cannot shard its activations with {shard}.",
-                rule=f"A stack shards only {', '.join(d for d in REGIONS_BY_DIM if d)}, in contiguous slices.",
-                remedy="Shard this dim at the inputs of the model, or add a region in tensor_parallel/region.py.",
+                f"The activations in a stack of layers cannot be sharded by {shard}.",
+                rule=f"Only the {', '.join(d for d in REGIONS_BY_DIM if d)} dim can be sharded, in contiguous slices.",
+                remedy="Shard this dim at the inputs of the model, or define its region in tensor_parallel/region.py.",
             )
         self._dim: Dim | None = None if shard is None else shard.dim
         self.samples, self.full = 0, 0  # batch size and sequence length of the last input
@@ -71,16 +71,16 @@ class StackActivations:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the activations of the current forward pass are sharded."""
+        """Whether the activations are sharded in the current forward pass."""
         return self._dim is not None and self._is_open
 
     @property
     def sample_sharing_axis(self) -> Axis | None:
-        """Axis of the ranks that store different positions of the same samples, or None without sharding."""
+        """Axis whose ranks store different positions of the same samples, or None if nothing is sharded."""
         return self.axis if self._dim is not None else None
 
     def select_region(self, x: Tensor) -> TpRegion:
-        """Return the region that communicates at the entry and the exit of a block with input x."""
+        """Return how a block with the input x communicates at its entry and its exit."""
         if self._dim is None:
             return ReplicatedRegion(self.axis)
         if x.dim() != 2:  # an MLP with input (B*s, H) runs after the attention of its layer
@@ -92,7 +92,7 @@ class StackActivations:
     # --- entry and exit of the stack
 
     def enter_stack(self, x_BSH: Tensor, training: bool) -> Tensor:
-        """Shard the stack's input (B, S, H) to (B, s, H). Backward: one all-gather of B*S*H.
+        """Shard the input of the stack of layers: (B, S, H) -> (B, s, H). Backward: one all-gather of B*S*H.
 
         If x is the deferred sum of a vocabulary-parallel embedding: forward one reduce-scatter of B*S*H.
         """
@@ -118,7 +118,7 @@ class StackActivations:
         return scatter_to_region(x_BSH, self.axis, SEQUENCE, self._split())
 
     def leave_stack(self, x_BsH: Tensor) -> Tensor:
-        """Return the stack's output as a full tensor that is gathered on first use.
+        """Return the output of the stack of layers as a full tensor that is gathered when it is first used.
 
         Forward one all-gather of B*S*H on first use. Backward nothing, or one reduce-scatter of B*S*H if a
         column-parallel head reads the output.
@@ -138,7 +138,7 @@ class StackActivations:
         return ActivationShard(Dim.SEQUENCE, self.axis.name).split(self.full, self.axis.size)
 
     def register(self, first: nn.Module, last: nn.Module) -> None:
-        """Shard the input of the stack's first module, and gather the output of its last."""
+        """Register hooks that shard the input of the first module and gather the output of the last one."""
         if self._dim is not None:
             register_forward_hooks(first, HookOrder.STACK, self._enter_module, with_kwargs=True)
             register_forward_hooks(last, HookOrder.STACK, after=self._leave_module)
@@ -150,11 +150,11 @@ class StackActivations:
         return map_first_output(output, self.leave_stack)
 
     def restore_length_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook that restores the sequence length in a recomputation: see ``restore_length``."""
+        """Forward pre-hook that calls ``restore_length`` with the hidden states of a module."""
         self.restore_length(first_tensor(args, kwargs))
 
     def shard_argument(self, x_BS: Tensor) -> Tensor:
-        """Return the local positions of a per-token argument (B, S, ...) of a layer. Backward: one all-gather.
+        """Return this rank's positions of a per-token argument (B, S, ...) of a layer. Backward: one all-gather.
 
         A tensor with the local number of positions, made by an earlier layer, is returned unchanged.
         """
@@ -167,11 +167,11 @@ class StackActivations:
         return gather_from_region(x_Bs, self.axis, SEQUENCE, self._split()) if is_local else x_Bs
 
     def register_token_free(self, module: nn.Module, random: bool) -> GatherHook | None:
-        """Replicate a module without token inputs over the ranks. Backward: one all-reduce of its output gradient."""
+        """Register hooks for a module without per-token inputs, which every rank computes in full."""
         return None if self._dim is None else TokenFreeHook(self, module, random)
 
     def register_full_sequence(self, module: nn.Module, random: bool) -> GatherHook | None:
-        """Gather the full sequence for ``module``, which needs all positions outside its block.
+        """Register hooks that gather the full sequence for ``module``, which needs all positions outside its block.
 
         Forward one all-gather of B*S*H, backward the same. Every rank computes the operations of the module that are
         outside a block.
@@ -179,13 +179,13 @@ class StackActivations:
         return None if self._dim is None else GatherSequenceHook(self, module, random)
 
     def reset_after_error(self) -> None:
-        """Restore the random state from before the stack, after a forward pass that raised."""
+        """Restore the random state from before the stack of layers, after an exception in the forward pass."""
         self._random.leave()
 
     # --- lengths
 
     def restore_length(self, x_BsH: Tensor) -> None:
-        """Restore the length of the full sequence in a recomputation under activation checkpointing.
+        """Restore the full sequence length when activation checkpointing recomputes a forward pass.
 
         Communicates one number if several sequence lengths have the same local length.
         """
@@ -200,18 +200,18 @@ class StackActivations:
         self.full = next((n for n in self._lengths if local_length(n, self.axis) == local), self.full)
 
     def check_local_length(self, x_BsH: Tensor) -> None:
-        """Raise ConfigError if x does not have the local sequence length, because its all-gather would hang."""
+        """Raise ConfigError if x does not have the number of local positions, because an all-gather would hang."""
         length = local_length(self.full, self.axis)
         if x_BsH.dim() < 3 or x_BsH.shape[SEQUENCE] != length:
             raise ConfigError(
                 f"A block with sequence parallelism received a tensor of shape {tuple(x_BsH.shape)} instead of "
-                f"(batch, {length}, hidden), which are the local positions of a sequence of {self.full}.",
-                remedy="Disable sequence parallelism, or the option that splits the sequence "
+                f"(batch, {length}, hidden), this rank's shard of a sequence of {self.full} tokens.",
+                remedy="Disable sequence parallelism, or the model option that splits the sequence "
                 "(chunk_size_feed_forward).",
             )
 
     def view_per_token(self, x: Tensor) -> Tensor | None:
-        """View x as (B, s, ...), with a row per local token; return None if its rows are not the local tokens."""
+        """View x as (B, s, ...) with one row per local token, or return None if its rows are not the local tokens."""
         if not self.is_sharded:
             return None
         length = local_length(self.full, self.axis)
@@ -221,30 +221,30 @@ class StackActivations:
         return x.view(self.samples, length, *x.shape[1:]) if x.dim() and x.shape[0] == rows else None
 
     def gather_tokens(self, x_Bs: Tensor) -> Tensor:
-        """Gather a per-token tensor (B, s, ...) to (B, S, ...). Forward one all-gather, backward one reduce-scatter."""
+        """All-gather the tokens of a tensor: (B, s, ...) -> (B, S, ...). Backward: one reduce-scatter."""
         if x_Bs.is_floating_point():
             return gather_from_sp_region(x_Bs, self.axis, SEQUENCE, self.full)
         return all_gather(x_Bs, self.axis, SEQUENCE, self.full)
 
     def unflatten_tokens(self, x: Tensor) -> Tensor:
-        """View a flattened MLP input (B*s, H) as (B, s, H); return any other tensor unchanged."""
+        """View a flattened MLP input (B*s, H) as (B, s, H), and return any other tensor unchanged."""
         length = local_length(self.full, self.axis)
         samples = x.shape[0] // length if length else self.samples
         return x.view(samples, length, x.shape[-1]) if x.dim() == 2 and x.shape[0] == samples * length else x
 
 
 class GatherHook:
-    """Base class of hooks around a module that needs more than its local shard of the activations."""
+    """Base class of hooks for a module that needs more than this rank's shard of the activations."""
 
     _random: LocalRandomState
 
     def reset_after_error(self) -> None:
-        """Restore the random state from before the module, for example after a forward pass that raised."""
+        """Restore the random state from before the module, such as after an exception in the forward pass."""
         self._random.leave()
 
 
 class GatherSequenceHook(GatherHook):
-    """Hooks that gather the full sequence before a module and shard the module's output."""
+    """Hooks that gather the full sequence before a module, and shard its output again."""
 
     def __init__(self, stream: StackActivations, module: nn.Module, random: bool) -> None:
         self._stream = stream
@@ -269,7 +269,7 @@ class GatherSequenceHook(GatherHook):
         return map_first_output(output, self._select_local_positions)
 
     def _select_local_positions(self, x: Tensor) -> Tensor:
-        """Return the local positions of a tensor (B, S, ...), or of flattened tokens (B*S, H)."""
+        """Return this rank's positions of a tensor (B, S, ...) or of flattened tokens (B*S, H)."""
         stream = self._stream
         if x.dim() == 2 and x.shape[0] == stream.samples * stream.full:
             return self._select_local_positions(x.unflatten(0, (stream.samples, stream.full))).flatten(0, 1)
@@ -277,7 +277,7 @@ class GatherSequenceHook(GatherHook):
 
 
 class TokenFreeHook(GatherSequenceHook):
-    """Hooks that replicate a module without token inputs over the ranks, and sum its output gradient."""
+    """Hooks for a module without per-token inputs, which every rank computes. They sum its output gradient."""
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stream.is_sharded and self._random.is_enabled and module.training:
@@ -296,7 +296,7 @@ class TokenFreeHook(GatherSequenceHook):
 def map_first_tensor(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply ``change`` to the hidden states, the first tensor in the arguments of a module."""
+    """Apply ``change`` to the hidden states, which are the first tensor argument of a module."""
     if args and isinstance(args[0], Tensor):
         return (change(args[0]), *args[1:]), kwargs
     name = _name_of_first_tensor(kwargs)
@@ -304,7 +304,7 @@ def map_first_tensor(
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return the hidden states, the first tensor in the arguments of a module."""
+    """Return the hidden states, which are the first tensor argument of a module."""
     first: Tensor = args[0] if args and isinstance(args[0], Tensor) else kwargs[_name_of_first_tensor(kwargs)]
     return first
 
@@ -317,7 +317,7 @@ def _name_of_first_tensor(kwargs: Mapping[str, Any]) -> str:
 
 
 def map_first_output(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``change`` to the hidden states that a module returns, alone or as the first element."""
+    """Apply ``change`` to the hidden states in the output of a module, which may be its first element."""
     if isinstance(output, list):
         return [change(output[0]), *output[1:]]
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

@@ -32,11 +32,11 @@ from shardformer.torch_compat import DisableTorchFunctionSubclass
 # B batch, S sequence, V vocabulary; lower case: local shard (v columns of V)
 
 ViewReplay = Callable[[Tensor], Tensor]
-"""Applies to a full tensor the view that was taken of a sharded tensor."""
+"""Function that repeats a view of a sharded tensor on the full tensor."""
 
 
 def shard_logits(local: Tensor, axis: Axis, bounds: Sequence[int]) -> Tensor:
-    """Wrap this rank's vocabulary columns (..., v) as logits that behave like the full (..., V).
+    """Wrap this rank's vocabulary columns (..., v) in a tensor that behaves like the full logits (..., V).
 
     Returns ``local`` on an axis of size 1. Communicates nothing.
 
@@ -50,7 +50,7 @@ def shard_logits(local: Tensor, axis: Axis, bounds: Sequence[int]) -> Tensor:
 
 
 class VocabParallelLogits(ShardedTensor):
-    """Logits sharded over the vocabulary, created by ``shard_logits``.
+    """Logits that are sharded over the vocabulary and behave like the full logits. Created by ``shard_logits``.
 
     Shape, dtype, device and ``requires_grad`` are those of the full logits. All ranks of the axis must call the same
     functions on them, so that every rank reaches each all-gather.
@@ -95,7 +95,7 @@ class VocabParallelLogits(ShardedTensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes func for self
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Handle calls that do not go through ``__torch_function__``: from autograd or from C++ code."""
+        """Handle calls that bypass ``__torch_function__``: those from autograd and from C++ code."""
         if func in _ALIASES and (len(args) == 1 or tuple(args[1]) == args[0].full_shape):
             return args[0].placed(args[0].local.detach())
         if func is torch.ops.aten.add.Tensor and len(args) == 2:  # autograd sums two gradients
@@ -104,16 +104,16 @@ class VocabParallelLogits(ShardedTensor):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def to_local(self) -> Tensor:
-        """Return the local shard (..., v) in the dtype of the logits, with its gradient. Communicates nothing."""
+        """Return this rank's logits (..., v), with their autograd history. Communicates nothing."""
         return local_shard(self).to(self.full_dtype)
 
     def _gather(self, local: Tensor) -> Tensor:
-        """Gather the full logits: one all-gather in the dtype of the local shard; backward nothing."""
+        """All-gather the full logits in the dtype of the local shard. Communicates nothing in the backward pass."""
         split = Split(tuple(((a, b),) for a, b in pairwise(self.bounds)), (self.axis.name,))
         return gather_from_region(local, self.axis, self.shard_dim, split, "gather").to(self.full_dtype)
 
     def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> VocabParallelLogits:
-        """Wrap another local shard as logits with the same sharding.
+        """Wrap another local shard as logits that are sharded in the same way.
 
         A deferred cast stays deferred, unless ``dtype`` is passed.
         """
@@ -136,9 +136,9 @@ class VocabParallelLogits(ShardedTensor):
         return layout == (other.axis, other.bounds, other.shard_dim, other.full_shape)
 
     def write(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-        """Apply an in-place function to the full logits. If the logits are views, update their base tensors.
+        """Apply an in-place function to the full logits, and update the tensors of which the logits are a view.
 
-        Keeps the local slices of the results. Communicates one all-gather of the origin, unless it is cached.
+        Only the local slices of the results are kept. Communicates one all-gather, unless the full logits are cached.
         """
         chain = [self]
         while chain[-1]._origin is not None:
@@ -161,7 +161,7 @@ class VocabParallelLogits(ShardedTensor):
 
 
 def wrap_local(local: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int, dtype: torch.dtype) -> VocabParallelLogits:
-    """Wrap this rank's slice of dim ``dim`` as VocabParallelLogits, and keep its autograd history."""
+    """Wrap this rank's slice along ``dim`` as VocabParallelLogits, with its autograd history."""
     if local.requires_grad:
         if torch.is_grad_enabled():
             out: VocabParallelLogits = _WrapShard.apply(local, axis, bounds, dim, dtype)
@@ -171,7 +171,7 @@ def wrap_local(local: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int, dty
 
 
 def local_shard(x: VocabParallelLogits) -> Tensor:
-    """Return the local shard in the dtype of its storage, with its autograd history.
+    """Return the local shard of the logits in the dtype in which it is stored, with its autograd history.
 
     Autograd may copy the wrapper without calling a function of torch (full backward hooks, reentrant checkpointing,
     the sink of DistributedDataParallel). The wrapper then has the history, and the local shard is derived from it.
@@ -188,7 +188,7 @@ def local_shard(x: VocabParallelLogits) -> Tensor:
 
 
 def _replace_values(x: VocabParallelLogits, full: Tensor) -> None:
-    """Replace the values and the autograd history of the logits x with the full tensor's."""
+    """Replace the values and the autograd history of x by those of the tensor ``full``."""
     local = local_slice_like(full, x)
     with DisableTorchFunctionSubclass():
         _ReplaceValues.apply(x, local)
@@ -196,12 +196,12 @@ def _replace_values(x: VocabParallelLogits, full: Tensor) -> None:
 
 
 def local_slice_like(full: Tensor, x: VocabParallelLogits) -> Tensor:
-    """Return this rank's slice of a full tensor that has the full shape of the logits x."""
+    """Return this rank's slice of a full tensor, which is sharded like the logits x."""
     return local_slice(full, x.axis, x.bounds, x.shard_dim)
 
 
 def local_slice(full: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int) -> Tensor:
-    """Return this rank's slice of a full tensor along ``dim``."""
+    """Return this rank's vocabulary slice of a full tensor along ``dim``."""
     if isinstance(full, VocabParallelLogits):
         if full.shard_dim == dim:
             return full.to_local()
@@ -210,7 +210,7 @@ def local_slice(full: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int) -> 
 
 
 class _WrapShard(Function):
-    """Autograd function that wraps a local shard as full logits. Backward: slices the gradient."""
+    """Autograd function that wraps a local shard as full logits. Its backward pass slices the gradient."""
 
     @staticmethod
     def forward(
@@ -225,7 +225,7 @@ class _WrapShard(Function):
 
 
 class _UnwrapShard(Function):
-    """Autograd function that returns the local shard of full logits. Backward: wraps the gradient."""
+    """Autograd function that returns the local shard of full logits. Its backward pass wraps the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: VocabParallelLogits) -> Tensor:
@@ -238,7 +238,7 @@ class _UnwrapShard(Function):
 
 
 class _ReplaceValues(Function):
-    """Autograd function that replaces the values of full logits with another local shard."""
+    """Autograd function that replaces the values of sharded logits by another local shard."""
 
     @staticmethod
     def forward(ctx: Any, x: VocabParallelLogits, local: Tensor) -> VocabParallelLogits:
@@ -257,7 +257,7 @@ def _detach(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _cast(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Cast sharded logits or move them to a device. A cast from 16 bits to fp32 is deferred.
+    """Cast sharded logits or move them to another device. A cast from 16 bits to fp32 is deferred.
 
     Returns the same logits if nothing changes.
     """
@@ -280,7 +280,10 @@ def _cast(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Compute F.cross_entropy with class indices, over dim 1 like torch, or over dim 0 for the logits of one token."""
+    """Compute F.cross_entropy of sharded logits and class indices without gathering the logits.
+
+    The classes are in dim 1 as in torch, or in dim 0 for the logits of one token.
+    """
     x, target = args[0], args[1] if len(args) == 2 else None
     if (
         not isinstance(x, VocabParallelLogits)
@@ -303,7 +306,7 @@ def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _register_hook(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Register a hook that receives, and may replace, the gradient of the logits."""
+    """Register a gradient hook on sharded logits. The hook receives the gradient as sharded logits."""
     x, hook = (*args, *kwargs.values())
     local = local_shard(x)
     # the hook must not refer to the logits: they own the graph, which would then never be freed
@@ -327,7 +330,7 @@ def _set_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
 
 
 def _backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Run ``Tensor.backward`` from the local shard, with the local slice of the passed gradient."""
+    """Run ``Tensor.backward`` from the local shard of the logits, with the local slice of their gradient."""
     x, gradient = args[0], args[1] if len(args) > 1 else kwargs.get("gradient")
     if gradient is None or not isinstance(x, VocabParallelLogits):
         return rules.call_on_full_tensors(func, args, kwargs)
@@ -344,7 +347,7 @@ def _autograd_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _get_local_root(x: Tensor, gradient: Any) -> tuple[Tensor, Any]:
-    """Return the local shard of x and of its gradient, from which the backward pass starts."""
+    """Return the local shards of x and of its gradient, with which autograd starts the backward pass."""
     if not isinstance(x, VocabParallelLogits) or gradient is None:
         return rules.to_full_tensors(x), rules.to_full_tensors(gradient)
     with torch.enable_grad():  # a backward pass may call torch.autograd.backward
@@ -388,5 +391,5 @@ LOGITS_RULES: Mapping[Any, Rule] = rules.rules_by_function(_NAMES) | {
     torch.autograd.grad: _autograd_grad,
     torch.autograd.backward: _autograd_backward,
 }
-"""Function of torch -> its implementation on sharded logits. All other functions gather."""
+"""Function of torch -> its implementation on sharded logits. All other functions gather the full logits."""
 VocabParallelLogits.RULES = LOGITS_RULES

@@ -1,4 +1,4 @@
-"""Cross entropy of logits that are sharded over the vocabulary, without gathering them.
+"""Cross entropy of logits that are sharded over the vocabulary, computed without gathering the logits.
 
 For a token with logits x and label y:
 
@@ -31,7 +31,7 @@ from shardformer.torch_compat import assert_async
 # T tokens, V vocabulary, R ranks, K numbers per token; lower case: local shard (v columns of V)
 
 CHUNK_BYTES = {"cpu": 1024 * 1024, "cuda": 64 * 1024 * 1024}
-"""Size of the only temporary tensor, by device type: fits the cache of a CPU, and is large enough for a GPU."""
+"""Maximum size of the temporary tensor by device type. It fits the cache of a CPU, and is large enough for a GPU."""
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -56,10 +56,10 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     upcast: bool = False,
 ) -> Tensor:
-    """Return ``F.cross_entropy`` of the full logits, computed from the local columns. Identical on all ranks.
+    """Compute ``F.cross_entropy`` of the full logits from their local columns. Identical on all ranks.
 
-    Computes 16-bit logits in fp32, one chunk of rows at a time, without a copy of the logits. Keeps the logits for the
-    backward pass, which allocates their gradient in their dtype.
+    16-bit logits are processed in fp32, one chunk of rows at a time, without a copy of all logits. The logits are kept
+    for the backward pass, which allocates their gradient in the same dtype.
 
     Communicates: forward one all-gather of 3*R*T numbers (4*R*T with label smoothing) in fp32, or fp64 for fp64 logits;
     backward nothing. For T=4,096 on four ranks these are 196,608 bytes; logits with V=128,000 take 2 GB.
@@ -131,10 +131,10 @@ class _CrossEntropy(Function):
 
 
 def _compute_local_statistics(logits_Tv: Tensor, column_T1: Tensor, is_local_T1: Tensor, options: _Options) -> Tensor:
-    """Return the maximum, the sum of exponentials and the label logit of the local columns in a (K, T) tensor.
+    """Compute the maximum, the sum of exponentials and the label logit of each token over the local columns.
 
-    The label logit is 0 on other ranks. With label smoothing, also returns the sum of the logits. Both sums are
-    relative to the maximum.
+    Returns them as a (K, T) tensor. The label logit is 0 if another rank has it. With label smoothing, the tensor also
+    contains the sum of the logits. Both sums are relative to the maximum.
     """
     num_tokens, width = logits_Tv.shape
     dtype = torch.promote_types(logits_Tv.dtype, torch.float32)
@@ -155,7 +155,7 @@ def _compute_local_statistics(logits_Tv: Tensor, column_T1: Tensor, is_local_T1:
 
 
 def _combine_statistics(stats_RKT: Tensor, options: _Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine the statistics of all ranks into M, S and the loss of each token, each (T,).
+    """Combine the statistics of all ranks into the maximum M, the sum S and the loss of each token, each (T,).
 
     The results are bitwise identical on all ranks.
     """
@@ -181,9 +181,9 @@ def _compute_gradient(
     at_label_T1: Tensor,
     uniform_T1: Tensor | None,
 ) -> Tensor:
-    """Return the gradient (T, v) of the local logits, in their dtype.
+    """Return the gradient (T, v) of the local logits, in the dtype of the logits.
 
-    Computes scale * exp(x - M) + ``at_label`` at the label - ``uniform``.
+    It is scale * exp(x - M) - ``uniform``, plus ``at_label`` at the column of the label.
     """
     grad_Tv = torch.empty_like(logits_Tv, memory_format=torch.contiguous_format)
     if grad_Tv.numel() == 0:
@@ -202,12 +202,12 @@ def _compute_gradient(
 
 
 def clamp_infinite(max_T: Tensor) -> Tensor:
-    """Clamp a maximum of -inf, so that a rank whose columns are all masked adds exp(-inf) = 0 instead of NaN."""
+    """Replace a maximum of -inf by a finite number, so that a rank whose columns are all masked adds 0, not NaN."""
     return max_T.clamp(min=torch.finfo(max_T.dtype).min)
 
 
 def split_rows(logits_Tv: Tensor, dtype: torch.dtype) -> Iterator[slice]:
-    """Yield slices of the logits' rows that fit in CHUNK_BYTES when cast to ``dtype``, or of one row."""
+    """Yield slices of the rows that fit in CHUNK_BYTES when cast to ``dtype``, with at least one row each."""
     num_tokens, width = logits_Tv.shape
     size = max(CHUNK_BYTES.get(logits_Tv.device.type, CHUNK_BYTES["cuda"]) // (width * dtype.itemsize), 1)
     for start in range(0, num_tokens, size):
@@ -234,8 +234,8 @@ def _check_targets(logits_Tv: Tensor, targets_T: Tensor, vocab_size: int, ignore
         raise InputError(
             f"The label {highest if highest >= vocab_size else lowest} is neither in the vocabulary, 0 to "
             f"{vocab_size - 1}, nor ignore_index={ignore_index}.",
-            remedy="Use the model's own tokenizer, call resize_token_embeddings before you shard the model, "
-            f"or set the labels of padding to {ignore_index}.",
+            remedy="Use the tokenizer of the model, call resize_token_embeddings before you shard the model, "
+            f"or set the labels of padding tokens to {ignore_index}.",
         )
 
 
@@ -246,13 +246,13 @@ def cross_entropy_1d(
     process_group: Axis | dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """Return the mean cross entropy of logits (..., v), sharded over a process group, and labels (...).
+    """Return the mean cross entropy of logits that are sharded over a process group.
 
-    Communicates as ``vocab_parallel_cross_entropy``.
+    logits (..., v), labels (...) -> (). Communicates as ``vocab_parallel_cross_entropy``.
 
     Args:
-        process_group: a process group or an Axis; None means all processes.
-        vocab_size: V, v * R by default. If R does not divide V, the first ranks have one column more.
+        process_group: a process group or an Axis. None means all processes.
+        vocab_size: V, which is v * R by default. If R does not divide V, the first ranks have one column more.
 
     Raises:
         InputError: if the number of columns is not this rank's share of ``vocab_size``.
@@ -263,8 +263,8 @@ def cross_entropy_1d(
     expected = bounds[axis.rank + 1] - bounds[axis.rank]
     if width != expected:
         raise InputError(
-            f"The logits on rank {axis.rank} of {axis.size} have {width} columns, but the shard of this "
-            f"rank for vocab_size={vocab_size} has {expected} columns.",
+            f"The logits on rank {axis.rank} of {axis.size} have {width} columns, but this rank's shard of "
+            f"vocab_size={vocab_size} must have {expected} columns.",
             remedy="Shard the vocabulary evenly. If its size is not divisible, the first ranks have one more column.",
         )
     return vocab_parallel_cross_entropy(
@@ -273,7 +273,7 @@ def cross_entropy_1d(
 
 
 class DistCrossEntropyLoss(nn.Module):
-    """Cross-entropy loss of logits that are sharded over the vocabulary: see ``cross_entropy_1d``."""
+    """Cross-entropy loss for logits that are sharded over the vocabulary. See ``cross_entropy_1d``."""
 
     def __init__(
         self,
@@ -285,5 +285,5 @@ class DistCrossEntropyLoss(nn.Module):
         self.ignore_index, self.axis, self.vocab_size = ignore_index, Axis.of(process_group), vocab_size
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss of logits (..., v) and labels (...), identical on all ranks."""
+        """Return the mean loss for logits (..., v) and labels (...), which is identical on all ranks."""
         return cross_entropy_1d(logits, labels, self.ignore_index, self.axis, self.vocab_size)

@@ -1,8 +1,8 @@
-"""Statistics of each token's distribution over the vocabulary, from logits that are sharded over the vocabulary.
+"""Log-probabilities, entropies and other statistics of tokens, computed from vocabulary-parallel logits.
 
 The log-probability of a label, the entropy, the mean logit and whether the label is the most likely token are sums and
-maxima over the vocabulary. Each rank computes them for its columns, relative to its own maximum; one collective sends
-a few numbers per token and rank. Compare ``vocab_parallel_loss``, which computes only the loss.
+maxima over the vocabulary. Each rank computes them for its columns, relative to its own maximum. One collective then
+sends a few numbers per token and rank. ``vocab_parallel_loss`` computes only the loss.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from shardformer.tensor_parallel.vocab_parallel_loss import clamp_infinite, spli
 
 
 class TokenStatistics(NamedTuple):
-    """Statistics of T tokens, each (T,), or None if they were not requested. The first two have gradients."""
+    """Log-probabilities and other statistics of T tokens, each (T,), or None if not requested."""
 
-    log_probs: Tensor
+    log_probs: Tensor  # the log-probabilities and the entropy have gradients
     entropy: Tensor | None
     log_sum_sq_probs: Tensor | None
     mean_logits: Tensor | None
@@ -54,7 +54,7 @@ class _Options(NamedTuple):
 def vocab_parallel_statistics(
     logits_Tv: Tensor, labels_T: Tensor, axis: Axis, bounds: Sequence[int], requested: Sequence[str] = ()
 ) -> TokenStatistics:
-    """Return the log-probabilities of labels and other statistics of the full logits. Identical on all ranks.
+    """Compute the log-probabilities of labels and other statistics of the full logits. Identical on all ranks.
 
     Computes 16-bit logits in fp32. Communicates: forward one all-gather of K*R*T numbers, where K is 3, and one more
     for each requested statistic; backward nothing.
@@ -122,7 +122,7 @@ class _Statistics(Function):
 
 
 def _compute_local_numbers(logits_Tv: Tensor, label_T: Tensor, numbers: Sequence[str]) -> Tensor:
-    """Return the statistics of the local columns, (K, T). Sums of exponentials are relative to the local maximum."""
+    """Return the statistics (K, T) of the local columns. Sums of exponentials are relative to the local maximum."""
     num_tokens, width = logits_Tv.shape
     dtype = torch.promote_types(logits_Tv.dtype, torch.float32)
     rows_of = {name: logits_Tv.new_zeros(num_tokens, dtype=dtype) for name in numbers}

@@ -105,7 +105,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         Refusal(
             "4-bit weights with a `tensor` axis, if a row is not a whole number of blocks (64 values), or the columns "
             "of a rank are not a multiple of 32",
-            "The values of a block have one scale. Use a smaller axis, or list the layer in `llm_int8_skip_modules`",
+            "All values of a block share one scale. Use a smaller axis, or list the layer in `llm_int8_skip_modules`",
             {
                 "rows": ("self_attn.q_proj: a row", "(48, 48)", "llm_int8_skip_modules"),
                 "columns": ("self_attn.o_proj: the columns 0-16", "(64, 64)", "32"),

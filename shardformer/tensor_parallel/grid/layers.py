@@ -1,4 +1,4 @@
-"""Linear layers of 2D, 2.5D and 3D tensor parallelism, and the communication of a block on a tensor grid.
+"""Linear layers of 2D, 2.5D and 3D tensor parallelism, and the communication of their blocks.
 
               2D, 2.5D                                3D
     entry     all-gather of hidden over columns       all-gather of samples over columns
@@ -62,7 +62,7 @@ from shardformer.tensor_parallel.region import (
 
 @dataclass(frozen=True)
 class GridRegion:
-    """Communication at the entry and the exit of a tensor-parallel block on a 2D, 2.5D or 3D tensor grid."""
+    """Communication at the entry and the exit of a block in 2D, 2.5D or 3D tensor parallelism."""
 
     grid: TensorGrid
     full: int  # the number of hidden features on all ranks
@@ -74,24 +74,24 @@ class GridRegion:
 
     @property
     def num_row_features(self) -> int:
-        """Number of hidden features in one row of the grid: all in 2D and 2.5D, and only those of this depth in 3D."""
+        """Number of hidden features in one row of the grid: all in 2D and 2.5D, and those of one depth in 3D."""
         return local_length(self.full, self.grid.contraction)
 
     def num_samples_inside_block(self, x: Tensor) -> int:
-        """Return the number of local samples inside a block, for activations x between the blocks."""
+        """Return how many samples this rank has inside a block, given the activations x between the blocks."""
         return x.shape[self._sample_dim(x)] * self.grid.batch.size // self.grid.core.size
 
     def _sample_dim(self, x: Tensor) -> int:
         return self.batch_dim if x.dim() > 2 else 0
 
     def leading_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape of x between the blocks, without the hidden dim, for an activation x inside a block."""
+        """Convert the shape of an activation x inside a block to its shape between blocks, without the hidden dim."""
         dim = self._sample_dim(x)
         samples = x.shape[dim] * self.grid.core.size // self.grid.batch.size
         return (*x.shape[:dim], samples, *x.shape[dim + 1 : -1])
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the block's input (b, S, H) for a local activation x, which is gathered on first use."""
+        """Return the full block input (b, S, H) for a local activation x. It is gathered when it is first used."""
         dim = self._sample_dim(x)
         shape = (*x.shape[:dim], self.num_samples_inside_block(x), *x.shape[dim + 1 : -1], self.full)
         return DeferredTensor.make(x, shape, self.grid.column, None, self._gather_hidden, self._reduce_gradient)
@@ -103,7 +103,7 @@ class GridRegion:
         return local_chunk(full, self.grid.depth, self._sample_dim(full))
 
     def _reduce_gradient(self, grad: Tensor) -> Tensor:
-        """Sum the gradient of ``_gather_hidden`` over the ranks of a row, and return the local shard."""
+        """Compute the gradient of ``_gather_hidden``: sum over a row of the grid, and keep the local shard."""
         if not self.is_3d:
             return reduce_scatter(grad, self.grid.column, -1)
         full = all_gather(grad, self.grid.depth, self._sample_dim(grad))
@@ -113,17 +113,17 @@ class GridRegion:
     # --- communication of a compiled block, whose gathers autograd reverses
 
     def enter_full(self, x: Tensor) -> Tensor:
-        """Return the full input (b, S, H) of a compiled block for a local activation x."""
+        """Return the full input (b, S, H) of a compiled block for the local activation x."""
         return with_backward(x, self._gather_hidden, self._reduce_gradient)
 
     def gather_input(self, x: Tensor) -> Tensor:
-        """Return the operand of the column-parallel products: x with all features, or on a 3D grid all samples."""
+        """All-gather the input of the column-parallel linear layers: its features, or its samples on a 3D grid."""
         dim = self._sample_dim(x) if self.is_3d else -1
         full = x.shape[dim] * self.grid.column.size if self.is_3d else self.full
         return gather_from_sp_region(x, self.grid.column, dim, full)
 
     def multiply(self, x: Tensor, column: ColumnParallel) -> Tensor:
-        """Return the output of a column-parallel linear for the result x of ``gather_input``."""
+        """Return the output of a column-parallel linear layer for an input from ``gather_input``."""
         weight, dim = column.weight, hidden_dim(column.transposed)
         weight = gather_from_sp_region(weight, self.grid.row, dim, self.num_row_features)
         y = linear_matmul(x, weight, None, column.transposed)
@@ -131,7 +131,7 @@ class GridRegion:
         return y if column.fused_bias is None else y + column.fused_bias.to(y.dtype)
 
     def multiply_and_reduce(self, x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
-        """Return the local activations for the input x of a row-parallel linear without bias."""
+        """Compute a row-parallel linear layer without bias, and return the local activations."""
         contraction, dim = self.grid.contraction, self._sample_dim(x)
         weight = gather_from_sp_region(weight, self.grid.row, 1 - hidden_dim(transposed), self.num_row_features)
         gathered = gather_from_sp_region(x, contraction, dim, x.shape[dim] * contraction.size)
@@ -141,28 +141,28 @@ class GridRegion:
     # --- communication of the column- and row-parallel products
 
     def start_input_gather(self, x: Tensor) -> PendingCollective:
-        """Start to all-gather the hidden features of a matmul input, or its samples on a 3D grid."""
+        """Start an all-gather of the hidden features of a matmul input, or of its samples on a 3D grid."""
         if self.is_3d:
             return collectives.start_all_gather(x, self.grid.column, self._sample_dim(x))
         return collectives.start_all_gather(x, self.grid.column, -1, self.full)
 
     def start_output_scatter(self, x: Tensor) -> PendingCollective:
-        """Start the reduce-scatter of the partial products x over the ranks of a row."""
+        """Start a reduce-scatter of the partial products x over the ranks of a row."""
         return collectives.start_reduce_scatter(x, self.grid.column, self._sample_dim(x) if self.is_3d else -1)
 
     def start_weight_gather(self, weight: Tensor, dim: int) -> PendingCollective:
-        """Start the all-gather of a weight's hidden dim ``dim`` over the rows of the grid."""
+        """Start an all-gather of the hidden dim ``dim`` of a weight over the rows of the grid."""
         return collectives.start_all_gather(weight, self.grid.row, dim, self.num_row_features, purpose="weights")
 
     def start_weight_grad_scatter(self, grad: Tensor, dim: int) -> PendingCollective:
         return collectives.start_reduce_scatter(grad, self.grid.row, dim, purpose="weights")
 
     def reduce_partial_products(self, x: Tensor) -> Tensor:
-        """Sum partial products over the contraction axis, and return the local samples. Only in 3D."""
+        """Sum the partial products over the contraction axis, and return the local samples. Used only in 3D."""
         return reduce_scatter(x, self.grid.contraction, self._sample_dim(x))
 
     def gather_samples(self, x: Tensor) -> Tensor:
-        """All-gather the samples of x for a matmul with a weight that is sharded over depth. Only in 3D."""
+        """All-gather the samples of x for a matmul with a weight that is sharded over depth. Used only in 3D."""
         return all_gather(x, self.grid.contraction, self._sample_dim(x))
 
 
@@ -172,7 +172,7 @@ class GridRegion:
 def project_grid_columns(
     x: Tensor, region: GridRegion, columns: Sequence[ColumnParallel], gathered_x: Tensor | None = None
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Multiply the input by the column-parallel weights on a tensor grid. Return the detached input and the outputs.
+    """Compute all column-parallel linear layers of a block. Return the detached input and the outputs.
 
     In 3D the input stays sharded, and None is returned for it. ``gathered_x`` is the full input, if already gathered.
     """
@@ -184,7 +184,7 @@ def project_grid_columns(
 
 
 class _GridColumnProjections(Function):
-    """Autograd function that multiplies the block input by all column-parallel weights of a tensor grid.
+    """Autograd function that computes all column-parallel linear layers of a block on a tensor grid.
 
     Saves only local shards.
     """
@@ -247,9 +247,10 @@ class _GridColumnProjections(Function):
 
 
 class GridRowParallelMatmul(Function):
-    """Row-parallel linear layer without bias on a tensor grid, which sums the products of a row of ranks.
+    """Autograd function of a row-parallel linear layer on a tensor grid. Does not add the bias.
 
-    If the backward pass runs separately for the input and for the weight, it gathers the output gradient only once.
+    Sums the products over a row of the grid. If the backward pass runs separately for the input and for the weight, it
+    gathers the output gradient only once.
     """
 
     leaves_block = True
@@ -284,7 +285,7 @@ class GridRowParallelMatmul(Function):
 
 
 def hidden_dim(transposed: bool) -> int:
-    """Return the hidden dim of a column-parallel weight: 0 if it is stored transposed, otherwise 1."""
+    """Return which dim of a column-parallel weight is the hidden dim: 0 if stored transposed, otherwise 1."""
     return 0 if transposed else 1
 
 
@@ -297,7 +298,7 @@ def _start_weight_gathers(
 
 
 class GridTensorParallelBlock(TensorParallelBlock):
-    """State of one tensor-parallel block on a tensor grid. Gathers the weights if the input is replicated."""
+    """State of one tensor-parallel block on a tensor grid. If the input is replicated, gathers the weights."""
 
     def _project_all_columns(self, gathered_x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
         region = self.region
@@ -333,7 +334,7 @@ class GridModule(ParallelModule):
 
 
 def hidden_splits(full: int, grid: TensorGrid) -> list[AnySplit]:
-    """Return the splits of a weight's hidden dim: over the contraction axis (3D only), then over the rows."""
+    """Return how the hidden dim of a weight is split: over the contraction axis (only in 3D), then over rows."""
     size = grid.contraction.size * grid.row.size
     if full < size:
         raise ConfigError(
@@ -346,11 +347,11 @@ def hidden_splits(full: int, grid: TensorGrid) -> list[AnySplit]:
 
 
 class _GridLinear(GridModule):
-    """Mixin that turns a 1D tensor-parallel linear layer into a linear layer on a tensor grid."""
+    """Mixin that shards a tensor-parallel linear layer over a tensor grid instead of a single axis."""
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> nn.Module:
-        """Shard a full nn.Linear or transformers Conv1D over a ``TensorGrid``."""
+        """Shard an nn.Linear, or a Conv1D of transformers, over a ``TensorGrid``."""
         return super().from_native_module(module, process_group.column, grid=process_group, **kwargs)
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, grid: TensorGrid, **kw: Any) -> None:
@@ -361,8 +362,9 @@ class _GridLinear(GridModule):
 class GridLinear_Col(_GridLinear, Linear1D_Col):
     """Column-parallel linear layer on a tensor grid: (b, S, H) -> (b, S, f).
 
-    Shards its weight along F over columns, by the split of its role, and along H over rows (in 3D first over depth).
-    In a block, the block communicates. Outside a block it gathers its weight (backward: a reduce-scatter).
+    The weight is sharded along F over columns, by the split of its role, and along H over rows (in 3D first over
+    depth). In a block, the block communicates. Outside a block, the layer gathers its weight (backward: a
+    reduce-scatter).
     """
 
     def _make_specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
@@ -377,9 +379,9 @@ class GridLinear_Col(_GridLinear, Linear1D_Col):
 
 
 class GridLinear_Row(_GridLinear, Linear1D_Row):
-    """Row-parallel linear layer on a tensor grid: (b, S, f) -> the local activations (b, S, h).
+    """Row-parallel linear layer on a tensor grid: (b, S, f) -> (b, S, h), the activations between blocks.
 
-    Shards its weight like ``GridLinear_Col``, and its bias along H like the activations.
+    The weight is sharded as in ``GridLinear_Col``, and the bias along H like the activations.
     """
 
     def _make_specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
@@ -411,17 +413,17 @@ class GridLinear_Row(_GridLinear, Linear1D_Row):
 
 
 def gather_weight(weight: Tensor, grid: TensorGrid, dim: int, full: int) -> Tensor:
-    """All-gather a weight along its hidden dim ``dim``. Backward: reduce-scatters of its gradient."""
+    """All-gather the hidden dim ``dim`` of a weight over the tensor grid. Backward: reduce-scatter its gradient."""
     contracted = local_length(full, grid.contraction)
     return gather_from_sp_region(gather_from_sp_region(weight, grid.row, dim, contracted), grid.contraction, dim, full)
 
 
 @dataclass(frozen=True)
 class ModeLayers:
-    """Layer classes of one tensor-parallel mode, by their role in a model."""
+    """Layer classes that implement one tensor-parallel mode, by their role in a model."""
 
     column: type[ParallelModule]  # the first linear layers of a block
-    row: type[ParallelModule]  # the last linear of a block
+    row: type[ParallelModule]  # the last linear layer of a block
     norm: type[ParallelModule]  # a norm over sharded features inside a block
     bias_table: type[ParallelModule]  # an embedding inside a block whose columns are heads
     embedding: type[ParallelModule]  # the vocabulary embedding
@@ -437,7 +439,7 @@ LAYERS_BY_MODE = {"1d": _1D} | dict.fromkeys(GRID_MODES, replace(_1D, column=Gri
 
 
 class GridNorm(ShardedNorm):
-    """Layer norm or RMS norm over hidden features that are sharded over a tensor grid, or replicated.
+    """Layer norm or RMS norm on a tensor grid, over hidden features that are sharded or replicated.
 
     (..., h) -> (..., h) for a sharded input, or (..., H) -> (..., H).
 
@@ -450,7 +452,7 @@ class GridNorm(ShardedNorm):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> nn.Module:
-        """Shard a full layer norm or RMS norm over a ``TensorGrid``. Raises ConfigError like ``ShardedNorm``."""
+        """Shard a layer norm or an RMS norm over a ``TensorGrid``. Raises ConfigError like ``ShardedNorm``."""
         grid: TensorGrid = process_group
         return super().from_native_module(module, grid.hidden, **kwargs)
 
@@ -470,7 +472,7 @@ class GridNorm(ShardedNorm):
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: Axis, full: int, eps: float) -> Tensor:
-    """Apply a layer norm over features that are sharded over ``axis``, in fp32, or fp64 for fp64 inputs."""
+    """Apply a layer norm to features that are sharded over ``axis``, in fp32, or in fp64 for fp64 inputs."""
     x32 = x if x.dtype == torch.float64 else x.to(torch.float32)
     normed: Tensor = _Normalize.apply(x32, axis, full, eps)
     y = normed if weight is None else normed * weight

@@ -1,4 +1,4 @@
-"""Activations between the blocks of a stack on a tensor grid, padded to samples that divide evenly over the ranks."""
+"""Activations on a tensor grid, in batches that are padded to divide evenly over the ranks."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from shardformer.transformers_compat import caches_in, holds_tokens
 
 
 class GridStackActivations(StackActivations):
-    """Sharding of the activations between the blocks of a stack, over samples and hidden features.
+    """Sharding of the activations between blocks by samples and hidden features, over a tensor grid.
 
-    Pads a batch that does not divide with copies of its last sample, and drops their outputs. Outside training, a
-    forward pass that reads or returns cached keys and values is replicated over the ranks.
+    A batch that does not divide evenly is padded with copies of its last sample, whose outputs are dropped. Outside
+    training, a forward pass that reads or returns cached keys and values is replicated over the ranks.
     """
 
     length_name = "samples"
@@ -61,7 +61,7 @@ class GridStackActivations(StackActivations):
         return GridRegion(self.grid, self.width, self.batch_dim) if self._is_open else ReplicatedRegion(self.axis)
 
     def restore_length(self, x: Tensor) -> None:
-        """Restore the batch size in a recomputation under activation checkpointing."""
+        """Restore the batch size when activation checkpointing recomputes a forward pass."""
         if self.is_restored or current_graph_task_id() < 0:
             return
         self._is_open = True  # only forward passes in training are recomputed
@@ -84,7 +84,7 @@ class GridStackActivations(StackActivations):
         return map_first_tensor(args, kwargs, lambda x: self.enter_stack(resolve_deferred(x), module.training))
 
     def enter_stack(self, x_BSH: Tensor, training: bool) -> Tensor:
-        """Shard the stack's input (B, S, H) to (b, S, h). Backward: one all-gather over all ranks."""
+        """Shard the input of a stack of layers: (B, S, H) -> (b, S, h). Backward: one all-gather over all ranks."""
         if not self._is_open:
             return x_BSH
         self.samples, self.width = x_BSH.shape[self.batch_dim], x_BSH.shape[-1]
@@ -99,10 +99,9 @@ class GridStackActivations(StackActivations):
         return with_backward(x_BSH, shard, lambda grad: _gather_samples_and_features(grad, grid, dim, samples, width))
 
     def leave_stack(self, x_bSh: Tensor) -> Tensor:
-        """Gather the full output of the stack. Forward: one all-gather over all ranks; backward nothing.
+        """Gather the full output of a stack of layers. Forward: one all-gather over all ranks; backward: nothing.
 
-        Also gathers in a recomputation, because a checkpoint may contain a module after the stack (patch merging in
-        Swin).
+        A recomputation gathers too, because a checkpoint may contain a module after the stack (patch merging in Swin).
         """
         if not self._is_open:
             return x_bSh
@@ -121,11 +120,11 @@ class GridStackActivations(StackActivations):
         return with_backward(x_bSh, lambda x: _gather_samples_and_features(x, grid, dim, samples, width), pad_and_shard)
 
     def register_full_sequence(self, module: nn.Module, random: bool) -> GatherHiddenHook:
-        """Gather all hidden features for ``module``, with one all-gather each in the forward and the backward pass."""
+        """Register hooks that gather all hidden features for ``module``. Forward and backward: one all-gather each."""
         return GatherHiddenHook(self, module, random)
 
     def shard_samples(self, x: Tensor, dim: int, num_local: int) -> Tensor:
-        """Return the local samples of a block argument, whose dim ``dim`` has a multiple of the batch size."""
+        """Return this rank's samples of a block argument, whose dim ``dim`` is a multiple of the batch size."""
         batch = self.find_batch_size(num_local)
         if batch is None or x.shape[dim] % batch:
             return x
@@ -135,13 +134,13 @@ class GridStackActivations(StackActivations):
         return local.flatten(dim, dim + 1)
 
     def find_batch_size(self, num_local: int) -> int | None:
-        """Return the batch size of the current or recomputed forward pass that has ``num_local`` local samples."""
+        """Return the batch size of the forward pass or recomputation in which this rank has ``num_local`` samples."""
         if self.is_restored or current_graph_task_id() < 0 or self.num_local_samples(self.samples) == num_local:
             return self.samples
         return next((n for n in self._batch_sizes if self.num_local_samples(n) == num_local), None)
 
     def num_local_samples(self, batch_size: int) -> int:
-        """Return how many samples of a batch this rank stores between the blocks."""
+        """Return how many samples of a padded batch this rank stores between the blocks."""
         return -(-batch_size // self.grid.samples) * self.grid.samples // self.grid.batch.size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GridStackActivations:
@@ -151,7 +150,7 @@ class GridStackActivations(StackActivations):
 
 
 class GatherHiddenHook(GatherHook):
-    """Hooks that gather all hidden features before a module, such as a router, and shard its output."""
+    """Hooks that gather all hidden features before a module, such as a router, and shard its output again."""
 
     def __init__(self, stream: GridStackActivations, module: nn.Module, random: bool) -> None:
         self._stream, self._axis = stream, stream.grid.hidden
@@ -179,7 +178,7 @@ class GatherHiddenHook(GatherHook):
 
 
 def pad_with_last(x: Tensor, num_copies: int, dim: int = 0) -> Tensor:
-    """Return x with ``num_copies`` copies of its last slice along ``dim`` appended."""
+    """Pad x along ``dim`` with ``num_copies`` copies of its last slice."""
     if not num_copies:
         return x
     last = x.narrow(dim, x.shape[dim] - 1, 1)
