@@ -154,10 +154,10 @@ class ConsistencyMonitor:
         ]
 
     def count_stepped_batches(self, is_frozen: bool) -> int:
-        """Return after how many batches an optimizer of this pipeline stage has stepped. Call this once per batch.
+        """Return the number of batches after which this pipeline stage's optimizer took a step.
 
-        Call this before the batch. Returns 0 for a stage without trainable parameters. When such a stage trains again,
-        its count continues from ``rounds_of_stages``, the count of the other stages.
+        Call this once before each batch. Returns 0 for a stage without trainable parameters. When such a stage trains
+        again, its count continues from ``rounds_of_stages``, the count of the other stages.
         """
         if is_frozen:
             self.rounds = 0
@@ -185,7 +185,7 @@ class ConsistencyMonitor:
         return _hash_63_bits([previous, *(tuple(x.shape) if x.is_cuda else checksum(x) for x in tensors)])
 
     def check_gathered(self, gathered: Sequence[Sequence[int]], axis: Axis, inputs: Collection[Any] = ()) -> None:
-        """Raise InputError on every rank if the numbers gathered from ranks with the same batch differ."""
+        """Raise InputError on every rank if the gathered numbers show that ranks with the same batch have diverged."""
         weights = len(ORDER) - 1
         projections = [struct.unpack("<2d", struct.pack("<2q", *values[weights:])) for values in gathered]
         if any(values[:weights] != gathered[0][:weights] for values in gathered) or not self._are_projections_close(
@@ -197,7 +197,7 @@ class ConsistencyMonitor:
     # --- data ranks
 
     def bits_to_reduce(self, axis: Axis) -> list[float]:
-        """Return a 32-bit hash of the training state as numbers 1 and -1, which data ranks all-reduce to compare it."""
+        """Hash the training state to 32 values of 1 or -1, which data ranks all-reduce to find differences."""
         known = [self.training, self.steps, hash(self.options[1:]), self._hash_weights(axis)]
         number = int.from_bytes(hashlib.sha256(repr(known).encode()).digest()[: BITS // 8], "big")
         return [1.0 if number >> i & 1 else -1.0 for i in range(BITS)]
@@ -237,7 +237,7 @@ class ConsistencyMonitor:
         return all(x == first or abs(x - first) <= room or (isnan(x) and isnan(first)) for x, _ in others)
 
     def _read_current_slices(self, axis: Axis) -> list[Tensor]:
-        """Return the slices of replicated weights that this step compares over an axis, as flat tensors."""
+        """Return the replicated weights that this step compares over an axis, as flat slices."""
         part = self._slices_of_step(axis)
         if part is None or not all(has_data(entry.param) for entry, _ in part):
             return []
@@ -260,7 +260,7 @@ class ConsistencyMonitor:
         return parts[self._turns.get(axis.name, 0) % len(parts)] if parts else None
 
     def _axes_with_other_ranks(self, axis: Axis) -> Iterator[str]:
-        """Yield the names of the mesh axes that share this rank and at least one more rank with ``axis``."""
+        """Yield the name of each mesh axis that has this rank and at least one other rank in common with ``axis``."""
         me = axis.ranks[axis.rank]
         for name, each in self.state.axes.items():
             if each.size > 1 and set(each.ranks) & set(axis.ranks) > {me}:

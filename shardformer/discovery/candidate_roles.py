@@ -194,7 +194,10 @@ class BlockCandidates:
 
 
 def find_block_candidates(model: nn.Module, trace: ForwardTrace) -> list[BlockCandidates]:
-    """Return the candidate roles of all blocks, in forward order. One layer represents all layers of its stack."""
+    """Find the attention modules, MLPs and experts of a model, with possible ways to shard each of them.
+
+    They are in the order of the forward pass. One layer represents all layers of its stack.
+    """
     blocks, seen = [], set()
     for group in trace.groups:
         place, at = (
@@ -239,7 +242,7 @@ def _find_misfit_columns(model: nn.Module, group: LinearGroup) -> list[str]:
 
 
 def _find_in_all_layers(model: nn.Module, path: str) -> list[str]:
-    """Return the paths of the modules in all layers that correspond to the module at ``path``, including itself."""
+    """Return the paths of a module and of the corresponding modules in all other layers."""
     place = _find_layer_of(model, path, [path])
     if place is None:
         return [path]
@@ -249,7 +252,7 @@ def _find_in_all_layers(model: nn.Module, path: str) -> list[str]:
 
 
 def _find_layer_of(model: nn.Module, path: str, members: list[str]) -> tuple[str, str] | None:
-    """Return the paths of the module list and the layer in it that contain all ``members``, or None."""
+    """Find the layer that contains all ``members``; return the paths of its module list and of the layer, or None."""
     parts = path.split(".")
     indices = [i for i, part in enumerate(parts) if part.isdigit()]
     lists = [i for i in indices if _is_layer_list(model, ".".join(parts[:i]))]
@@ -265,7 +268,7 @@ def _find_layer_of(model: nn.Module, path: str, members: list[str]) -> tuple[str
 
 
 def _is_stage(model: nn.Module, outer: str, inner: str) -> bool:
-    """Return whether ``outer`` is one of several similar stages whose parameters are mostly in the list ``inner``."""
+    """Return whether ``outer`` is one of several similar stages that each contain a list of layers, here ``inner``."""
     stages = list(model.get_submodule(outer.rpartition(".")[0]).children())
     blocks, stage = model.get_submodule(inner), model.get_submodule(outer)
     if len(stages) == 1 or len({type(m) for m in stages}) > 1 or not _have_same_class(blocks) or "expert" in inner:
@@ -379,7 +382,7 @@ def _iter_attention_candidates(
 
 
 def _find_read_integers(model: nn.Module, trace: ForwardTrace, path: str, count: HeadCount) -> dict[str, int]:
-    """Return the integer attributes that an attention module reads and that do not equal its head count by accident."""
+    """Return the integer attributes that an attention module reads, unless they equal its head count by accident."""
     module, head_field = model.get_submodule(path), str(count.fields.get("num_heads", ""))
     places = {
         like: m for like in _find_in_all_layers(model, path) if type(m := model.get_submodule(like)) is type(module)
@@ -484,7 +487,7 @@ def _find_expert_blocks(model: nn.Module, trace: ForwardTrace) -> list[BlockCand
 
 
 def _iter_expert_candidates(module: nn.Module, at: str, stacked_weights: Sequence[str]) -> Iterator[Experts]:
-    """Yield each way to shard a module with stacked expert weights: by weight order and by feature dim."""
+    """Yield each way to shard a module that stacks the weights of its experts in 3D tensors."""
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False) if p.dim() in (2, 3)}
     identities = [name for name, m in module.named_children() if isinstance(m, nn.Identity)]
     for down, (fused, interleaved) in product(reversed(stacked_weights), ((2, False), (1, False), (2, True))):
@@ -528,7 +531,7 @@ EXPERT_STYLES = {"rowwise": ("colwise", "packed_colwise"), "colwise": ("packed_r
 
 
 def collect_transformers_plan(model: nn.Module) -> dict[str, str]:
-    """Merge the tensor parallel plans of all transformers configs in a model into a dict of styles by path."""
+    """Merge the tensor parallel plans of all transformers configs in a model into one plan."""
     plan: dict[str, str] = {}
     for path, module in model.named_modules():
         own: Any = getattr(getattr(module, "config", None), "base_model_tp_plan", None)

@@ -70,7 +70,7 @@ class ConfigField:
         return {place.name for place in self.changed_sizes if place.role is SizeRole.MATRIX and place.depth}
 
     def shrinks_a_tensor(self) -> bool:
-        """Return whether a tensor dim shrinks when this config field grows, because the dim is a quotient."""
+        """Return whether a tensor dim shrinks when this config field grows, as a head dim does with more heads."""
         tensors = [sizes for place, sizes in self.changed_sizes.items() if place.role is not SizeRole.ATTRIBUTE]
         return any((new - old) * (self.changed_value - self.value) < 0 for old, new in tensors)
 
@@ -180,7 +180,7 @@ def _guess_head_meaning(
 
 
 def get_rotary_features(field: ConfigField) -> set[int]:
-    """Return the numbers of rotary features per head that a config field may cause: twice each buffer size."""
+    """Return the possible rotary dims of a config field: twice the size of each buffer that depends on it."""
     return {2 * int(old) for place, (old, _) in field.changed_sizes.items() if place.role is SizeRole.BUFFER}
 
 
@@ -226,7 +226,7 @@ def _classify_measurement(field: ConfigField) -> FieldMeaning | None:
 
 
 def measure_fields(build_model: Callable[[Any], nn.Module], config: Any) -> list[ConfigField]:
-    """Rebuild a model with each integer of its config changed, and return which sizes depend on each integer."""
+    """Change each integer of a config in turn, rebuild the model, and return which sizes of the model change."""
     before = find_size_occurrences(build_model(config))
     found = []
     for path, value in iter_integers(config):

@@ -170,7 +170,7 @@ class DerivedPolicy(RolePolicy):
         return format_policy(self)
 
     def replicated(self) -> None:
-        """Allow unsharded parameters, for which the derivation found no valid way to shard them."""
+        """Allow parameters to be replicated if no valid way to shard them was found."""
 
     def config_sanity_check(self) -> None:
         super().config_sanity_check()
@@ -333,7 +333,7 @@ def _find_hints(
     policy: type[RolePolicy],
     find: Callable[[ReferenceGradients, type[RolePolicy]], tuple[Sequence[LayerStack], str | None]],
 ) -> tuple[Sequence[LayerStack], str | None]:
-    """Find pipeline or sequence parallel hints that are valid for all example batches, or for the first batch.
+    """Find hints for pipeline or sequence parallelism that are valid for all example batches, or for the first.
 
     If they are valid for the first batch only, the inputs of the other batches are recorded as unvalidated.
     """
@@ -353,7 +353,7 @@ def _find_hints(
 def _find_blocks(
     cache: _ValidationCache, ranks: Sequence[int], plan: Mapping[str, str]
 ) -> tuple[list[BlockCandidates], dict[str, str]]:
-    """Return the blocks that pass validation or match ``plan``, and why each other linear layer is replicated."""
+    """Return the blocks that can be sharded, and the reason why each other linear layer is replicated."""
     model, run = cache.reference.model, cache.reference.run
     replicated = {
         path: OUTSIDE_LAYERS_REASON

@@ -58,7 +58,7 @@ TRACE_LOCK = threading.Lock()  # dispatch modes share state between threads, and
 
 
 def trace_forward(model: nn.Module, run: Callable[[nn.Module], Any], replicated: Iterable[str] = ()) -> ForwardTrace:
-    """Run one forward pass without gradients, and record which linear layers read the outputs of which others.
+    """Run one forward pass without gradients, and record how the linear layers of a model are connected.
 
     Args:
         replicated: paths of linear layers that are not sharded. Their outputs inherit the marks of their inputs.
@@ -325,7 +325,7 @@ class StackCallRecord:
         )
 
     def find_enclosing_modules(self, path: str) -> dict[str, str]:
-        """Map the module at ``path`` and its parents within a layer from relative to full paths, outermost first."""
+        """Return the full paths of a module and of its parents inside a layer, by their paths relative to the layer."""
         outer = next((outer for outer in self.paths if path.startswith(f"{outer}.")), None)
         parts = path.removeprefix(f"{outer}.").split(".") if outer is not None else []
         names = [".".join(parts[: i + 1]) for i in range(len(parts))]
@@ -338,13 +338,13 @@ class StackCallRecord:
         return x.dim() > 2 and tuple(x.shape[:2]) == self.shape and self.has_token_dim(call.first_output)
 
     def iter_callable_children(self) -> Iterator[tuple[str, str]]:
-        """Yield the path of the layer, and the name in the layer, of each module that a layer may call."""
+        """Yield the layer and the name of each module inside a layer that the layer may call."""
         for outer in self.paths:
             for name, _ in _iter_called_children(self._model.get_submodule(outer)):
                 yield outer, name
 
     def find_mixing_modules(self) -> Iterator[tuple[str, str]]:
-        """Yield the path of the layer, and the name in the layer, of each module that may mix tokens."""
+        """Yield the layer and the name of each module that may combine information from different tokens."""
         for outer in self.paths:
             for name, child in _iter_called_children(self._model.get_submodule(outer)):
                 is_token_wise = is_linear(child) or norm_kind(child) is not None or is_elementwise(child)

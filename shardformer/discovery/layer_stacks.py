@@ -63,12 +63,15 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def find_pipeline_hints(reference: ReferenceGradients, policy: type[RolePolicy]) -> tuple[LayerStacks, str | None]:
-    """Find pipeline hints for a policy; return its stacks with the hints, or unchanged with the reason for failure."""
+    """Find out which modules outside the layers belong to which pipeline stage, and add this to the stacks.
+
+    Returns the stacks with these hints and None, or the unchanged stacks and the reason why validation fails.
+    """
     return _PipelineHintSearch(reference, policy).find_hints(get_layer_stacks(policy))
 
 
 class _PipelineHintSearch:
-    """A search for pipeline hints with which a reduced model passes validation."""
+    """Searches for an assignment of modules to pipeline stages that passes validation on a reduced model."""
 
     def __init__(self, reference: ReferenceGradients, policy: type[RolePolicy]) -> None:
         self._reference, self._policy, self._model = reference, policy, reference.model
@@ -193,7 +196,7 @@ def _record_call_order(reference: ReferenceGradients, paths: Iterable[str]) -> l
 
 
 def _find_tables_only_in_first(first: nn.Module, second: nn.Module) -> Iterator[str]:
-    """Yield the embeddings that only the first layer has, and the boolean attributes that mark their owner."""
+    """Yield the embeddings that only the first layer has, and the boolean attributes of the modules that own them."""
     others = dict(second.named_modules())
     for path, module in first.named_modules():
         if path not in others:
@@ -205,7 +208,7 @@ def _find_tables_only_in_first(first: nn.Module, second: nn.Module) -> Iterator[
 
 
 def _find_cross_input(reference: ReferenceGradients, previous_layers: str, layers: str) -> tuple[str, str] | None:
-    """Return the module and argument through which ``layers`` receive the output of ``previous_layers``, or None."""
+    """Return the module and argument that pass the output of ``previous_layers`` to ``layers``, or None."""
     made: list[Tensor] = []
     found: list[tuple[str, str]] = []
     model = reference.model
@@ -259,7 +262,7 @@ class _SequenceHintCandidates:
     per_token_args: tuple[str, ...]  # arguments per token in addition to the hidden states
 
     def make_hints(self, groups: frozenset[str]) -> SequenceParallelHints:
-        """Build sequence parallel hints that use these groups of modules."""
+        """Build the hints for sequence parallelism from the selected groups of modules."""
         gathers = self.mixing if "mixing" in groups else ()
         around = _remove_duplicates(
             name for part in ("attentions", "containers") if part in groups for name in getattr(self, part)
@@ -272,7 +275,9 @@ class _SequenceHintCandidates:
 def find_sequence_hints(
     reference: ReferenceGradients, policy: type[RolePolicy], layers: Sequence[str], ranks: int
 ) -> tuple[LayerStacks, str | None]:
-    """Find sequence parallel hints for a policy; return its stacks with the hints, or unchanged with the reason.
+    """Find out which modules need special treatment under sequence parallelism, and add this to the stacks.
+
+    Returns the stacks with these hints and None, or the unchanged stacks and the reason why validation fails.
 
     Args:
         layers: the path of each stack in the full model.

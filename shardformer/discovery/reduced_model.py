@@ -52,7 +52,7 @@ class ReferenceGradients:
 
     @cached_property
     def tolerances(self) -> dict[str, float]:
-        """The largest difference that counts as equal, for each gradient."""
+        """The largest absolute difference that is allowed for each gradient."""
         return compute_tolerances(self.gradients)
 
     @cached_property
@@ -98,7 +98,7 @@ class ReferenceGradients:
 
 
 def compute_tolerances(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the largest difference that counts as equal, for each gradient."""
+    """Return the largest absolute difference that is allowed for each gradient."""
     nonempty = {name: g for name, g in gradients.items() if g is not None and g.numel()}
     largest = {name: g.abs().max().item() for name, g in nonempty.items()}
     floor = ROUNDING * max((torch.finfo(g.dtype).eps * largest[name] for name, g in nonempty.items()), default=0.0)
@@ -128,7 +128,7 @@ def probe_loss(output: Any, *, equal_sample_weights: bool = False) -> Tensor:
 
 
 def compute_weighted_mean_square(x: Tensor, shape: torch.Size) -> Tensor:
-    """Return the mean square of a tensor after multiplying each entry of its last dims ``shape`` by another weight."""
+    """Return the mean square of a tensor whose elements are weighted differently along its last dims ``shape``."""
     weights = torch.linspace(0.5, 1.5, shape.numel(), dtype=x.dtype, device=x.device).view(shape)
     return (x * weights).square().mean()
 
@@ -179,7 +179,7 @@ def _count_replaced_forwards(model: nn.Module) -> Counter[tuple[str, Any]]:
 
 @contextmanager
 def check_independent_copy(model: nn.Module) -> Iterator[None]:
-    """Context manager that raises ValueError if code in it reads weights or buffers of ``model`` instead of a copy.
+    """Context manager that raises ValueError if a copy of a model reads weights or buffers of the original ``model``.
 
     This happens if a replaced `forward` or a hook is a closure over a module, because copies share the closure. A
     comparison with such a copy would be meaningless, and its gradients would be added to those of the model.
@@ -263,7 +263,7 @@ class ReducedModel:
         return tuple(ReferenceGradients.of(self.model, further.run) for further in self.further)
 
     def explain_unvalidated(self, failure: str | None) -> dict[str, str]:
-        """Return the reason why each unvalidated input was not validated, by the name of the input.
+        """Return the reasons why inputs were not validated, by the name of the input.
 
         Args:
             failure: why the calls with additional inputs failed, or None if they passed.
@@ -300,7 +300,7 @@ def reduce_model(
             reduced = _build_on_cpu(make, dtype)
             if make not in copies:
                 if missing := find_layer_kinds(model) - find_layer_kinds(reduced):
-                    raise ValueError(f"the reduced model lacks {len(missing)} of the kinds of layers in the full model")
+                    raise ValueError(f"the reduced model lacks {len(missing)} kinds of layers that the full model has")
                 copy_replaced_forwards(reduced, model)
             with check_independent_copy(model):
                 run, batch_used = _find_trainable_call(reduced, batch, media_in_text=media_in_text)
@@ -418,7 +418,7 @@ def _build_reduced_model(shrinker: ConfigShrinker, **options: Any) -> nn.Module:
 
 
 def _match_widths(model: nn.Module, small: Any) -> nn.Module:
-    """Rebuild a model so that its image features match the text width, if a nested config field controls this."""
+    """Rebuild a multimodal model so that its image features are as wide as its text embeddings, if possible."""
     made = dict(example_inputs.generate_inputs(model))
     if width := example_inputs.get_image_feature_width(model, made):
         for path, value in iter_integer_fields(small):

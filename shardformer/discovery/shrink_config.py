@@ -57,7 +57,7 @@ def count_min_layers(model: nn.Module) -> int:
 
 
 def count_layers_to_cover_kinds(model: nn.Module) -> int:
-    """Return the smallest number of first layers that include a layer of each kind."""
+    """Return the smallest n for which the first n layers of a model include every kind of layer."""
     needed = 0
     for layers in _find_module_lists(model).values():
         kinds = [get_layer_kind(layer) for layer in layers.children()]
@@ -89,7 +89,7 @@ def reduce_layers(
         return now is not None and any(now.get(name, length) < length for name, length in lengths.items())
 
     def counts_stages(path: Path, count: int, few: Any) -> bool:
-        """Return whether a field is a number of stages, for which a list field has the number of layers per stage."""
+        """Return whether a field is the number of stages of a model whose layers per stage are in a list field."""
         neighbors = (values for at, values in iter_list_fields(config) if at[:-1] == path[:-1])
         is_candidate = path in dict(iter_integer_fields(config)) and any(len(values) == count for values in neighbors)
         return is_candidate and is_shorter(try_list_lengths(config_fields.replace_fields(few, {path: count})))
@@ -113,7 +113,7 @@ def reduce_layers(
 
 
 def reduce_image_sizes(config: Any) -> None:
-    """Reduce the image sizes in a config in place, for vision submodels and for models with stages."""
+    """Reduce the image sizes of vision submodels and of models with stages in a config, in place."""
     for path, size in [*iter_integer_fields(config)]:
         place = get_sub_config(config, path[:-1])
         patch = vars(place).get("patch_size")
@@ -247,7 +247,7 @@ class ConfigShrinker:
             return 0
 
     def make_small_config(self, *, even: bool = False, layers: int = 0, recompute_derived: bool = False) -> Any:
-        """Return a config with few layers and small sizes in which head counts still divide each other.
+        """Return a config with few layers and small sizes. Head counts that divide each other still do.
 
         Args:
             even: whether to use the sizes ``EVEN`` instead of ``ODD``.
@@ -466,7 +466,7 @@ def _reduce_equal_fields(
 
 
 def _reduce_head_counts(values: set[int], sizes: SmallSizes) -> dict[int, int]:
-    """Return a small value for each head count, so that counts that divide each other still do."""
+    """Return a small value for each head count, so that a count that divides another one still does."""
     ordered = sorted(values)
     small = dict.fromkeys(ordered, sizes.heads)
     if len(ordered) > 1 and any(value % ordered[0] == 0 for value in ordered[1:]):

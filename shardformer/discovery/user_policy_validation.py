@@ -76,7 +76,7 @@ def suggest_fix(policy: Policy, role: Role | str | None, reduced: ReducedModel, 
 
 
 def _find_unlisted_attributes(policy: RolePolicy, role: Attention, reduced: ReducedModel) -> str:
-    """List the attributes that an attention module reads, that equal its head count, and that ``local_attrs`` lacks."""
+    """List the attributes read by an attention module that equal its head count but are not in ``local_attrs``."""
     numbers = trace_forward(reduced.model, reduced.run).numbers
     names = [name for name, _ in reduced.model.named_modules()]
     policy.set_model(reduced.model)
@@ -148,7 +148,7 @@ def _find_registered_policy_faults(
 
 
 def copy_user_code(reduced: nn.Module, user_modules: dict[str, nn.Module]) -> None:
-    """Apply the user's replacements of classes and `forward` methods in a model to its reduced model."""
+    """Copy the user's replacements of classes and `forward` methods from a model to its reduced model."""
     copied = dict(reduced.named_modules())
     for path, module in user_modules.items():
         other = copied.get(path)
@@ -353,7 +353,7 @@ class _PolicyTrial:
         )
 
     def _iter_faulty_roles(self) -> Iterator[tuple[Role | str, PolicyFault]]:
-        """Yield each role that makes the sharded copy differ even without the other roles, with its fault."""
+        """Shard the model by one role at a time, and yield each role with which it differs, with the difference."""
         if not isinstance(self._policy, RolePolicy):
             return
         for role, policy in _iter_single_role_policies(self._policy):

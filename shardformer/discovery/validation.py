@@ -90,7 +90,7 @@ def _is_library_frame(frame: FrameType) -> bool:
 
 
 def validate_policy(reference: ReferenceGradients, policy: type[Policy], ranks: int, **options: bool) -> str | None:
-    """Train a model that a policy shards over ``ranks``; return how it differs from unsharded training, or None.
+    """Shard a model with a policy and train it; return the first difference from unsharded training, or None.
 
     Args:
         options: boolean options of ``ShardConfig``.
@@ -106,9 +106,10 @@ def validate_policy(reference: ReferenceGradients, policy: type[Policy], ranks: 
 def validate_sharding(
     reference: ReferenceGradients, shard: Callable[[nn.Module, ParallelContext], None], **sizes: int
 ) -> str | None:
-    """Train a model sharded by ``shard`` on threads as ranks; return the first difference from unsharded training.
+    """Train a sharded model with threads as ranks; return the first difference from unsharded training, or None.
 
     Args:
+        shard: shards the model on one rank.
         sizes: sizes of the axes of the device mesh.
     """
 

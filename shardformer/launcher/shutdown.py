@@ -199,7 +199,7 @@ def _read_stack_locations(error_files: Iterable[str]) -> None:
 
 
 def describe_stack_locations() -> list[str]:
-    """List each line of user code that ranks were executing, with these ranks, and the most common line last."""
+    """List which ranks were executing which line of user code, with the most common line last."""
     ranks: dict[str, list[int]] = {}
     for rank, place in sorted(STACK_LOCATIONS.items()):
         ranks.setdefault(place, []).append(rank)

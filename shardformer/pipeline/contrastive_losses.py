@@ -339,7 +339,7 @@ def report_finding(
     if is_exact:
         raise ConfigError(
             what,
-            rule="The loss of a divided batch is the weighted mean or the sum of the losses of its parts.",
+            rule="If a batch is divided, its loss is the weighted mean or the sum of the losses of its parts.",
             remedy="Use one micro-batch, and with several data ranks a loss_fn that gathers the embeddings with "
             "gather_over_data. To train on the mean of the parts' losses instead, pass loss_weight, or "
             "ParallelConfig(average_loss_over='ranks') for data ranks. See docs/engine.md.",

@@ -173,7 +173,7 @@ LayerRange = range
 
 @dataclass(frozen=True)
 class LayerSequence:
-    """The stacks of a model in execution order."""
+    """The stacks of layers in a model, such as an encoder and a decoder, in execution order."""
 
     stacks: tuple[StackDescription, ...]
 
@@ -215,7 +215,7 @@ class LayerSequence:
 
 
 def owner_layers(model: nn.Module, layers: LayerSequence) -> dict[str, frozenset[int]]:
-    """Return the layer calls that each parameter and buffer belongs to, by its name.
+    """Map the name of each parameter and buffer to the indices of the layer calls that it belongs to.
 
     Tensors inside a layer belong to every call of the layer. All other tensors belong to the first or last layer of a
     stack. Modules registered before a stack's first layer belong to that layer. Modules registered after it, or inside
@@ -227,7 +227,7 @@ def owner_layers(model: nn.Module, layers: LayerSequence) -> dict[str, frozenset
 
 
 def owner_stages(owners: Mapping[str, frozenset[int]], spans: Sequence[LayerRange]) -> dict[str, frozenset[int]]:
-    """Return the virtual stages that store each parameter and buffer, by its name."""
+    """Map the name of each parameter and buffer to the virtual pipeline stages that store it."""
     return {
         name: frozenset(v for v, span in enumerate(spans) if any(layer in span for layer in indices))
         for name, indices in owners.items()
@@ -259,7 +259,7 @@ def _find_owner_layers(name: str, layers: LayerSequence, order: Mapping[str, int
 
 
 def _find_adjacent_layer(name: str, layers: LayerSequence, order: Mapping[str, int]) -> int:
-    """Return the layer call that a parameter outside the layers belongs to, based on the order of registration."""
+    """Assign a parameter outside the layers to the first or last layer of a stack, by the order of registration."""
     starts = layers.starts
     firsts = [min(at for n, at in order.items() if _is_inside(n, s.layer_calls[0])) for s in layers.stacks]
     later = [i for i, first in enumerate(firsts) if order[name] < first]

@@ -103,7 +103,7 @@ def partition_explicit(counts: Sequence[int], layers: int, num_stages: int) -> l
     remedy = f"Pass {num_stages} counts that sum to {layers}, such as {example}"
     if len(counts) != num_stages:
         stages = "1 stage" if len(counts) == 1 else f"{len(counts)} stages"
-        raise ConfigError(f"{shown} specifies {stages} instead of {num_stages}.", remedy=remedy)
+        raise ConfigError(f"{shown} specifies {stages}, but the pipeline has {num_stages}.", remedy=remedy)
     for stage, count in enumerate(counts):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(
@@ -132,7 +132,7 @@ def _format_layers(start: int, end: int) -> str:
 def _check_counts(layers: int, num_stages: int) -> None:
     if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
         raise ConfigError(
-            f"The number of pipeline stages must be a positive int, but is {num_stages!r}.",
+            f"The number of pipeline stages is {num_stages!r}, but it must be a positive int.",
             remedy=f"Use 1 to {layers} stages" if layers > 1 else "Use 1 stage",
         )
     if num_stages > layers:

@@ -256,7 +256,7 @@ class Runtime:
         raise LaunchError(
             f"An error interrupted an earlier step in stage {self._stage}, {self._interrupted_at}.",
             rule="The other stages still wait for the messages of that step.",
-            remedy="Let the error end the run, and resume from the last checkpoint.",
+            remedy="Do not catch errors of a step. Let the error end the run, and resume from the last checkpoint.",
         )
 
     def run(self, step: StepInputs) -> None:
