@@ -128,7 +128,7 @@ def fingerprint(*values: Any) -> int:
 
 
 def _describe_leaf(leaf: Any) -> tuple[bool, Any]:
-    """Return whether a value consists of integers or strings, and a form of the value that can be hashed."""
+    """Return whether a value consists of integers or strings, and a hashable representation of the value."""
     if isinstance(leaf, Tensor):
         is_exact = not (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_quantized
         return is_exact, ("tensor", tuple(leaf.shape), checksum(leaf) if leaf.layout == torch.strided else None)

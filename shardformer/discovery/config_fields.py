@@ -61,7 +61,7 @@ class ConfigField:
         }
 
     def growth_per_unit(self) -> list[Fraction]:
-        """Return by how much each matrix dim inside a layer grows if the config field increases by one."""
+        """Return the growth of each matrix dim inside a layer when this config field increases by one."""
         inside = (pair for place, pair in self.changed_sizes.items() if place.depth and place.role is SizeRole.MATRIX)
         return [Fraction(int(new - old), self.changed_value - self.value) for old, new in inside]
 

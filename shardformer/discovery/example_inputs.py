@@ -264,7 +264,7 @@ def find_media_inputs(model: nn.Module) -> list[str]:
 
 
 def get_image_feature_width(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """Return the number of features of a model's image encoder, or 0 if it equals that of the text."""
+    """Return the width of a model's image features, or 0 if it equals the width of the text embeddings."""
     features = _find_method(model, "get_image_features")
     if features is None or _get_media_token(getattr(model, "config", None), "image") is None:
         return 0

@@ -78,7 +78,7 @@ def trace_forward(model: nn.Module, run: Callable[[nn.Module], Any], replicated:
 
 
 def find_layer_paths(model: nn.Module, layers: str) -> list[str]:
-    """Return the paths of the layers in the module list at ``layers``, which may contain ``*``."""
+    """Return the paths of the layers in the module list at ``layers``. The path may contain ``*``."""
     return match_paths(f"{layers}.*", [path for path, _ in model.named_modules()])
 
 
@@ -133,7 +133,7 @@ class _TensorOriginTracker(TorchDispatchMode):
 
 
 class _ForwardTracer:
-    """Hooks that record a ``ForwardTrace`` while a model runs."""
+    """Forward hooks that record how the linear layers of a model are connected."""
 
     def __init__(self, model: nn.Module, replicated: frozenset[str]) -> None:
         self.trace, self.marks, self.last = ForwardTrace(), _TensorOriginTracker(), _TensorOriginTracker()

@@ -413,7 +413,7 @@ def _build_reduced_model(shrinker: ConfigShrinker, **options: Any) -> nn.Module:
         model = _match_widths(model, small) if hasattr(model, "get_input_embeddings") else model
         numel = count_parameters(model)
     if numel > SMALL_NUMEL:
-        raise ValueError(f"the reduced model still has {numel:,} parameters, more than {SMALL_NUMEL:,}")
+        raise ValueError(f"the reduced model has {numel:,} parameters, but the limit is {SMALL_NUMEL:,}")
     return model
 
 

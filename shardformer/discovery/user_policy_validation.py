@@ -96,7 +96,7 @@ TRIAL_RANKS = 2
 
 
 def check_registered_policy(model: nn.Module, policy: Policy) -> None:
-    """Validate a registered policy on a reduced model if layers of ``model`` run user code.
+    """Validate a registered policy on a reduced model if layers of the model contain the user's own code.
 
     If validation with sequence parallelism fails, this sets ``policy.no_sequence_parallel``. A model that runs only
     library code is not validated. No communication.

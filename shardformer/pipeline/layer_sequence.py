@@ -144,7 +144,7 @@ class StackDescription:
         return replace(own, context=context, stages=stages)
 
     def get_activation_layout(self, stream: ActivationLayout) -> ActivationLayout:
-        """Return the layout of the activations inside this stack.
+        """Return how the activations inside this stack are sharded.
 
         If the stack needs full sequences, this omits sequence sharding that starts at a stack.
 
@@ -157,7 +157,7 @@ class StackDescription:
 
     @property
     def repeats_layers(self) -> bool:
-        """Whether a layer is called more than once."""
+        """Whether any layer is called more than once."""
         return len(set(self.layer_calls)) < len(self.layer_calls)
 
 
@@ -197,7 +197,7 @@ class LayerSequence:
         return tuple(accumulate((len(s.layer_calls) for s in self.stacks[:-1]), initial=0))[: len(self.stacks)]
 
     def find_stack_index(self, layer: int) -> int:
-        """Return the index of the stack that contains a layer call."""
+        """Return the index of the stack that contains the layer call with index ``layer``."""
         return max(i for i, start in enumerate(self.starts) if start <= layer)
 
     def list_received_states(self, layer: int) -> tuple[str, ...]:

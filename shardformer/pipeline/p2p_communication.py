@@ -157,8 +157,7 @@ class StageExchange:
                 raise InputError(
                     f"A stage computed activations of shapes {[s.sizes for s in metas]}, but for an earlier "
                     f"micro-batch of the same shape it computed {[s.sizes for s in self.known[key]]}.",
-                    rule="The shape of a micro-batch must determine the shapes of all activations.",
-                    remedy="Pad all batches to the same lengths.",
+                    remedy="Pad the inputs so that micro-batches of equal shape also have activations of equal shape.",
                 )
             parts = [t.detach() for t in parts]
             if receiver != self._rank and is_new:

@@ -303,7 +303,7 @@ def find_receiver_rank(schedule: Schedule, action: Action) -> int | None:
 
 
 def assign_virtual_stages(name: str, stages: int, chunks: int) -> tuple[int, ...]:
-    """Assign virtual stages to ranks in turn. For zbv, assign them from the first rank to the last and back.
+    """Assign the virtual stages of a pipeline to its ranks in turn. For zbv, assign them to the last rank and back.
 
     >>> assign_virtual_stages("interleaved", stages=4, chunks=2)
     (0, 1, 2, 3, 0, 1, 2, 3)
@@ -482,7 +482,7 @@ def simulate(schedule: Schedule, durations: Durations = DURATIONS, send: float =
     for name, number in [*named.items(), ("send", send)]:
         valid = "a finite number of at least 0" if name == "send" else "a finite positive number"
         if not (0 <= number < inf) or (number == 0 and name != "send"):
-            raise ConfigError(f"{name}={number:g} is not {valid}.", remedy=f"Use {valid}.")
+            raise ConfigError(f"{name}={number:g} must be {valid}.", remedy=f"Pass {valid} for {name}.")
     if beyond := [key for key in durations if isinstance(key, tuple) and not 0 <= key[1] <= schedule.last]:
         raise ConfigError(
             f"durations contains the virtual stage {beyond[0][1]}, but the schedule has virtual stages "

@@ -369,7 +369,7 @@ def partition_model(
 
 
 def _map_to_first_name(tensors: Mapping[str, Any]) -> dict[str, tuple[str, Tensor]]:
-    """Return the first name of each tensor and the tensor, by name. Tied weights have the same first name."""
+    """Return each tensor with the first name under which it occurs. Tied weights have the same first name."""
     first: dict[int, str] = {}
     return {name: (first.setdefault(id(x), name), x) for name, x in tensors.items() if isinstance(x, Tensor)}
 
