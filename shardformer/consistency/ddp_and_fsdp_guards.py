@@ -79,7 +79,7 @@ def _check_accelerator(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"accelerate's {type(self).__name__} received a model that is sharded over {table.context}.",
                 rule="accelerate sends a different batch to each process, but ranks that hold shards of the same "
                 "model need the same batch.",
-                remedy="Use shardformer.integrations.accelerate.Accelerator, or replace the transformers Trainer by "
+                remedy="Use shardformer.integrations.accelerate.Accelerator, or replace the transformers Trainer with "
                 "shardformer.integrations.transformers.Trainer. Both take parallel=ParallelConfig(...).",
             )
         return original(self, model, *args, **kwargs)

@@ -287,7 +287,7 @@ def _have_same_class(modules: nn.Module) -> bool:
 
 
 def _replace_expert_index(model: nn.Module, row_path: str, layer: str, is_attention: bool) -> str:
-    """Replace the index of an expert in a module path by ``*``, so that the path matches all experts."""
+    """Replace the index of an expert in a module path with ``*``, so that the path matches all experts."""
     parts = row_path.split(".")
     if is_attention:
         return row_path

@@ -397,7 +397,7 @@ class StackCallRecord:
 
 
 def _iter_called_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name and module of each child of a module, with module lists replaced by their members."""
+    """Yield the name and module of each child of a module, with module lists replaced with their members."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _iter_called_children(child, f"{prefix}{name}.")

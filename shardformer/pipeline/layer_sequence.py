@@ -68,7 +68,7 @@ class PipelineHints:
     num_outputs: int | None = 0
 
     def resolve_num_outputs(self, layers: nn.Module) -> PipelineHints:
-        """Return these hints with ``num_outputs=None`` replaced by the number of outputs of a layer."""
+        """Return these hints with ``num_outputs=None`` replaced with the number of outputs of a layer."""
         if self.num_outputs is not None:
             return self
         forward = type(next(layers.children())).forward

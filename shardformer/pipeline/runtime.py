@@ -181,7 +181,7 @@ class NoOutput:
 
 
 def replace_placeholders(output: Any) -> Any:
-    """Replace output tensors that another stage computes by None, unless all output tensors are placeholders."""
+    """Replace output tensors that another stage computes with None, unless all outputs are placeholders."""
     tensors = [t for _, t in iterate_named_tensors({"output": output}) if t.is_floating_point() and t.numel()]
     placeholders = {id(t) for t in tensors if is_placeholder(t)}
     if len(placeholders) == len(tensors):
@@ -250,7 +250,7 @@ class Runtime:
         self.trace: RunTrace | None = None
 
     def check_not_interrupted(self) -> None:
-        """Raise LaunchError if an error interrupted a previous step, whose messages other stages still expect."""
+        """Raise LaunchError if an earlier step failed, because other stages still wait for its messages."""
         if not self._interrupted_at or len(self._step.schedule.actions) == 1:
             return
         raise LaunchError(
@@ -351,12 +351,12 @@ class Runtime:
         return [x.grad for x in inputs]
 
     def _disable_autocast(self) -> torch.autocast:
-        """Return a context manager that disables autocast, because a backward pass uses its forward pass's dtypes."""
+        """Return a context manager that disables autocast, because the forward pass has already fixed the dtypes."""
         return torch.autocast(self._exchange.device.type, enabled=False)
 
     @contextmanager
     def annotate_errors(self, where: str) -> Iterator[None]:
-        """Context manager that adds a note to errors with this stage and ``where``, the current action."""
+        """Context manager that adds the pipeline stage and ``where`` (the current action) to errors as a note."""
         where = f"stage {self._stage}, {where}"
         try:
             yield

@@ -171,7 +171,7 @@ def check_matplotlib(what: str) -> None:
 
 @contextmanager
 def replace_chart_file(path: Path) -> Iterator[Path]:
-    """Context manager that replaces ``path`` by the yielded file on success. Raises ConfigError if writing fails."""
+    """Context manager that replaces ``path`` with the yielded file on success. Raises ConfigError if writing fails."""
     try:
         with replace_atomically(path) as hidden:
             yield hidden

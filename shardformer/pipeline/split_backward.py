@@ -153,7 +153,7 @@ class _BranchNode:
                     self.node.apply = apply_filled
 
         def apply_filled(*grads: Tensor | None) -> Any:
-            # the autograd engine replaces None by zeros if the function materializes gradients
+            # the autograd engine replaces None with zeros if the function materializes gradients
             self.grads = grads
             return type(self.node).apply(self.node, *grads)
 

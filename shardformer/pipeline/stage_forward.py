@@ -1,6 +1,6 @@
 """Runs the layers of one pipeline stage inside the model's own `forward`, and skips all other layers.
 
-Parameters of other stages are removed from their modules and replaced by placeholder attributes: one NaN, expanded to
+Parameters of other stages are removed from their modules and replaced with placeholder attributes: one NaN, expanded to
 the parameter's shape. A placeholder needs no memory, but has a shape, dtype and device for code that reads them. If a
 result depends on a placeholder by mistake, it is NaN, which the checks of arguments and losses detect.
 """
@@ -29,7 +29,7 @@ from shardformer.torch_compat import has_data, tree_leaves
 
 
 class ParameterPlaceholders:
-    """Replaces parameters of other pipeline stages by placeholders that have a shape and dtype but use no memory."""
+    """Replaces parameters of other pipeline stages with placeholders that have a shape and dtype but no memory."""
 
     def __init__(self) -> None:
         self.is_visible = False
@@ -44,7 +44,7 @@ class ParameterPlaceholders:
         return len(self._placeholders)
 
     def replace_params(self, model: nn.Module, is_local: Mapping[str, bool]) -> None:
-        """Replace each parameter that this rank does not store by a placeholder.
+        """Replace each parameter that this rank does not store with a placeholder.
 
         Args:
             is_local: whether this rank stores a parameter, by its name. A tied parameter stays if any name is local.
