@@ -1,4 +1,7 @@
-"""Checks that reject wrapping a sharded model in DDP, DataParallel or FSDP, and adding parameters to it."""
+"""Guards that raise an error if a sharded model is wrapped in DDP, DataParallel or FSDP.
+
+Another check detects parameters that were added to the model after it was sharded.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,10 @@ from shardformer.torch_patches import Patch, install, replace_attribute
 
 @dataclass(frozen=True)
 class DDPGuard:
-    """Module attribute that raises ConfigError when DistributedDataParallel wraps a sharded model.
+    """A guard that raises ConfigError when a sharded model is wrapped in DistributedDataParallel.
 
-    DDP reads this attribute for the names of parameters to ignore, before it broadcasts rank 0's parameters.
+    The guard is a module attribute that DDP reads to get the names of parameters to ignore, before it broadcasts the
+    parameters of rank 0.
     """
 
     context: ParallelContext
@@ -32,7 +36,7 @@ class DDPGuard:
 
 
 class FSDPGuard(dict[str, Any]):
-    """Module attribute that raises ConfigError when FSDP, ``fully_shard`` or ``replicate`` wraps a sharded model."""
+    """A guard that raises ConfigError when a sharded model is passed to FSDP, ``fully_shard`` or ``replicate``."""
 
     def __init__(self, context: ParallelContext) -> None:
         super().__init__()
@@ -40,12 +44,13 @@ class FSDPGuard(dict[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         if name in ("fully_shard", "replicate"):
-            raise _wrapper_error("FullyShardedDataParallel, fully_shard or replicate", self.context)
+            wrappers = "FullyShardedDataParallel, fully_shard or replicate"
+            raise _wrapper_error(wrappers, self.context)
         return super().__contains__(name)
 
 
 def install_wrapper_guards(model: nn.Module, context: ParallelContext) -> None:
-    """Make DDP, DataParallel and FSDP raise ConfigError when they wrap a sharded model."""
+    """Install guards that raise ConfigError when the sharded model is wrapped in DDP, DataParallel or FSDP."""
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = DDPGuard(context)
     model.__dict__["_replicate_for_data_parallel"] = partial(_raise_replicated, context)
     for module in model.modules():
@@ -72,10 +77,10 @@ def _check_accelerator(original: Callable[..., Any]) -> Callable[..., Any]:
         if table is not None and not hasattr(self, SHARDS_MODELS) and math.prod(table.context.sizes.values()) > 1:
             raise ConfigError(
                 f"accelerate's {type(self).__name__} received a model that is sharded over {table.context}.",
-                rule="It passes different batches to all processes, but the ranks that share one model need the "
-                "same batch.",
-                remedy="Use shardformer.integrations.accelerate.Accelerator, or with transformers' Trainer "
-                "shardformer.integrations.transformers.Trainer, which take parallel=ParallelConfig(...).",
+                rule="accelerate sends a different batch to each process, but ranks that hold shards of the same "
+                "model need the same batch.",
+                remedy="Use shardformer.integrations.accelerate.Accelerator, or replace the transformers Trainer with "
+                "shardformer.integrations.transformers.Trainer. Both take parallel=ParallelConfig(...).",
             )
         return original(self, model, *args, **kwargs)
 
@@ -87,7 +92,7 @@ def _raise_replicated(context: ParallelContext) -> NoReturn:
 
 
 def check_ddp(model: nn.Module, context: ParallelContext) -> None:
-    """Raise ConfigError if a DistributedDataParallel around the sharded model is running its forward pass."""
+    """Raise ConfigError if the sharded model is called inside a DistributedDataParallel wrapper."""
     outer = active_ddp_module()
     if outer is None or all(axis.size == 1 for axis in context.axes.values()):
         return
@@ -102,7 +107,7 @@ def check_no_new_parameters(model: nn.Module, state: ShardingMetadata) -> None:
     if new:
         raise ConfigError(
             f"{len(new)} parameters were added to {type(model).__name__} after it was sharded, such as {new[0]}.",
-            remedy="Add heads and adapters first, then shard the model.",
+            remedy="Add heads and adapters before you shard the model.",
         )
 
 
@@ -110,5 +115,5 @@ def _wrapper_error(wrapper: str, context: ParallelContext) -> ConfigError:
     return ConfigError(
         f"The model is sharded over {context} and cannot be wrapped in {wrapper}.",
         rule="The wrapper requires the same parameters in all processes, but each process has a different shard.",
-        remedy="Remove the wrapper. shard_model(model, data=...) averages gradients between data ranks.",
+        remedy="Remove the wrapper. shard_model(model, data=...) averages gradients across data ranks.",
     )

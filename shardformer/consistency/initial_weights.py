@@ -1,4 +1,4 @@
-"""Checks and broadcasts that give all ranks the same initial model, weights and random states."""
+"""Makes sure that all ranks start training with the same model, weights and random state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardformer.torch_compat import has_meta_tensors
 
 
 def model_fingerprint(model: nn.Module) -> list[str]:
-    """Describe a model by lines of text that must be identical on all ranks: modules, config and parameters."""
+    """Describe the modules, config and parameters of a model as text, to check that all ranks built the same model."""
     return (
         [type(model).__name__]
         + [f"{path or 'model'}: {_format_module(module)}" for path, module in model.named_modules()]
@@ -40,7 +40,7 @@ def model_fingerprint(model: nn.Module) -> list[str]:
 
 
 def _format_module(module: nn.Module) -> str:
-    """Format a module as its class name and its attributes that are numbers, strings or functions."""
+    """Return the class name of a module and its numeric, string and function attributes as text."""
     attributes = [
         f"{name}={value.__qualname__ if isinstance(value, FunctionType) else repr(value)}"
         for name, value in vars(module).items()
@@ -50,16 +50,16 @@ def _format_module(module: nn.Module) -> str:
 
 
 def _plain_config_fields(config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of a config that are numbers, strings or lists, except its path."""
+    """Yield the name and value of each config field that is a number, string or list, except ``name_or_path``."""
     for name, value in vars(config).items():
         if not name.startswith("_") and name != "name_or_path" and isinstance(value, int | float | str | list | tuple):
             yield name, value
 
 
 def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
-    """Broadcast the first rank's weights and buffers over each axis whose ranks have different checksums.
+    """Broadcast weights and buffers from the first rank of each axis if other ranks of the axis have different ones.
 
-    Parameters that are not yet materialized get the random states of the first rank. Communicates two numbers per
+    Parameters that are not yet materialized get the random state of the first rank. Communicates two numbers per
     tensor, and the tensors or random states only if they differ. Returns notes about what was copied.
     """
     named = list_named_tensors(model)
@@ -83,7 +83,7 @@ def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
 
 
 def differs_across_ranks(value: Any, axis: Axis) -> bool:
-    """Return whether the ranks of an axis passed different values, compared by one all-gather."""
+    """All-gather a value over an axis, and return whether it differs between ranks."""
     every = all_gather_objects(value, axis)
     return any(other != every[0] for other in every)
 
@@ -95,15 +95,15 @@ def broadcast_random_state(
     extra_numbers: Sequence[int] = (),
     on_gathered: Callable[[list[list[int]]], None] = lambda _: None,
 ) -> bool:
-    """Broadcast the random states of torch, NumPy and Python from the first rank of an axis, if they differ.
+    """Copy the random state of torch, NumPy and Python from the first rank of an axis to ranks where it differs.
 
-    Random numbers drawn outside the blocks must be the same on these ranks, even if a script seeds each rank
-    differently. Every rank calls this at the same time, whether or not it has drawn random numbers, because another
-    thread of the process may have drawn some.
+    Outside the sharded blocks, these ranks must draw the same random numbers, even if a script seeds each rank
+    differently. All ranks must call this at the same time, even without having drawn random numbers, because another
+    thread of a process may have drawn some.
 
     Args:
         has_drawn: whether this rank has drawn random numbers.
-        extra_numbers: numbers that are gathered in the same message, the same count on each rank.
+        extra_numbers: numbers to gather in the same message. Each rank must pass the same count of numbers.
         on_gathered: called with the gathered numbers of all ranks.
 
     Communicates a few numbers per rank, and the random states if they differ. Returns whether any rank has drawn random
@@ -126,8 +126,8 @@ FileFingerprints = list[tuple[str, FileFingerprint]]
 def check_same_files(model: nn.Module, context: ParallelContext) -> None:
     """Raise ConfigError on every rank if the ranks read weight files with different contents.
 
-    Paths may differ. The contents that most ranks have are taken as correct. Communicates one all-gather of paths and
-    checksums.
+    Paths may differ. The contents that most ranks have are assumed to be correct. Communicates one all-gather of paths
+    and checksums.
     """
     every: dict[int, FileFingerprints] = dict(
         all_gather_from_grid([(f.path, f.contents) for f in find_weight_files(model)], context)
@@ -144,13 +144,13 @@ def check_same_files(model: nn.Module, context: ParallelContext) -> None:
     if len(is_full) > 1:
         raise ConfigError(
             f"Rank {rank} loaded its weights with all_bytes={bool(contents_of[rank][0].full_hash)}, but rank {first} "
-            f"with all_bytes={bool(usual[0].full_hash)}.",
+            f"used all_bytes={bool(usual[0].full_hash)}.",
             remedy="Pass the same value of all_bytes on all ranks.",
         )
     raise ConfigError(
-        f"Ranks read different weights: {_describe_file_difference(rank, first, every)}"
+        f"The ranks read different weights: {_describe_file_difference(rank, first, every)}"
         + (f". Rank {', '.join(map(str, others[1:]))} differs too" if len(others) > 1 else ""),
-        remedy=f"Pass on rank {rank} the folder that rank {first} reads, or a copy of it.",
+        remedy=f"On rank {rank}, pass the folder that rank {first} reads, or a copy of it.",
     )
 
 
@@ -159,6 +159,6 @@ def _describe_file_difference(rank: int, first: int, every: dict[int, FileFinger
     pairs = list(zip(files, usual, strict=False))
     (path, contents), (other, right) = next((pair for pair in pairs if pair[0][1] != pair[1][1]), pairs[0])
     if len(files) != len(usual):
-        return f"rank {rank} reads {len(files)} files, such as {path!r}, rank {first} {len(usual)}, such as {other!r}"
+        return f"rank {rank} reads {len(files)} files such as {path!r}, but rank {first} {len(usual)} such as {other!r}"
     what = contents.describe_difference(right)
-    return f"rank {rank} reads {path!r}, rank {first} {other!r}, and they differ in their {what}"
+    return f"rank {rank} reads {path!r}, rank {first} reads {other!r}, and they differ in their {what}"

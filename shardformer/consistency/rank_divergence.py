@@ -1,24 +1,24 @@
-"""Detection of ranks whose weights, batches or optimizers diverge, without additional messages.
+"""Detects ranks whose weights, batches or optimizers have diverged, without sending additional messages.
 
 The compared numbers are appended to messages that training sends anyway.
 
 Compared in every training step, and between which ranks:
 
-              ranks of one batch   data ranks   stages
+                 same batch       data ranks   stages
     mode               x                x          x       whether the model is in training or eval mode
-    batch              x                           x       inputs of the forward
+    batch              x                           x       inputs of the forward pass
     steps              x                x          x       number of optimizer steps
     options            x                x          x       learning rates and other numbers in parameter groups
     weights            x                x                  replicated weights, one slice per step
 
-Pipeline stages train different parameters, and some stages may train none. They compare the number of batches after
-which an optimizer stepped, if any did. They compare options only if each stage has a single optimizer of the same class
-with a single group, because several optimizers may have different options on purpose.
+Pipeline stages train different parameters, and some stages may train none. Stages whose optimizer has stepped compare
+the number of batches after which it did so. Stages compare options only if each has a single optimizer of the same
+class with a single parameter group, because several optimizers may have different options on purpose.
 
-Ranks that process the same batch compare exact integers, together with their random states. Of weights they compare a
-sum with random signs, which differs about as much as the weights do (Achlioptas, "Database-friendly random
-projections", 2003). Each of these ranks computes the gradients of replicated parameters itself, and GPU kernels with
-another order of additions round differently. Data ranks all-reduce their gradients, so their weights are bitwise
+Ranks that process the same batch compare exact integers, together with their random states. For weights, they compare
+a sum with random signs, which differs about as much as the weights do (Achlioptas, "Database-friendly random
+projections", 2003). Each of these ranks computes the gradients of replicated parameters itself, and GPU kernels that
+add numbers in a different order round differently. Data ranks all-reduce their gradients, so their weights are bitwise
 identical. They compare the bits of a hash, each encoded as 1 or -1 and appended to the last gradient bucket: if n ranks
 agree, each sum is n or -n in any precision, and every rank sees the same sum. Ranks exchange details only if they
 differ.
@@ -55,18 +55,18 @@ from shardformer.torch_compat import (
 )
 from shardformer.torch_patches import Apply, Patch
 
-BITS = 32  # Number of bits of the hash that data ranks compare. A difference is missed once in 4e9 comparisons
+BITS = 32  # number of bits of the hash that data ranks compare. One difference in 4e9 is missed
 PARTS = 100  # maximum number of steps in which all weights are compared once
-PART_BYTES = 2**18  # minimum size of the weights that one step compares
+PART_BYTES = 2**18  # minimum number of bytes of weights that one step compares
 ROUNDINGS, MOST = 100, 0.01
-"""Tolerance for replicated weights: this many machine epsilons, at most this fraction of their norm."""
-SIGNS = 2**14  # Number of random signs. Longer tensors reuse them in rows, and each row has another sign
+"""Tolerance for replicated weights, relative to their norm: a number of machine epsilons, and an upper limit."""
+SIGNS = 2**14  # number of random signs. Longer tensors are split into rows of this length, each with a further sign
 WeightSlices = list[tuple[ParamEntry, slice]]
 
 
 @dataclass(frozen=True)
 class ComparedValue:
-    """Error texts for a value that must be identical on several ranks: its name, the rule and the remedy."""
+    """A value that must be identical on several ranks, and the texts of the error that is raised if it differs."""
 
     what: str
     rule: str
@@ -76,41 +76,41 @@ class ComparedValue:
 COMPARED_VALUES = {
     "mode": ComparedValue(
         "modes (train or eval)",
-        "All ranks train, or evaluate, at the same time",
+        "All ranks must be in training mode, or all in eval mode, at the same time",
         "Call model.train() and model.eval() on all ranks, not under `if rank == 0:`",
     ),
     "batch": ComparedValue(
         "batches",
-        "Tensor and sequence ranks process the same batch. Only data ranks have different batches",
+        "Tensor and sequence parallel ranks must process the same batch. Only data ranks process different batches",
         "Select the batch by context.data.rank and context.data.size, not by the world rank, and seed samplers with "
         "the data rank",
     ),
     "steps": ComparedValue(
         "numbers of optimizer steps",
-        "A rank that skips a step has different weights from then on",
+        "If a rank skips a step, its weights differ from then on",
         "Call optimizer.step() on all ranks. If a GradScaler skipped a step on one rank, use "
         "shardformer.shard_optimizer(..., precision='fp16'), which skips steps on all ranks",
     ),
     "options": ComparedValue(
         "learning rates or other optimizer options",
-        "All ranks step with the same options",
-        "Step the scheduler on all ranks, with a metric that is the same on all ranks. Use parameter groups, not "
-        "ranks, for different learning rates",
+        "All ranks must use the same optimizer options in every step",
+        "Call scheduler.step() on all ranks, with the same metric. To use different learning rates, define parameter "
+        "groups that are the same on all ranks",
     ),
     "weights": ComparedValue(
         "replicated weights",
         "Ranks must update replicated weights identically",
-        "Look for code that runs on one rank only: gradient clipping that is not shardformer.clip_grad_norm_, weights "
-        "changed under `if rank == 0:`, or different versions of a library",
+        "Look for code that runs differently on one rank: gradient clipping other than shardformer.clip_grad_norm_, "
+        "weights changed under `if rank == 0:`, or different versions of a library",
     ),
 }
 ORDER = tuple(COMPARED_VALUES)
-KIND_SHIFT = 40  # bits above this one encode the class of the optimizer, and the lower bits the values of its options
+KIND_SHIFT = 40  # the bits above encode the class of the optimizer, and the bits below the values of its options
 
 
 @dataclass(eq=False)
 class ConsistencyMonitor:
-    """Compares the mode, batch, optimizer and replicated weights of a rank with those of other ranks in each step."""
+    """Checks in every step that ranks agree on the training mode, batch, optimizer options and replicated weights."""
 
     state: ShardingMetadata
     training: bool = True
@@ -132,7 +132,7 @@ class ConsistencyMonitor:
         return ConsistencyMonitor(deepcopy(self.state, memo), self.training)  # a copied model has no optimizer
 
     def record_step(self, optimizer: Optimizer) -> None:
-        """Count a step of an optimizer, and record its numeric options such as the learning rate."""
+        """Count an optimizer step, and record the optimizer's numeric options such as the learning rate."""
         self.steps += 1
         self._has_stepped = True
         self._optimizers.add(optimizer)
@@ -142,7 +142,7 @@ class ConsistencyMonitor:
     # --- ranks that process the same batch
 
     def values_to_gather(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]:
-        """Return the integers that the ranks of one batch gather and compare: mode, batch, steps, options, weights."""
+        """Return integers that encode this rank's mode, batch, optimizer and weights, to compare with other ranks."""
         options = _hash_63_bits(hash(self.options[1:]))
         projection = self._project_weights(axis) if self.training else (0.0, 0.0)  # evaluation changes no weights
         return [
@@ -154,10 +154,10 @@ class ConsistencyMonitor:
         ]
 
     def count_stepped_batches(self, is_frozen: bool) -> int:
-        """Count the batches after which an optimizer of this stage made a step. Call this once before each batch.
+        """Return the number of batches after which this pipeline stage's optimizer took a step.
 
-        Returns 0 for a stage without trainable parameters. When such a stage trains again, its count continues at that
-        of the other stages, ``rounds_of_stages``.
+        Call this once before each batch. Returns 0 for a stage without trainable parameters. When such a stage trains
+        again, its count continues from ``rounds_of_stages``, the count of the other stages.
         """
         if is_frozen:
             self.rounds = 0
@@ -167,7 +167,7 @@ class ConsistencyMonitor:
         return self.rounds
 
     def hash_stage_options(self) -> int:
-        """Return a hash of the optimizer's class and options, or 0 for several optimizers or parameter groups.
+        """Return a hash of the optimizer's class and options, or 0 if there are several optimizers or parameter groups.
 
         Stages have different parameters, so their optimizers and groups may differ.
         """
@@ -178,14 +178,14 @@ class ConsistencyMonitor:
         return int(kind << KIND_SHIFT | numbers)
 
     def hash_inputs(self, inputs: Collection[Any]) -> int:
-        """Return a hash of the input tensors. On a GPU, hash their shapes and the previous values, to avoid a sync."""
+        """Return a hash of the input tensors. On a GPU, hash shapes and the last batch's values, to avoid a sync."""
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         on_gpu = [digest(x) * n for n, x in enumerate(tensors, 1) if x.is_cuda]
         previous = self._read_async("batch", torch.stack(on_gpu).sum()) if on_gpu else None
         return _hash_63_bits([previous, *(tuple(x.shape) if x.is_cuda else checksum(x) for x in tensors)])
 
     def check_gathered(self, gathered: Sequence[Sequence[int]], axis: Axis, inputs: Collection[Any] = ()) -> None:
-        """Raise InputError on every rank if the numbers gathered from the ranks of one batch differ."""
+        """Raise InputError on every rank if the gathered numbers show that ranks with the same batch have diverged."""
         weights = len(ORDER) - 1
         projections = [struct.unpack("<2d", struct.pack("<2q", *values[weights:])) for values in gathered]
         if any(values[:weights] != gathered[0][:weights] for values in gathered) or not self._are_projections_close(
@@ -197,15 +197,15 @@ class ConsistencyMonitor:
     # --- data ranks
 
     def bits_to_reduce(self, axis: Axis) -> list[float]:
-        """Return 32 bits, each as 1 or -1, of a hash of the state that must be identical on all data ranks."""
+        """Hash the training state to 32 values of 1 or -1, which data ranks all-reduce to find differences."""
         known = [self.training, self.steps, hash(self.options[1:]), self._hash_weights(axis)]
         number = int.from_bytes(hashlib.sha256(repr(known).encode()).digest()[: BITS // 8], "big")
         return [1.0 if number >> i & 1 else -1.0 for i in range(BITS)]
 
     def check_reduced_bits(self, sums: Tensor, axis: Axis) -> None:
-        """Raise InputError on every rank if the all-reduced hash bits show that data ranks differ.
+        """Raise InputError on every rank if the all-reduced hash bits show that data ranks have diverged.
 
-        On a GPU the sums of the previous step are checked, to avoid a synchronization.
+        On a GPU, this checks the sums of the previous step to avoid a synchronization.
         """
         self._turns[axis.name] = self._turns.get(axis.name, 0) + 1
         found = self._read_async(f"bits {axis.name}", sums.float().abs().min())
@@ -216,13 +216,13 @@ class ConsistencyMonitor:
     # --- weights
 
     def _hash_weights(self, axis: Axis) -> int:
-        """Return a hash of the bits of the replicated weights that this step compares."""
+        """Return a hash of the replicated weights that are compared in this step."""
         numbered = enumerate(self._read_current_slices(axis), 1)
         found = self._sum_and_read(f"weights {axis.name}", [digest(x) * number for number, x in numbered])
         return 0 if found is None else _hash_63_bits(int(found))
 
     def _project_weights(self, axis: Axis) -> tuple[float, float]:
-        """Return the sum with random signs, and the norm, of the replicated weights that this step compares."""
+        """Return a random projection and the norm of the replicated weights that are compared in this step."""
         slices = self._read_current_slices(axis)
         with disable_current_modes():  # not part of the step that a recorder or a memory trace measures
             sums = [_random_projection(x, number) for number, x in enumerate(slices)]
@@ -230,14 +230,14 @@ class ConsistencyMonitor:
         return found[0], found[1] ** 0.5
 
     def _are_projections_close(self, projections: Sequence[Sequence[float]]) -> bool:
-        """Return whether the weight projections of all ranks are equal up to rounding errors."""
+        """Return whether the random projections of the weights are equal on all ranks, up to rounding errors."""
         (first, norm), *others = projections
         widths = [torch.finfo(e.param.dtype).eps for e in self.state.entries if e.param.is_floating_point()]
         room = min(ROUNDINGS * max(widths, default=0.0), MOST) * norm
         return all(x == first or abs(x - first) <= room or (isnan(x) and isnan(first)) for x, _ in others)
 
     def _read_current_slices(self, axis: Axis) -> list[Tensor]:
-        """Return the slices of replicated weights, as flat tensors, that this step compares over an axis."""
+        """Return the replicated weights that this step compares over an axis, as flat slices."""
         part = self._slices_of_step(axis)
         if part is None or not all(has_data(entry.param) for entry, _ in part):
             return []
@@ -260,14 +260,14 @@ class ConsistencyMonitor:
         return parts[self._turns.get(axis.name, 0) % len(parts)] if parts else None
 
     def _axes_with_other_ranks(self, axis: Axis) -> Iterator[str]:
-        """Yield the names of the mesh axes along which the passed axis contains ranks other than this one."""
+        """Yield the name of each mesh axis that has this rank and at least one other rank in common with ``axis``."""
         me = axis.ranks[axis.rank]
         for name, each in self.state.axes.items():
             if each.size > 1 and set(each.ranks) & set(axis.ranks) > {me}:
                 yield name
 
     def _read_async(self, key: str, tensor: Tensor) -> Any:
-        """Return ``tensor.tolist()``. On a GPU, return the previous list, or None at first, to avoid a sync."""
+        """Return ``tensor.tolist()``, or on a GPU the result of the previous call (None at first) to avoid a sync."""
         if not has_data(tensor):
             return None
         if not tensor.is_cuda:
@@ -312,7 +312,7 @@ class ConsistencyMonitor:
 
 
 def _format_value(value: Any) -> str:
-    """Format a diverging value for an error message: batches by their shapes, weights by their names."""
+    """Format a value that differs between ranks for an error message."""
     if isinstance(value, dict):
         names = ", ".join(list(value)[:3])
         return f"{names}{' and others' if len(value) > 3 else ''}"
@@ -322,14 +322,14 @@ def _format_value(value: Any) -> str:
 
 
 def _hash_63_bits(value: Any) -> int:
-    """Hash a value to an integer of less than 63 bits that is the same in every process."""
+    """Return a non-negative hash below 2**62 that, unlike Python's ``hash``, is the same in every process."""
     if isinstance(value, int):
         return value & (2**62 - 1)
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
 def _random_projection(vector: Tensor, shift: int) -> Tensor:
-    """Return the sum of a vector's elements with random signs, and its sum of squares."""
+    """Return the sum of a vector's elements with random signs, and the sum of their squares."""
     wide, signs = vector.double(), _random_signs(vector.device)
     rows = [wide[at : at + len(signs)] for at in range(0, len(wide), len(signs))]
     sums = torch.stack([row @ signs[: len(row)] for row in rows])
@@ -340,7 +340,7 @@ _SIGNS: dict[torch.device, Tensor] = {}
 
 
 def _random_signs(device: torch.device) -> Tensor:
-    """Return a vector of random values 1 and -1 that is the same in every process."""
+    """Return a vector of random signs (1 or -1) that is the same in every process."""
     known = _SIGNS.get(device)
     if known is None:
         drawn = torch.randint(0, 2, (SIGNS,), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
@@ -361,7 +361,7 @@ def _numeric_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _split_weights_into_slices(entries: Sequence[ParamEntry]) -> Iterator[WeightSlices]:
-    """Split replicated weights into groups of slices of similar size, one group for each of up to 100 steps."""
+    """Split the replicated weights into up to 100 groups of similar size, of which each step compares one."""
     total = sum(e.param.numel() * e.param.element_size() for e in entries)
     room = budget = max(total / PARTS, PART_BYTES)
     slices: WeightSlices = []
@@ -379,7 +379,7 @@ def _split_weights_into_slices(entries: Sequence[ParamEntry]) -> Iterator[Weight
 
 
 MODELS = "_shardformer_models"
-"""Attribute of an optimizer that caches its number of parameters and the metadata of their models."""
+"""Attribute of an optimizer that caches its number of parameters and the metadata of the models it trains."""
 
 
 def _after_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -398,7 +398,7 @@ MONITOR_PATCHES: Mapping[Patch, Apply] = {
 
 
 def models_trained_by(optimizer: Optimizer) -> Collection[ShardingMetadata]:
-    """Return the sharding metadata of the models that an optimizer trains, in the same order on all ranks."""
+    """Return the sharding metadata of each model that an optimizer trains, in the same order on all ranks."""
     if isinstance(own := optimizer.__dict__.get(METADATA_ATTRIBUTE), ShardingMetadata):
         return [own]  # a ZeRO optimizer, which has slices instead of parameters
     count = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -410,7 +410,7 @@ def models_trained_by(optimizer: Optimizer) -> Collection[ShardingMetadata]:
 
 
 def sync_and_check_ranks(state: ShardingMetadata, inputs: Collection[Any], has_drawn: bool = False) -> bool:
-    """Synchronize the random states of ranks of one batch, and raise InputError if these ranks have diverged.
+    """Synchronize the random state of ranks that process the same batch, and raise InputError if they diverged.
 
     See ``broadcast_random_state``.
     """
@@ -428,13 +428,14 @@ def sync_and_check_ranks(state: ShardingMetadata, inputs: Collection[Any], has_d
 
 
 def check_same_batch(values: list[Any], axis: Axis) -> None:
-    """Raise InputError on every rank if the ranks of an axis received batches with different checksums."""
+    """Raise InputError on every rank if the ranks of an axis received different batches."""
     if differs_across_ranks([checksum(v) for v in values if isinstance(v, Tensor)], axis):
         raise InputError(
             f"The {axis.size} {axis.name.replace('_', ' and ')} ranks received different batches.",
-            rule="Tensor and sequence ranks process the same batch. Only data ranks have different batches.",
-            remedy="Select the batch by context.data.rank and context.data.size, not by the world rank. If you draw it "
-            "at random, first set the same seed on these ranks: launch_from_torch(seed=0).",
+            rule="Tensor and sequence parallel ranks must process the same batch. Only data ranks process different "
+            "batches.",
+            remedy="Select the batch by context.data.rank and context.data.size, not by the world rank. If the batch "
+            "is random, set the same seed on all of these ranks with launch_from_torch(seed=0).",
         )
 
 
@@ -442,10 +443,10 @@ PASSES = "_shardformer_passes"  # attribute of an optimizer with the number of g
 
 
 def check_gradients_before_step(optimizer: Optimizer) -> None:
-    """Reduce gradients that ``no_sync`` has delayed, and raise ConfigError on all ranks if gradients differ.
+    """Reduce the gradients that ``no_sync`` has delayed, and raise ConfigError if ranks have different gradients.
 
-    Communicates the gradients of backward passes in ``no_sync``. If no gradients were reduced since the last step, it
-    gathers their checksums.
+    The error is raised on all ranks. Communicates the gradients of backward passes in ``no_sync``, or a checksum of
+    each gradient if no gradients were reduced since the last step.
     """
     found = [(state, _gradient_reducers(state)) for state in models_trained_by(optimizer)]
     found = [(state, reducers) for state, reducers in found if reducers]
@@ -454,8 +455,8 @@ def check_gradients_before_step(optimizer: Optimizer) -> None:
     if current_graph_task_id() >= 0:
         raise ConfigError(
             f"{type(optimizer).__name__}.step was called during a backward pass, for example by a parameter hook.",
-            rule="Gradients are reduced when the backward pass ends, so a hook sees the local gradient.",
-            remedy="Call optimizer.step() after loss.backward(). To store fewer gradients, use "
+            rule="Gradients are reduced across ranks when the backward pass ends, so a hook sees the local gradient.",
+            remedy="Call optimizer.step() after loss.backward(). To use less memory for gradients, use "
             "shard_optimizer(..., stage=2).",
         )
     for reducer in (each for _, reducers in found for each in reducers if each.was_paused and not each.is_paused):
@@ -473,7 +474,7 @@ def _gradient_reducers(state: ShardingMetadata) -> list[GradientReducer]:
 
 
 def _check_gradients_agree(optimizer: Optimizer, reducers: Sequence[GradientReducer]) -> None:
-    """Raise ConfigError on all ranks if their gradients of a replicated parameter differ. All ranks must call this."""
+    """Raise ConfigError if a replicated parameter has different gradients on some ranks. All ranks must call this."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     over: dict[tuple[int, ...], list[GradientSlot]] = {}
     for reducer in (each for each in reducers if not each.is_paused):
@@ -491,9 +492,9 @@ def _check_gradients_agree(optimizer: Optimizer, reducers: Sequence[GradientRedu
                 what = "only some ranks have a gradient" if None in values else "ranks have different gradients"
                 raise ConfigError(
                     f"{type(optimizer).__name__}.step cannot update {gradient.entry.name}: {what}.",
-                    rule="Only loss.backward() reduces gradients. torch.autograd.grad and assignments to p.grad do "
-                    "not.",
-                    remedy="Call loss.backward(), or assign the same p.grad on all ranks.",
+                    rule="Only loss.backward() reduces gradients across ranks. torch.autograd.grad and assignments to "
+                    "p.grad do not.",
+                    remedy="Call loss.backward(), or assign the same gradient to p.grad on all ranks.",
                 )
 
 

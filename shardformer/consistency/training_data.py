@@ -36,7 +36,7 @@ def check_same_data(
     """Raise ConfigError on all ranks if two ranks have different training data.
 
     ``settings`` must be equal on all ranks. ``read`` returns one of ``count`` samples by its index, and is None for a
-    stream. Communicates three gathers: the settings, a hash, and two numbers for each compared sample.
+    stream. Communicates three all-gathers: the settings, a hash, and two numbers for each compared sample.
     """
     axes = context.base_axes
     if context.world is None or all(axis.size == 1 for axis in axes):
@@ -62,14 +62,14 @@ def check_same_data(
         differing += [rank for (a, norm), (b, other) in pairs if abs(a - b) > TOLERANCE * max(norm, other)]
     if differing:
         raise ConfigError(
-            f"Ranks {first_rank} and {differing[0]} have different samples at the same index of the "
-            f"training data, which is a {settings['type']}.",
+            f"Ranks {first_rank} and {differing[0]} read different samples at the same index of the training data "
+            f"(a {settings['type']}).",
             remedy=SAME_DATA_REMEDY,
         )
 
 
 def _fingerprint_samples(count: int, read: Callable[[int], Any]) -> tuple[list[int], list[tuple[float, float]]]:
-    """Return fingerprints and random projections of a random subset of samples, which is the same on all ranks.
+    """Return a hash and a random projection of each sample in a random subset that is the same on all ranks.
 
     Either list is empty if its values change when a sample is read a second time, as with random augmentation.
     """
@@ -90,7 +90,7 @@ def _fingerprint_samples(count: int, read: Callable[[int], Any]) -> tuple[list[i
 
 
 def random_projection(value: Any) -> tuple[float, float]:
-    """Return a random projection of the floating-point numbers in a sample, equal on all ranks, and their norm."""
+    """Project the floating-point numbers of a sample onto a fixed random vector; return the result and their norm."""
     decimals = list(_iterate_float_tensors(value))
     if not decimals:
         return 0.0, 0.0
@@ -119,16 +119,16 @@ def _iterate_float_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def fingerprint(*values: Any) -> int:
-    """Return a hash of the integers and strings in samples. Without integers and strings, hash all numbers.
+    """Return one hash of the integers and strings in one or more samples.
 
-    Integers take precedence because floating-point numbers are often augmented at random.
+    Without integers and strings, hash all numbers. Floating-point numbers are often augmented at random.
     """
     parts = [_describe_leaf(leaf) for value in values for leaf in _iterate_leaves(value)]
     return hash_to_number([part for is_exact, part in parts if is_exact] or [part for _, part in parts])
 
 
 def _describe_leaf(leaf: Any) -> tuple[bool, Any]:
-    """Return whether a leaf of a sample consists of integers or strings, and its hashable content."""
+    """Return whether a value consists of integers or strings, and a hashable representation of the value."""
     if isinstance(leaf, Tensor):
         is_exact = not (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_quantized
         return is_exact, ("tensor", tuple(leaf.shape), checksum(leaf) if leaf.layout == torch.strided else None)

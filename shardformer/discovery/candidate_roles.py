@@ -1,8 +1,9 @@
-"""Proposes roles for groups of linear layers from a traced forward pass: projections, head counts, local attributes.
+"""Proposes how to shard groups of linear layers, such as attention modules and MLPs, from a traced forward pass.
 
+A candidate is a role (``Attention``, ``MLP`` or ``Experts``) with its projections, head counts and local attributes.
 The tensor parallel plan of a transformers config, ``config.base_model_tp_plan``, names linear layers that are sharded
-by columns or by rows ("layers.*.mlp.up_proj": "colwise"). The plan omits heads, the numbers that a forward pass reads,
-and many modules. It therefore only selects among the candidates, and is validated with the complete policy.
+by columns or by rows ("layers.*.mlp.up_proj": "colwise"). The plan omits head counts, the attributes that a forward
+pass reads, and many modules. It therefore only selects among the candidates, and is validated with the full policy.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ HEAD_COUNT_FIELDS = ("num_attention_heads", "num_key_value_heads")
 
 @dataclass(frozen=True)
 class HeadCount:
-    """Query and KV head counts of an attention module, and the ``Attention`` fields that specify unusual counts."""
+    """The numbers of query heads and key-value heads of an attention module."""
 
     heads: int
     kv_heads: int
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)  # arguments of ``Attention`` that specify unusual numbers
 
 
 def propose_projections(names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Propose which linear layers compute q, k and v, by the first letters of their names or by call order."""
+    """Guess which linear layers compute q, k and v, from the first letters of their names or their call order."""
     called = list(names.values())
     letters = {re.sub(r"(^|.*\.)", "", name)[:2].lower(): name for name in called}
     by_letter = {letter: name for key, name in letters.items() if (letter := key[:1]) in "qkv" and key != "kv"}
@@ -66,10 +67,11 @@ def find_head_counts(
     reads_inner_inputs: bool,
     head_dim: int = 0,
 ) -> Iterator[HeadCount]:
-    """Yield the head counts that fit the shapes of the projections; counts in the usual config fields come first.
+    """Yield each head count that fits the shapes of the projections, starting with those in the usual config fields.
 
     Args:
-        head_dim: observed features of a head. For a model without a config, the matching count is first.
+        head_dim: the traced number of features per head. For a model without a config, the head count that matches it
+            comes first.
     """
     config: Any = getattr(model, "config", None)
     usual = [get_uniform_field(config, name) for name in HEAD_COUNT_FIELDS]
@@ -101,9 +103,9 @@ def _as_number_or_name(name: str) -> int | str:
 
 
 def _collect_possible_head_counts(config: Any, module: nn.Module) -> dict[str, int]:
-    """Collect the integers of a module and its configs that may be head counts.
+    """Collect the integer attributes of a module and its configs that may be head counts.
 
-    These are the integers with "head" in their names, or all integers if there are none.
+    These are the attributes with "head" in their names, or all of them if there are none.
     """
     places = {"": config, ".config.": getattr(module, "config", None), ".": module}
     inner = {f"{n}.": c for n, c in _get_public_attributes(config).items() if hasattr(c, "model_type")}
@@ -129,7 +131,7 @@ def _fits_shapes(
     head_dim: int,
     reads_inner_inputs: bool,
 ) -> bool:
-    """Return whether the output features of all projections match these head counts."""
+    """Return whether the output features of all projections are consistent with these head counts."""
 
     def has_size(part: str, *sizes: int) -> bool:
         return part not in projections or features[projections[part]] in sizes
@@ -152,13 +154,13 @@ def _fits_shapes(
 
 
 def classify_attributes(attributes: Mapping[str, int], count: HeadCount, width: int) -> dict[str, str]:
-    """Return which integer attributes of an attention module count heads, KV heads, groups or features of all heads."""
+    """Classify integer attributes of an attention module as numbers of heads, KV heads, groups or features."""
     heads, kv_heads = count.heads, count.kv_heads
     kinds: dict[str, str] = {}
     for name, value in attributes.items():
         is_about_kv = "kv" in name or "key_value" in name
         if re.search(r"(?<!all_)head_(size|dim)$", name):
-            continue  # features of one head, which equal the width of all heads if there is only one head
+            continue  # the features of one head, which equal ``width`` if there is only one head
         if "group" in name and value == heads // kv_heads:
             kinds[name] = "groups"
         elif value == kv_heads and (is_about_kv or kv_heads not in (heads, 1)):
@@ -176,23 +178,26 @@ UNKNOWN = "no role fits it"
 LOW_RANK = "its output is only read by a projection of an attention module"
 LEAVES_LAYER = "its output leaves the layer"
 PARTITIONS = 4
-"""Partitions of a fused projection; its heads are ordered for the cores of the first training run (CodeGen)."""
+"""Number of partitions in a fused projection of CodeGen, whose heads are ordered for its original training run."""
 
 
 @dataclass(frozen=True)
 class BlockCandidates:
-    """A group of linear layers in a stack, with candidate roles sorted by likelihood."""
+    """A group of linear layers, such as an MLP, and the ways in which it may be sharded, the most likely first."""
 
     layers: str  # path of the ModuleList, with ``*`` for the index of a stage that contains one
     roles: Sequence[Role]
-    columns: Sequence[str]  # paths, in every layer, of the linear layers to replicate if no candidate passes validation
-    reason: str = ""  # reason for replication, if known without validation
+    columns: Sequence[str]  # paths of the linear layers to replicate, in all layers, if no candidate passes validation
+    reason: str = ""  # why the group is replicated, if known without validation
     final_norm: str | None = None  # path of the norm after the last layer
-    context: tuple[str, str] | None = None  # (module path, argument) through which states of another stack enter
+    context: tuple[str, str] | None = None  # (module path, argument) that receives hidden states of another stack
 
 
 def find_block_candidates(model: nn.Module, trace: ForwardTrace) -> list[BlockCandidates]:
-    """Return the candidate roles of all blocks in forward order; one layer represents all layers of a stack."""
+    """Find the attention modules, MLPs and experts of a model, with possible ways to shard each of them.
+
+    They are in the order of the forward pass. One layer represents all layers of its stack.
+    """
     blocks, seen = [], set()
     for group in trace.groups:
         place, at = (
@@ -215,7 +220,7 @@ def _make_block_candidates(
     row = _replace_expert_index(model, group.row[len(layer) + 1 :], layer, group.attends)
     optional = _is_optional(model, layers, row)
     inside = [merged for merged in trace.projections if all(f"{path}.".startswith(f"{layer}.") for path in merged)]
-    low_rank = any(group.row in merged for merged in inside)  # across layers, linear layers meet in the residual stream
+    low_rank = any(group.row in merged for merged in inside)  # across layers, the residual stream connects them
     find = _iter_attention_candidates if group.attends else _iter_mlp_candidates
     roles = [] if low_rank else [replace(role, optional=optional) for role in find(model, trace, group, layer)]
     misfits = [] if low_rank or group.attends else _find_misfit_columns(model, group)
@@ -230,14 +235,14 @@ def _make_block_candidates(
 
 
 def _find_misfit_columns(model: nn.Module, group: LinearGroup) -> list[str]:
-    """Return the column-parallel candidates whose output features do not match the input of the row-parallel one."""
+    """Return the column-parallel linear layers whose output size does not match the input of the row-parallel layer."""
     width = _count_features(model, group.row, out=False)
     out = [c for c in group.columns if _count_features(model, c, out=True) % width]
     return out if len(out) < len(group.columns) else []
 
 
 def _find_in_all_layers(model: nn.Module, path: str) -> list[str]:
-    """Return the paths of a module's counterparts in all layers of its stack, including itself."""
+    """Return the paths of a module and of the corresponding modules in all other layers."""
     place = _find_layer_of(model, path, [path])
     if place is None:
         return [path]
@@ -247,7 +252,7 @@ def _find_in_all_layers(model: nn.Module, path: str) -> list[str]:
 
 
 def _find_layer_of(model: nn.Module, path: str, members: list[str]) -> tuple[str, str] | None:
-    """Return (path of the module list, path of the layer) that contain all ``members``, or None if no layer does."""
+    """Find the layer that contains all ``members``; return the paths of its module list and of the layer, or None."""
     parts = path.split(".")
     indices = [i for i, part in enumerate(parts) if part.isdigit()]
     lists = [i for i in indices if _is_layer_list(model, ".".join(parts[:i]))]
@@ -263,7 +268,7 @@ def _find_layer_of(model: nn.Module, path: str, members: list[str]) -> tuple[str
 
 
 def _is_stage(model: nn.Module, outer: str, inner: str) -> bool:
-    """Return whether ``outer`` is one of several similar stages that consist mostly of the module list ``inner``."""
+    """Return whether ``outer`` is one of several similar stages that each contain a list of layers, here ``inner``."""
     stages = list(model.get_submodule(outer.rpartition(".")[0]).children())
     blocks, stage = model.get_submodule(inner), model.get_submodule(outer)
     if len(stages) == 1 or len({type(m) for m in stages}) > 1 or not _have_same_class(blocks) or "expert" in inner:
@@ -272,7 +277,7 @@ def _is_stage(model: nn.Module, outer: str, inner: str) -> bool:
 
 
 def _is_layer_list(model: nn.Module, path: str) -> bool:
-    """Return whether the module at ``path`` is a list of layers."""
+    """Return whether the module at ``path`` is a ModuleList, or an ``nn.Sequential`` of modules of the same class."""
     module = model.get_submodule(path)
     return isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and _have_same_class(module))
 
@@ -282,7 +287,7 @@ def _have_same_class(modules: nn.Module) -> bool:
 
 
 def _replace_expert_index(model: nn.Module, row_path: str, layer: str, is_attention: bool) -> str:
-    """Replace the expert index in a path inside a layer by ``*``."""
+    """Replace the index of an expert in a module path with ``*``, so that the path matches all experts."""
     parts = row_path.split(".")
     if is_attention:
         return row_path
@@ -297,13 +302,13 @@ def _replace_expert_index(model: nn.Module, row_path: str, layer: str, is_attent
 
 
 def _is_optional(model: nn.Module, layers: str, path: str) -> bool:
-    """Return whether some layer of a stack has no module at ``path``."""
+    """Return whether some layers of a stack lack the module at ``path``."""
     names = [name for name, _ in model.named_modules()]
     return any(not match_paths(f"{layer}.{path}", names) for layer in find_layer_paths(model, layers))
 
 
 def _iter_mlp_candidates(model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer: str) -> Iterator[MLP]:
-    """Yield the MLP roles that fit a group of linear layers."""
+    """Yield each way to describe a group of linear layers as a tensor-parallel MLP."""
     width = _count_features(model, group.row, out=False)
     features = {_count_features(model, c, out=True) for c in group.columns}
     if group.other_columns or len(features) != 1 or (out := features.pop()) % width:
@@ -325,7 +330,7 @@ def _iter_mlp_candidates(model: nn.Module, trace: ForwardTrace, group: LinearGro
 def _iter_attention_candidates(
     model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer: str
 ) -> Iterator[Attention]:
-    """Yield the attention roles that fit a group of linear layers, the most likely first."""
+    """Yield each way to describe a group of linear layers as tensor-parallel attention, the most likely first."""
     at, width = group.entry[len(layer) + 1 :], _count_features(model, group.row, out=False)
     names = {c: _relative_path(group, c, layer) for c in group.columns}
     features = {names[c]: _count_features(model, c, out=True) for c in group.columns}
@@ -377,7 +382,7 @@ def _iter_attention_candidates(
 
 
 def _find_read_integers(model: nn.Module, trace: ForwardTrace, path: str, count: HeadCount) -> dict[str, int]:
-    """Return the integer attributes that an attention module reads, except accidental matches of the head count."""
+    """Return the integer attributes that an attention module reads, unless they equal its head count by accident."""
     module, head_field = model.get_submodule(path), str(count.fields.get("num_heads", ""))
     places = {
         like: m for like in _find_in_all_layers(model, path) if type(m := model.get_submodule(like)) is type(module)
@@ -397,7 +402,7 @@ def _find_read_integers(model: nn.Module, trace: ForwardTrace, path: str, count:
 
 
 def _relative_path(group: LinearGroup, path: str, layer: str) -> str:
-    """Return a path relative to the module of a block, or with a leading dot relative to the layer."""
+    """Return a path relative to the block's module, or a path with a leading dot that is relative to the layer."""
     if f"{path}.".startswith(f"{group.entry}."):
         return path[len(group.entry) :].lstrip(".")
     return path[len(layer) :]
@@ -442,7 +447,7 @@ def _guess_parameter_kinds(module: nn.Module, count: HeadCount, width: int) -> l
 
 
 def _find_per_head_arguments(trace: ForwardTrace, group: LinearGroup, count: HeadCount) -> dict[str, LocalAttr]:
-    """Return the later arguments of an attention module that have a dim for heads, or for samples times heads."""
+    """Return the arguments of an attention module, after its first, that have a dim of size heads or batch * heads."""
     arguments = list(trace.inputs.get(group.entry, {}).items())
     samples = arguments[0][1].shape[0] if arguments else 0
     counts = (count.heads, samples * count.heads)
@@ -451,7 +456,7 @@ def _find_per_head_arguments(trace: ForwardTrace, group: LinearGroup, count: Hea
 
 
 def _find_further_inputs(model: nn.Module, trace: ForwardTrace, group: LinearGroup) -> list[str]:
-    """Return the arguments after the first one that an attention module's projections read, such as encoder states."""
+    """Return the arguments of an attention module, after its first, that its projections read (encoder states)."""
     names: dict[str, bool] = {}
     for like in _find_in_all_layers(model, group.entry):
         arguments = list(trace.inputs.get(like, {}).items())
@@ -482,7 +487,7 @@ def _find_expert_blocks(model: nn.Module, trace: ForwardTrace) -> list[BlockCand
 
 
 def _iter_expert_candidates(module: nn.Module, at: str, stacked_weights: Sequence[str]) -> Iterator[Experts]:
-    """Yield an ``Experts`` role for each order of the stacked weights and each possible dim of expert features."""
+    """Yield each way to shard a module that stacks the weights of its experts in 3D tensors."""
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False) if p.dim() in (2, 3)}
     identities = [name for name, m in module.named_children() if isinstance(m, nn.Identity)]
     for down, (fused, interleaved) in product(reversed(stacked_weights), ((2, False), (1, False), (2, True))):
@@ -493,7 +498,7 @@ def _iter_expert_candidates(module: nn.Module, at: str, stacked_weights: Sequenc
 
 
 def _find_cross_attention_source(trace: ForwardTrace, group: LinearGroup, layers: str) -> tuple[str, str] | None:
-    """Return the module path and argument that receive the states of another stack, or None."""
+    """Find the module argument through which a decoder receives the encoder's hidden states, or return None."""
     source = next(iter(trace.inputs[group.other_columns[0]].values())) if group.other_columns else None
     for path in sorted(trace.inputs, key=len):
         for name, x in list(trace.inputs[path].items())[1:]:  # the first argument is the hidden states
@@ -503,7 +508,7 @@ def _find_cross_attention_source(trace: ForwardTrace, group: LinearGroup, layers
 
 
 def _find_final_norm(model: nn.Module, trace: ForwardTrace, layers: str) -> str | None:
-    """Return the path of the norm that reads the output of the last layer, or None."""
+    """Return the path of the norm that is applied to the output of the last layer, or None if there is none."""
     if "*" in layers:
         return None
     last = f"{layers}.{len(list(model.get_submodule(layers).children())) - 1}"
@@ -522,11 +527,11 @@ def _count_features(model: nn.Module, path: str, *, out: bool) -> int:
 
 
 EXPERT_STYLES = {"rowwise": ("colwise", "packed_colwise"), "colwise": ("packed_rowwise",)}
-"""Style of the last weight of stacked experts -> styles of their other weights, which may be transposed."""
+"""By the style of the down projection of stacked experts, the styles of their other weights, maybe transposed."""
 
 
 def collect_transformers_plan(model: nn.Module) -> dict[str, str]:
-    """Return a dict from paths with ``*`` to styles, from the tensor parallel plans of all configs in a model."""
+    """Merge the tensor parallel plans of all transformers configs in a model into one plan."""
     plan: dict[str, str] = {}
     for path, module in model.named_modules():
         own: Any = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
@@ -536,16 +541,15 @@ def collect_transformers_plan(model: nn.Module) -> dict[str, str]:
 
 
 def find_role_in_plan(plan: Mapping[str, str], layers: str, roles: Iterable[Role]) -> Role | None:
-    """Return the first role that shards its weights as a transformers plan does, or None.
+    """Return the first role that shards its weights like a transformers tensor parallel plan, or None.
 
     Args:
-        layers: path of the stack.
+        layers: the path of the stack.
     """
     return next((role for role in roles if _matches_plan(plan, f"{layers}.*", role)), None)
 
 
 def _matches_plan(plan: Mapping[str, str], layer: str, role: Role) -> bool:
-    """Return whether a role shards its weights as a transformers plan does."""
     if isinstance(role, Attention):
         linears = role.projections
         if linears.interleaved or linears.qkv is not None:  # the plan omits the order of heads in a fused matrix

@@ -1,4 +1,4 @@
-"""Determines the meaning of each integer in a config by changing it and rebuilding the model on the meta device."""
+"""Finds out what each integer in a config means by changing it and rebuilding the model on the meta device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-Path = tuple[str, ...]  # Names of nested config fields, from the outermost config inward
+Path = tuple[str, ...]  # names of nested config fields, from the outermost config inward
 
 
 class SizeRole(Enum):
-    """Role of a number in a model, such as a dim of a matrix or the length of a module list."""
+    """The kinds of places where a size occurs in a model, such as a dim of a matrix or the length of a module list."""
 
     LAYERS = auto()  # length of a list of modules
     ROWS = auto()  # rows of an embedding
@@ -33,7 +33,7 @@ class SizeRole(Enum):
 
 @dataclass(frozen=True)
 class SizeOccurrence:
-    """Place in a model where a number occurs, such as a dim of a parameter."""
+    """A place in a model where a size occurs, such as one dim of a parameter."""
 
     name: str  # path of the parameter, buffer, list or attribute
     dim: int  # dim of the tensor
@@ -43,17 +43,17 @@ class SizeOccurrence:
 
 @dataclass(frozen=True)
 class ConfigField:
-    """An integer config field, and the sizes in the model that changed when the field was changed."""
+    """An integer config field and the sizes of the model that depend on it."""
 
     path: Path
     value: int
     changed_value: int
-    changed_sizes: Mapping[SizeOccurrence, tuple[float, float]]  # size with ``value``, with ``changed_value``
-    changes_occurrences: bool  # whether the model with ``changed_value`` has other occurrences
+    changed_sizes: Mapping[SizeOccurrence, tuple[float, float]]  # sizes with ``value`` and with ``changed_value``
+    changes_occurrences: bool  # whether the model with ``changed_value`` has different parameters or modules
 
     @cached_property
     def ratios(self) -> dict[SizeOccurrence, Fraction]:
-        """Ratio of each size that is proportional to this field to the value of the field."""
+        """Each size that is proportional to this config field, divided by the value of the field."""
         return {
             place: Fraction(old) / self.value
             for place, (old, new) in self.changed_sizes.items()
@@ -61,30 +61,30 @@ class ConfigField:
         }
 
     def growth_per_unit(self) -> list[Fraction]:
-        """Return the growth of each matrix dim inside a layer if the field increases by one."""
+        """Return the growth of each matrix dim inside a layer when this config field increases by one."""
         inside = (pair for place, pair in self.changed_sizes.items() if place.depth and place.role is SizeRole.MATRIX)
         return [Fraction(int(new - old), self.changed_value - self.value) for old, new in inside]
 
     def changed_matrices(self) -> set[str]:
-        """Return the names of parameter matrices inside layers whose shape changes with this config field."""
+        """Return the names of the matrices inside layers whose shapes depend on this config field."""
         return {place.name for place in self.changed_sizes if place.role is SizeRole.MATRIX and place.depth}
 
     def shrinks_a_tensor(self) -> bool:
-        """Return whether a tensor dim shrinks if the field grows, because the field divides another number."""
+        """Return whether a tensor dim shrinks when this config field grows, as a head dim does with more heads."""
         tensors = [sizes for place, sizes in self.changed_sizes.items() if place.role is not SizeRole.ATTRIBUTE]
         return any((new - old) * (self.changed_value - self.value) < 0 for old, new in tensors)
 
     def sizes_equal_to_value(self) -> list[SizeOccurrence]:
-        """Return the tensor dims and module list lengths that equal the value of this config field."""
+        """Return the tensor dims and module list lengths that always equal this config field."""
         return [place for place, times in self.ratios.items() if times == 1 and place.role is not SizeRole.ATTRIBUTE]
 
     def changes_only_derived_attributes(self) -> bool:
-        """Return whether the field changes only module attributes that are computed from it."""
+        """Return whether this config field affects only module attributes that are computed from it."""
         computed = (s.role is SizeRole.ATTRIBUTE and old != self.value for s, (old, _) in self.changed_sizes.items())
         return bool(self.changed_sizes) and not self.changes_occurrences and all(computed)
 
     def divides_a_size(self) -> bool:
-        """Return whether a size in a layer is inversely proportional to this field, such as the features per head."""
+        """Return whether a size in a layer, such as the head dim, is inversely proportional to this config field."""
         ratio = Fraction(self.value, self.changed_value)
         if any(new == old * ratio**2 != old for old, new in self.changed_sizes.values() if isinstance(old, int)):
             return False  # image patches
@@ -93,33 +93,33 @@ class ConfigField:
 
     @cached_property
     def score_factors(self) -> set[SizeOccurrence]:
-        """Scale factors of attention scores that depend on this config field."""
+        """The scale factors of attention scores that depend on this config field."""
         factors = ((s, old, new) for s, (old, new) in self.changed_sizes.items() if s.depth and isinstance(old, float))
         return {s for s, old, new in factors if (new - old) * (old - 1) * (self.changed_value - self.value) > 0}
 
 
-HALF = Fraction(1, 2)  # ratio for a width that counts gate and up together
+HALF = Fraction(1, 2)  # ratio for a width that is the sum of the gate and up features
 SIZES = (SizeRole.MATRIX, SizeRole.VECTOR, SizeRole.CHANNEL, SizeRole.EMBEDDED)
-MIN_WIDTH = 8  # Smaller numbers count image channels, audio codebooks or speakers
-MAX_FUSED = 4  # Largest number of widths that are concatenated in one matrix
+MIN_WIDTH = 8  # smaller numbers count image channels, audio codebooks or speakers
+MAX_FUSED = 4  # largest number of widths that are concatenated in one matrix
 
 
 class FieldMeaning(Enum):
-    """Meaning of an integer config field, such as a hidden size or a number of heads."""
+    """The possible meanings of an integer config field, such as the hidden size or the number of heads."""
 
     HIDDEN = auto()  # features of the hidden states
     HEADS = auto()
     HEAD_DIM = auto()  # features of a head, or some of them
-    WIDTH = auto()  # features inside a layer only: an MLP, an expert, a low rank
+    WIDTH = auto()  # features inside a layer only, such as those of an MLP, an expert or a low-rank projection
     ROWS = auto()  # rows of an embedding
     POSITIONS = auto()  # rows of a buffer
-    CHANNELS = auto()  # channels of the first of several convolutions that multiply them
+    CHANNELS = auto()  # channels of the first of several convolutions, of which each multiplies their number
     EXPERTS = auto()
     LAYERS = auto()  # length of a list inside a layer
 
 
 def determine_field_meanings(found: Sequence[ConfigField]) -> dict[Path, FieldMeaning]:
-    """Determine the meanings of config fields; fields whose meaning is unclear are omitted."""
+    """Return the meaning of each config field whose meaning is clear from the sizes that depend on it."""
     meanings = {field.path: meaning for field in found if (meaning := _classify_measurement(field)) is not None}
     by_heads = {
         place for field in found if meanings.get(field.path) is FieldMeaning.HEADS for place in field.changed_sizes
@@ -161,7 +161,7 @@ def determine_field_meanings(found: Sequence[ConfigField]) -> dict[Path, FieldMe
 def _guess_head_meaning(
     field: ConfigField, found: Sequence[ConfigField], meanings: Mapping[Path, FieldMeaning]
 ) -> FieldMeaning | None:
-    """Decide whether a field of unknown meaning counts heads or the features of a head, or None if neither."""
+    """Guess whether a config field is a number of heads or a head dim, or return None if it is neither."""
     if any(place.role is SizeRole.CHANNEL for place in field.changed_sizes):
         return None
     inside = {s: k for s, k in field.ratios.items() if s.depth and s.role in (SizeRole.VECTOR, SizeRole.MATRIX)}
@@ -180,12 +180,12 @@ def _guess_head_meaning(
 
 
 def get_rotary_features(field: ConfigField) -> set[int]:
-    """Return the possible numbers of rotary features of a head: twice each buffer size that the field controls."""
+    """Return the possible rotary dims of a config field: twice the size of each buffer that depends on it."""
     return {2 * int(old) for place, (old, _) in field.changed_sizes.items() if place.role is SizeRole.BUFFER}
 
 
 def _changes_every_matrix(field: ConfigField, found: Sequence[ConfigField]) -> bool:
-    """Return whether a field changes every matrix that the other fields of its config change."""
+    """Return whether a config field affects every matrix that any other field of the same config affects."""
     neighbors = [n for n in found if n.path[:-1] == field.path[:-1]]
     return len(neighbors) > 1 and field.changed_matrices() >= {
         name for other in neighbors for name in other.changed_matrices()
@@ -193,7 +193,7 @@ def _changes_every_matrix(field: ConfigField, found: Sequence[ConfigField]) -> b
 
 
 def _share_a_size_as_product(field: ConfigField, other: ConfigField) -> bool:
-    """Return whether a size inside a layer is a multiple of the product of two config fields."""
+    """Return whether a size inside a layer is proportional to the product of two config fields."""
     times, other_times = field.ratios, other.ratios
     shared = (place for place in times.keys() & other_times.keys() if place.depth)
     return any(times[s] % other.value == 0 and other_times[s] % field.value == 0 for s in shared)
@@ -226,7 +226,7 @@ def _classify_measurement(field: ConfigField) -> FieldMeaning | None:
 
 
 def measure_fields(build_model: Callable[[Any], nn.Module], config: Any) -> list[ConfigField]:
-    """Measure which sizes of the built model change with each integer above 1 in a config."""
+    """Change each integer of a config in turn, rebuild the model, and return which sizes of the model change."""
     before = find_size_occurrences(build_model(config))
     found = []
     for path, value in iter_integers(config):
@@ -242,7 +242,7 @@ def measure_fields(build_model: Callable[[Any], nn.Module], config: Any) -> list
 
 
 def iter_integer_fields(config: Any, prefix: Path = ()) -> Iterator[tuple[Path, int]]:
-    """Yield (path, value) of each integer above 1 in a config and its nested configs."""
+    """Yield the path and value of each integer greater than 1 in a config and its nested configs."""
     for name, value in vars(config).items():
         if name.startswith("_"):
             continue
@@ -253,7 +253,7 @@ def iter_integer_fields(config: Any, prefix: Path = ()) -> Iterator[tuple[Path, 
 
 
 def iter_integers(config: Any) -> Iterator[tuple[Path, int]]:
-    """Yield (path, value) of each integer above 1 in a config, including lists that repeat one integer."""
+    """Yield the path and value of each integer greater than 1 in a config, and of each list that repeats one."""
     yield from iter_integer_fields(config)
     for path, values in iter_list_fields(config):
         if values[0] > 1 and len(set(values)) == 1:
@@ -261,7 +261,7 @@ def iter_integers(config: Any) -> Iterator[tuple[Path, int]]:
 
 
 def iter_list_fields(config: Any, prefix: Path = (), item_type: type = int) -> Iterator[tuple[Path, Sequence[Any]]]:
-    """Yield (path, list) of each list in a config and its nested configs whose entries have type ``item_type``."""
+    """Yield the path and value of each list of ``item_type`` values in a config and its nested configs."""
     for name, value in vars(config).items():
         if name.startswith("_"):
             continue
@@ -272,7 +272,10 @@ def iter_list_fields(config: Any, prefix: Path = (), item_type: type = int) -> I
 
 
 def replace_fields(config: Any, numbers: Mapping[Path, Any]) -> Any:
-    """Return a copy of a config with new values for some fields; a number replaces each entry of a list."""
+    """Return a copy of a config with new values for some of its fields.
+
+    If the field is a list and the new value is a number, the number replaces each entry of the list.
+    """
     config = copy.deepcopy(config)
     for path, number in numbers.items():
         owner = get_sub_config(config, path[:-1])
@@ -301,7 +304,7 @@ def is_config(value: Any) -> bool:
 
 
 def find_size_occurrences(model: nn.Module) -> dict[SizeOccurrence, float]:
-    """Return the value of each number in a model: tensor sizes, module list lengths and module attributes."""
+    """Collect the sizes in a model: dims of tensors, lengths of module lists, and numeric attributes of modules."""
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     found: dict[SizeOccurrence, float] = {}
     for path, module in model.named_modules():
@@ -319,7 +322,7 @@ def find_size_occurrences(model: nn.Module) -> dict[SizeOccurrence, float]:
 
 
 def _get_size_role(module: nn.Module, name: str, tensor: Any, dim: int) -> SizeRole | None:
-    """Return the role of a dim of a parameter or buffer, or None for the size of a convolution kernel."""
+    """Classify a dim of a parameter or buffer, or return None for the spatial dims of a convolution kernel."""
     if name in module._buffers:
         return SizeRole.BUFFER
     if tensor.dim() == 1:
@@ -334,7 +337,7 @@ def _get_size_role(module: nn.Module, name: str, tensor: Any, dim: int) -> SizeR
 
 
 def make_meta_builder(model_class: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
-    """Return a function that builds a model of a class from a config on the meta device."""
+    """Return a function that builds a ``model_class`` from a config on the meta device."""
 
     def make(config: Any) -> nn.Module:
         with torch.device("meta"):

@@ -1,7 +1,7 @@
-"""Derives a policy for a model that has none: proposes roles from a traced forward pass and validates them.
+"""Derives a sharding policy for a model that has none, from a traced forward pass of a small version of the model.
 
-Validation runs on a reduced model. This module also formats policies as Python source, and builds the error for a
-model without a policy.
+The policy is validated by training this reduced model. This module also formats policies as Python source, and builds
+the error for a model without a policy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WIDTH = 100
 
 
 def format_policy(policy: RolePolicy, name: str = "MyPolicy") -> str:
-    """Return Python source that defines a policy as the class ``name``, with its notes as leading comments."""
+    """Return the Python source code of a policy as a class called ``name``, with its notes as leading comments."""
     notes = [
         fill(note, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False)
         for note in policy.notes
@@ -52,7 +52,7 @@ def format_policy(policy: RolePolicy, name: str = "MyPolicy") -> str:
 
 
 def format_policy_module(policy: RolePolicy, name: str = "MyPolicy") -> str:
-    """Return the Python source of a module that defines a policy as the class ``name``."""
+    """Return the Python source code of a module that defines a policy as a class called ``name``."""
     stacks = get_layer_stacks(policy)
     used_classes: set[str] = {"RolePolicy"}
     lines = [f"class {name}(RolePolicy):"]
@@ -79,7 +79,7 @@ def format_policy_module(policy: RolePolicy, name: str = "MyPolicy") -> str:
 
 
 def _wrap_call(source: str, margin: str) -> str:
-    """Break an expression that is too long for a line, with one argument or item per line."""
+    """Break a call that is too long for one line into one line per argument."""
     if len(margin) + len(source) < WIDTH or not source.endswith(")"):
         return source
     start, depth, parts = source.index("(") + 1, 0, [""]
@@ -95,12 +95,12 @@ def _wrap_call(source: str, margin: str) -> str:
 
 
 def format_role(role: Role) -> str:
-    """Return the Python expression that constructs a role, on one line."""
+    """Return the Python expression that creates a role, such as an ``Attention``, on one line."""
     return _format_value(role, set()).replace("'", '"')
 
 
 def _format_stack(stack: LayerStack, indent: str, used_classes: set[str]) -> str:
-    """Return the Python source of a stack, one block per line; add the classes that it uses to ``used_classes``."""
+    """Return the Python source of a layer stack, and add the names of the classes in it to ``used_classes``."""
     used_classes.add("LayerStack")
     inner = f"{indent}    "
     lines = ["LayerStack(", f"{inner}{stack.layers!r},", f"{inner}["]
@@ -135,9 +135,9 @@ def _format_non_default_fields(value: Any, used_classes: set[str]) -> list[tuple
 
 
 VALIDATION_RANKS = (2, 4)
-"""Tensor parallel sizes for validation. The six heads of a reduced model divide evenly over 2 ranks but not over 4."""
-UNEVEN = 3  # A tensor parallel size that divides no power of two
-MAX_CANDIDATES = 40  # Largest number of candidate roles to validate for one block
+"""Tensor parallel sizes for validation. 2 divides the six heads of a reduced model, but 4 does not."""
+UNEVEN = 3  # a tensor parallel size that divides no power of two
+MAX_CANDIDATES = 40  # largest number of candidate roles that are validated for one block
 OUTSIDE_LAYERS_REASON = "it is outside the layers"
 
 
@@ -146,7 +146,7 @@ class DerivationError(PolicyError):
 
     Attributes:
         reason: why no policy can be derived.
-        nearest: source of the policy with the closest candidate role; empty without one.
+        nearest: source code of the policy that comes closest to passing validation, or an empty string.
     """
 
     reason: str = ""
@@ -154,14 +154,14 @@ class DerivationError(PolicyError):
 
 
 class NothingShardedError(DerivationError):
-    """Raised if tensor parallelism cannot shard any block of a model."""
+    """Raised if no layer of a model can be sharded by tensor parallelism."""
 
 
 class DerivedPolicy(RolePolicy):
     """A policy that was derived and validated on a reduced model. ``str()`` returns it as Python source.
 
     Attributes:
-        layers: path of each stack -> the kinds of layers that were validated.
+        layers: the kinds of layers that were validated, by the path of their stack.
     """
 
     layers: Mapping[str, frozenset[LayerKind]] = MappingProxyType({})
@@ -170,7 +170,7 @@ class DerivedPolicy(RolePolicy):
         return format_policy(self)
 
     def replicated(self) -> None:
-        """Accept parameters without a role, which are replicated because no valid role was found."""
+        """Allow parameters to be replicated if no valid way to shard them was found."""
 
     def config_sanity_check(self) -> None:
         super().config_sanity_check()
@@ -178,8 +178,8 @@ class DerivedPolicy(RolePolicy):
             for path in find_layer_paths(self.model, layers):
                 if get_layer_kind(self.model.get_submodule(path)) not in made:
                     raise PolicyError(
-                        f"The layer {path} contains other modules than the validated layers.",
-                        rule="A derived policy shards only kinds of layers on which it was validated.",
+                        f"The layer {path} contains modules that none of the validated layers has.",
+                        rule="A derived policy shards only layers of the kinds on which it was validated.",
                         remedy="Write a policy for this model (docs/policies.md).",
                     )
 
@@ -190,13 +190,13 @@ def derive_policy(
     """Derive a policy for a model and validate it on a reduced model, which takes a few seconds.
 
     Args:
-        model: a model, or a transformers config, of which the first architecture is used.
-        batch: arguments of `forward`, by name or in order, required if the inputs are not just tokens, images or
-            audio. It must fit the reduced model. A copy of the model is used instead if the model has up to 20 million
-            parameters and its config cannot be reduced.
+        model: a model, or a transformers config, whose first architecture is used.
+        batch: an example batch of `forward` arguments, by name or in order. It is required if the model takes inputs
+            other than tokens, images or audio, and must fit the reduced model. If the model has up to 20 million
+            parameters and its config cannot be reduced, a copy of the model is used instead.
 
     Returns:
-        A policy that can be passed to ``shard_model``. Printed, it is Python source.
+        A policy that can be passed to ``shard_model``. Print it to get its Python source code.
 
     Raises:
         PolicyError: if no reduced model can be built and run, or no block of the model can be sharded.
@@ -211,7 +211,7 @@ def derive_policy(
 
 
 def derive_layer_stacks(model: nn.Module, *, allow_copy: bool = False) -> RolePolicy:
-    """Derive a policy that only describes the layer stacks for pipeline stages, without tensor parallelism.
+    """Derive a policy for pipeline parallelism only, which describes the stacks of layers in a model.
 
     The policy has no stack if no reduced model can be built and run.
 
@@ -252,12 +252,12 @@ def _make_stacks_only_policy(
 def derive_policy_on(
     model: nn.Module, run: Forward, reduced: ReducedModel | None = None, plan: Mapping[str, str] = MappingProxyType({})
 ) -> type[DerivedPolicy]:
-    """Derive a policy for a reduced model and validate it by training with the batch of ``run``.
+    """Derive a policy for a reduced model, and validate it by training the model on the batch of ``run``.
 
     Args:
-        reduced: the model with calls with further inputs. If validation fails for these, the policy records them in
-            ``unproven``, and a forward pass with these inputs raises an error.
-        plan: tensor parallel plan of transformers. If the roles that match the plan fail, all candidates are searched.
+        reduced: the model and calls with further inputs. If validation fails for these inputs, the policy records them
+            in ``unproven``, and a forward pass with these inputs raises an error.
+        plan: the tensor parallel plan of transformers. If roles that match the plan fail, all candidates are tried.
 
     Raises:
         PolicyError: if no policy passes validation.
@@ -333,9 +333,9 @@ def _find_hints(
     policy: type[RolePolicy],
     find: Callable[[ReferenceGradients, type[RolePolicy]], tuple[Sequence[LayerStack], str | None]],
 ) -> tuple[Sequence[LayerStack], str | None]:
-    """Find hints that are valid for all example batches, or else for the first batch only.
+    """Find hints for pipeline or sequence parallelism that are valid for all example batches, or for the first.
 
-    In the second case, the inputs of the other batches are recorded as unvalidated.
+    If they are valid for the first batch only, the inputs of the other batches are recorded as unvalidated.
     """
     stacks, failure = find(references, policy)
     first_only = None
@@ -353,7 +353,7 @@ def _find_hints(
 def _find_blocks(
     cache: _ValidationCache, ranks: Sequence[int], plan: Mapping[str, str]
 ) -> tuple[list[BlockCandidates], dict[str, str]]:
-    """Return the blocks that pass validation or match ``plan``, and the reason for each replicated linear layer."""
+    """Return the blocks that can be sharded, and the reason why each other linear layer is replicated."""
     model, run = cache.reference.model, cache.reference.run
     replicated = {
         path: OUTSIDE_LAYERS_REASON
@@ -374,16 +374,16 @@ def _find_blocks(
 
 
 class _ValidationCache:
-    """Cache of validation results; repeated searches produce most candidate policies again."""
+    """A cache of validation results, because repeated searches propose most candidate policies again."""
 
     def __init__(self, reference: ReferenceGradients) -> None:
         self.reference = reference
         self.nearest: list[BlockCandidates] = []
-        """First candidates of attention modules for which no candidate passed."""
+        """The first candidate of each attention module for which no candidate passed."""
         self._tried: dict[tuple[str, int], str | None] = {}
 
     def find_failure(self, policy: type[RolePolicy], ranks: Sequence[int]) -> str | None:
-        """Return why a policy fails with the first failing number of ranks, or None if it never fails."""
+        """Validate a policy on each number of ranks, and return the first reason why it fails, or None if it passes."""
         key = str([get_layer_stacks(policy), policy.embeddings, policy.head])
         for size in ranks:
             if (key, size) not in self._tried:
@@ -394,7 +394,7 @@ class _ValidationCache:
 
 
 def _find_unsharded_matrices(model: nn.Module, policy: DerivedPolicy) -> tuple[str, ...]:
-    """Return the paths of parameter matrices without a role; paths outside the base model have a leading dot."""
+    """Return the paths of matrices that the policy does not shard. A leading dot marks paths outside the base model."""
     policy.set_model(model)
     cut, base = make_plan(model, policy).sharded_parameter_ids(), f"{policy.base}." if policy.base else ""
     names = [name.removesuffix(".weight") for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in cut]
@@ -431,7 +431,7 @@ def _is_in_layers(model: nn.Module, path: str) -> bool:
 
 
 def _choose_validation_ranks(role: Role, ranks: Sequence[int]) -> Sequence[int]:
-    """Return the tensor parallel sizes with which a role is validated.
+    """Return the tensor parallel sizes on which to validate a role.
 
     Interleaved heads need an uneven size, because 2 and 4 ranks cannot distinguish them from partitions (CodeGen).
     """
@@ -445,9 +445,9 @@ def _validate_blocks(
     ranks: Sequence[int],
     plan: Mapping[str, str],
 ) -> tuple[list[BlockCandidates], dict[str, str]]:
-    """Return each block with its validated role, or the reason why a block without a valid role is replicated.
+    """Validate the candidate roles of all blocks; return the valid roles, or why the first failing block is replicated.
 
-    The search stops at that block: replicated linear layers pass on marks, so later blocks need a new trace.
+    The search stops at that block, because its replicated linear layers change the marks that later blocks depend on.
     """
     validated: list[BlockCandidates] = []
     for block in blocks:
@@ -474,7 +474,7 @@ def _validate_blocks(
 
 
 def _store_nearest_candidate(cache: _ValidationCache, block: BlockCandidates) -> None:
-    """Store the closest candidate role of a failed block, for an error to users who can change the `forward` method."""
+    """Store the most likely candidate of a failed attention block, to suggest it to users who can edit `forward`."""
     roles = [] if hasattr(cache.reference.model, "config") else block.roles
     first = next(iter(roles), None)
     if isinstance(first, Attention) and not first.at:  # the layer itself adds the residual
@@ -486,7 +486,7 @@ def _store_nearest_candidate(cache: _ValidationCache, block: BlockCandidates) ->
 def _build_policy(
     model: nn.Module, blocks: Sequence[BlockCandidates], vocabulary: Mapping[str, tuple[str, ...]]
 ) -> type[DerivedPolicy]:
-    """Build a policy class from blocks; paths are relative to the base model if it contains all of them."""
+    """Build a policy class from blocks. Its paths are relative to the base model if that contains all of them."""
     prefix = getattr(model, "base_model_prefix", "")
     stacks = {block.layers: [b for b in blocks if b.layers == block.layers] for block in blocks}
     paths = [*stacks, *vocabulary.get("embeddings", ())]
@@ -545,13 +545,13 @@ EXAMPLE = """
 """
 
 IN_ITS_FORWARD = (
-    "In `forward` of the attention, reshape with -1 or with an attribute that local_attrs= names, because a rank has "
-    "only some of the heads. Then use this policy"
+    "In `forward` of the attention module, reshape with -1 or with an attribute that is listed in local_attrs, because "
+    "a rank has only some of the heads. Then use this policy"
 )
 
 
 def make_no_policy_error(model: nn.Module, error: PolicyError, tensor: int | None) -> DerivationError:
-    """Build the error for a model without a passed, registered or derived policy.
+    """Build the error for a model without a policy: none was passed, none is registered, and none can be derived.
 
     Args:
         error: the error of ``derive_policy``.
@@ -583,7 +583,7 @@ def _make_unknown_inputs_error(model: nn.Module, reason: str) -> DerivationError
     batch = ", ".join(f'"{name}": ...' for name in get_required_arguments(model))
     return DerivationError(
         f"No policy for {type(model).__name__} could be derived from a forward pass: {reason}.",
-        rule="Tokens, images and audio are generated according to the argument names of forward; other inputs are not.",
+        rule="Only tokens, images and audio are generated automatically, by the argument names of forward.",
         remedy="Pass one small batch, identical on all ranks:\n\n"
         f"    policy = shardformer.derive_policy(model, batch={{{batch}}})\n"
         "    model = shardformer.shard_model(model, policy=policy)\n\n"

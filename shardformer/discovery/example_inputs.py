@@ -1,4 +1,4 @@
-"""Generates example batches for a reduced model from its forward arguments and the sizes in its config."""
+"""Generates example batches for a model from the argument names of its `forward` and the sizes in its config."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardformer.random_state import fixed_seed
 from shardformer.torch_compat import to_list, tree_leaves
 from shardformer.transformers_compat import forward_arguments
 
-Forward = Callable[[nn.Module], Any]  # A function that calls a model with a batch
+Forward = Callable[[nn.Module], Any]  # a function that calls a model with a batch
 BATCH, LENGTH, TARGET_LENGTH = 2, 9, 7
-SIDE = 64  # Height and width of images if the config does not specify them
+SIDE = 64  # height and width of images if the config does not specify them
 NO_INPUTS = (
     "embeds",
     "past",
@@ -30,21 +30,21 @@ NO_INPUTS = (
     "logits_to_keep",
     "attention_mask",
 )
-"""Parts of the names of optional forward arguments for which no input is generated."""
-AUDIO_SAMPLES = 3200  # Audio samples, from which feature extractors compute a few frames
+"""No input is generated for optional forward arguments whose names contain one of these words."""
+AUDIO_SAMPLES = 3200  # length of audio inputs, from which feature extractors compute a few frames
 
 
 class UnknownInputsError(PolicyError):
-    """Raised if no example input can be generated for the forward pass of a model."""
+    """Raised if no example input can be generated for a model, because it has no known `forward` argument."""
 
 
 def name_arguments(batch: Any, model: nn.Module) -> dict[str, Any]:
-    """Return a batch as keyword arguments of a model's forward pass: a dict, or a tensor or tensors in their order.
+    """Convert a batch (a dict, a tensor or a sequence of tensors) to keyword arguments of a model's `forward`.
 
     Values of a dict that the forward pass does not accept, such as the target of a loss function, are left out.
 
     Raises:
-        InputError: if it is none of these, or has more tensors than the forward pass has arguments.
+        InputError: if the batch has another type, or more tensors than the forward pass has arguments.
     """
     if isinstance(batch, Mapping):
         return forward_arguments(batch, model)
@@ -61,7 +61,7 @@ def name_arguments(batch: Any, model: nn.Module) -> dict[str, Any]:
 
 
 def example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Return example batches that a model may accept: with all known arguments, and with only text or media.
+    """Return example batches that a model may accept, such as text only, images or audio only, and all inputs.
 
     Raises:
         UnknownInputsError: if no argument of `forward` is known.
@@ -73,8 +73,8 @@ def example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
         raise UnknownInputsError(
             f"No example inputs can be generated for {type(model).__name__}, whose forward takes {', '.join(names)}.",
             rule="A policy is derived from one forward pass with tokens, images or audio.",
-            remedy=f"Pass an example batch: in Python shardformer.derive_policy(model, batch={{{example}}}), on the "
-            "command line FILE.py:function, where the function returns (model_fn, batch_fn) (docs/add-a-model.md).",
+            remedy=f"Pass an example batch: shardformer.derive_policy(model, batch={{{example}}}). On the command line "
+            "pass FILE.py:function, where the function returns (model_fn, batch_fn) (docs/add-a-model.md).",
         )
     text = ("input_ids", "attention_mask", "decoder_input_ids")
     only_text = {name: x for name, x in inputs.items() if name in text}
@@ -88,9 +88,9 @@ def example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
 
 
 def guess_batches(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Return batches with random values for all required forward arguments, whose names are unknown.
+    """Return random batches for a model whose argument names give no hint of their type or shape.
 
-    The values are tokens if the model has an embedding; otherwise floats with the input features or channels of the
+    The values are tokens if the model has an embedding. Otherwise they are floats whose features or channels match the
     first weight.
     """
     needed = get_required_arguments(model)
@@ -110,14 +110,14 @@ def guess_batches(model: nn.Module) -> list[dict[str, Tensor]]:
 
 
 def get_required_arguments(model: nn.Module) -> list[str]:
-    """Return the names of the forward arguments of a model that have no default."""
+    """Return the names of a model's `forward` arguments that have no default value."""
     arguments = inspect.signature(model.forward).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [p.name for p in arguments if p.default is p.empty and p.kind in named]
 
 
 def find_unknown_inputs(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the forward arguments that have no generated input, as (required, optional tensors)."""
+    """Return the required and the optional `forward` arguments for which no example input can be generated."""
     known = {name for name, _ in generate_inputs(model)}
     others = {n: p for n, p in inspect.signature(model.forward).parameters.items() if n not in known}
     needed = [name for name in get_required_arguments(model) if name in others]
@@ -126,7 +126,7 @@ def find_unknown_inputs(model: nn.Module) -> tuple[list[str], list[str]]:
 
 
 def iter_batches_with_labels(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-    """Yield copies of a batch with labels: the input tokens, or one class per sample.
+    """Yield copies of a batch with added labels, which are the input tokens or one class index per sample.
 
     The first candidate omits ``decoder_input_ids``, which some models derive from the labels.
     """
@@ -142,7 +142,7 @@ def iter_batches_with_labels(model: nn.Module, batch: Mapping[str, Tensor]) -> I
 
 
 def generate_inputs(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, random tensor) for each forward argument whose name is known."""
+    """Yield the name and a random tensor for each `forward` argument with a well-known name, such as ``input_ids``."""
     names = inspect.signature(model.forward).parameters
     config: Any = getattr(model, "config", None)
     generator = torch.Generator().manual_seed(0)
@@ -210,7 +210,7 @@ def _find_config_field(config: Any, name: str, *sub_configs: str) -> Any:
 
 
 def forward_call(model: nn.Module, batch: Mapping[str, Tensor], seed: int = 0) -> Forward:
-    """Return a function that runs the forward pass of a model on a fixed batch, without a KV cache.
+    """Return a function that runs a model on a fixed batch, without a KV cache.
 
     Floating-point inputs are cast to the dtype of ``model``. Every call uses the same random seed.
     """
@@ -227,16 +227,16 @@ def forward_call(model: nn.Module, batch: Mapping[str, Tensor], seed: int = 0) -
 
 # B batch, S sequence, C channels, P patches of all images, D numbers in a patch
 
-MODALITIES = {"image": 1, "audio": 3}  # Modality -> its value in ``mm_token_type_ids``
-LEADING_TOKENS = 2  # Text tokens before the media tokens
-TILES = (1, 2, 3, 5)  # Numbers of tiles of an image
-MediaLayout = dict[str, Tensor]  # Consistent inputs of one modality: values, sizes and masks
+MODALITIES = {"image": 1, "audio": 3}  # the value of each modality in ``mm_token_type_ids``
+LEADING_TOKENS = 2  # number of text tokens before the media tokens
+TILES = (1, 2, 3, 5)  # numbers of tiles of an image
+MediaLayout = dict[str, Tensor]  # consistent inputs of one modality: values, sizes and masks
 
 
 def insert_media_tokens(model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[MediaLayout]:
-    """Yield batches in which placeholder tokens for images and audio are inserted into the texts.
+    """Yield batches whose texts contain placeholder tokens for images or audio.
 
-    Yields one batch for each media layout that the model accepts, and none if the config defines no media tokens.
+    Yields one batch for each format of the media that the model accepts, and none if the config has no media tokens.
     """
     names = inspect.signature(model.forward).parameters
     config, text = getattr(model, "config", None), inputs.get("input_ids")
@@ -258,13 +258,13 @@ def insert_media_tokens(model: nn.Module, inputs: Mapping[str, Tensor]) -> Itera
 
 
 def find_media_inputs(model: nn.Module) -> list[str]:
-    """Return the names of the image and audio arguments that the forward pass of a model accepts."""
+    """Return the names of a model's `forward` arguments that are images or audio."""
     names = inspect.signature(model.forward).parameters
     return [name for values in _VALUES.values() for name in values if name in names]
 
 
 def get_image_feature_width(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """Return the width of a model's image features if it differs from the text width; otherwise 0."""
+    """Return the width of a model's image features, or 0 if it equals the width of the text embeddings."""
     features = _find_method(model, "get_image_features")
     if features is None or _get_media_token(getattr(model, "config", None), "image") is None:
         return 0
@@ -277,7 +277,7 @@ def get_image_feature_width(model: nn.Module, inputs: Mapping[str, Tensor]) -> i
 def _iter_accepted_layouts(
     model: nn.Module, modality: str, inputs: Mapping[str, Tensor]
 ) -> Iterator[tuple[MediaLayout, list[int]]]:
-    """Yield each media layout that a model accepts, with the number of media tokens of each sample."""
+    """Yield each format of images or audio that a model accepts, with the number of media tokens of each sample."""
     features = _find_method(model, f"get_{modality}_features")
     if features is not None and _get_media_token(getattr(model, "config", None), modality) is not None:
         for layout in _iter_media_layouts(modality, model, inputs):
@@ -299,7 +299,7 @@ _LAYOUT = ("pixel_values", "spatial_shapes", "pixel_attention_mask", "input_feat
 
 
 def _insert_tokens(text_BS: Tensor, media_tokens: Mapping[str, tuple[int | None, list[int]]]) -> MediaLayout:
-    """Insert media tokens into texts; return token ids of equal length and the modality of each token."""
+    """Insert media tokens into texts, and return token ids of equal length with the modality of each token."""
     longest = max(sum(counts[row] for _, counts in media_tokens.values()) for row in range(len(text_BS)))
     rows, token_types = [], []
     for row, words in enumerate(text_BS):
@@ -367,7 +367,7 @@ def _iter_image_layouts(config: Any, inputs: Mapping[str, Tensor], names: set[st
 def _compute_media_features(
     model: nn.Module, compute_features: Callable[..., Any], layout: MediaLayout
 ) -> list[Tensor]:
-    """Return the features that a model computes from images or audio; empty if it rejects the layout."""
+    """Return the features that a model computes from images or audio, or an empty list if it rejects their format."""
     dtype, known = next(model.parameters()).dtype, inspect.signature(compute_features).parameters
     cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in layout.items()}
     try:
@@ -381,13 +381,13 @@ def _compute_media_features(
 
 
 def _select_required_inputs(compute_features: Callable[..., Any], inputs: Mapping[str, Tensor]) -> MediaLayout:
-    """Select the inputs that a feature function requires in addition to the media, such as a question."""
+    """Select the inputs that a feature function requires in addition to images or audio, such as a question."""
     required = [p.name for p in inspect.signature(compute_features).parameters.values() if p.default is p.empty]
     return {name: inputs[name] for name in required if name in inputs and name not in _LAYOUT}
 
 
 def _count_features_per_sample(features: Sequence[Tensor], layout: MediaLayout, width: int) -> list[int]:
-    """Count the feature vectors of each sample. Returns an empty list if the sizes do not match ``width``."""
+    """Count the image or audio features of each sample. Returns an empty list if the sizes do not match ``width``."""
     # patches of all images are concatenated
     units = to_list(layout["image_grid_thw"].prod(-1)) if "image_grid_thw" in layout else []
     samples = len(units) or len(next(iter(layout.values())))
@@ -401,7 +401,7 @@ def _count_features_per_sample(features: Sequence[Tensor], layout: MediaLayout, 
 
 
 def get_text_width(model: nn.Module) -> int:
-    """Return the number of features of a model's token embeddings."""
+    """Return the embedding dim of a model's token embeddings."""
     table: Any = model.get_input_embeddings()  # type: ignore[operator]  # a method of transformers' models
     return int(table.weight.shape[-1])
 

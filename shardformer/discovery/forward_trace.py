@@ -1,8 +1,8 @@
-"""Traces one forward pass of a reduced model: which linear layers feed which, and how modules process tokens.
+"""Traces a forward pass to find out which linear layers feed each other and how modules process tokens.
 
-The output of each linear is marked with the linear layer's path, and every result computed from a marked tensor
+The output of each linear layer is marked with the path of this layer, and every tensor computed from a marked tensor
 inherits the marks. A linear layer with an unmarked input is a column-parallel candidate. A linear layer with a marked
-input is the row-parallel candidate that follows; its output is full again and unmarked.
+input is the row-parallel candidate that follows. Its output is full again and therefore unmarked.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ MERGING_OPS = ("bmm", "baddbmm", "scaled_dot_product")
 
 @dataclass
 class LinearGroup:
-    """A row-parallel candidate, with the linear layers whose outputs it reads as its column-parallel candidates."""
+    """A linear layer that may be row-parallel, and the linear layers before it that may be column-parallel."""
 
     row: str  # path of the linear layer that is fed
     columns: list[str]  # paths of the linear layers that feed it, in call order
     entry: str = ""  # path of the module around the first columns, or of a single column
     enters: bool = True  # whether the columns read the first tensor argument of that module
-    other_columns: list[str] = field(default_factory=list)  # columns with another input, as in cross-attention
+    other_columns: list[str] = field(default_factory=list)  # columns with a different input, as in cross-attention
     attends: bool = False  # whether the outputs are combined as queries and keys
-    head_dim: int = 0  # features of a head, from the last dim of the first operand; 0 without attention
+    head_dim: int = 0  # features of a head, from the last dim of the first operand, or 0 without attention
 
 
 @dataclass
 class ForwardTrace:
-    """Record of one forward pass: inputs, outputs and connections of modules. All keys are module paths."""
+    """The inputs, outputs and connections of all modules in one forward pass. All keys are module paths."""
 
     groups: list[LinearGroup] = field(default_factory=list)  # groups of linear layers, in call order of their rows
-    inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # module -> tensor arguments of its first call
-    read: dict[str, list[Tensor]] = field(default_factory=dict)  # linear -> its input in each call
-    outputs: dict[str, Tensor] = field(default_factory=dict)  # module -> first tensor of its output
-    numbers: dict[str, dict[str, int]] = field(default_factory=dict)  # module -> integer attributes that were read
-    normed: dict[str, frozenset[str]] = field(default_factory=dict)  # norm -> columns whose output it normalized
+    inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # tensor arguments of a module's first call
+    read: dict[str, list[Tensor]] = field(default_factory=dict)  # inputs of a linear layer, one for each call
+    outputs: dict[str, Tensor] = field(default_factory=dict)  # first tensor of a module's output
+    numbers: dict[str, dict[str, int]] = field(default_factory=dict)  # integer attributes of a module that were read
+    normed: dict[str, frozenset[str]] = field(default_factory=dict)  # columns whose output a norm normalized
     projections: list[frozenset[str]] = field(default_factory=list)  # linear layers combined as queries and keys
 
 
-TRACE_LOCK = threading.Lock()  # Dispatch modes share state between threads, and ranks may be threads
+TRACE_LOCK = threading.Lock()  # dispatch modes share state between threads, and ranks may be threads
 
 
 def trace_forward(model: nn.Module, run: Callable[[nn.Module], Any], replicated: Iterable[str] = ()) -> ForwardTrace:
-    """Run one forward pass without gradients and record which linear layers feed which.
+    """Run one forward pass without gradients, and record how the linear layers of a model are connected.
 
     Args:
-        replicated: paths of linear layers that are not sharded; their outputs inherit the marks of their inputs.
+        replicated: paths of linear layers that are not sharded. Their outputs inherit the marks of their inputs.
     """
     observer = _ForwardTracer(model, frozenset(replicated))
     with ExitStack() as stack:
@@ -78,12 +78,12 @@ def trace_forward(model: nn.Module, run: Callable[[nn.Module], Any], replicated:
 
 
 def find_layer_paths(model: nn.Module, layers: str) -> list[str]:
-    """Return the paths of the layers in the module list at ``layers``, which may contain ``*``."""
+    """Return the paths of the layers in the module list at ``layers``. The path may contain ``*``."""
     return match_paths(f"{layers}.*", [path for path, _ in model.named_modules()])
 
 
 def count_layer_outputs(model: nn.Module, run: Callable[[nn.Module], Any], stacks: Iterable[str]) -> dict[str, int]:
-    """Return the length of the tuple that the layers of each stack return; 0 if they return only a tensor."""
+    """Return how many values the layers of each stack return as a tuple, or 0 if they return a single tensor."""
     counts: dict[str, int] = {}
     with ExitStack() as stack, torch.no_grad():
         for layers in stacks:
@@ -99,7 +99,7 @@ def count_layer_outputs(model: nn.Module, run: Callable[[nn.Module], Any], stack
 
 
 class _TensorOriginTracker(TorchDispatchMode):
-    """Dispatch mode that tracks from which linear layers' outputs each tensor was computed."""
+    """A dispatch mode that tracks from which linear layers each tensor was computed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no types
@@ -133,7 +133,7 @@ class _TensorOriginTracker(TorchDispatchMode):
 
 
 class _ForwardTracer:
-    """Hooks that record a ``ForwardTrace`` while a model runs."""
+    """Forward hooks that record how the linear layers of a model are connected."""
 
     def __init__(self, model: nn.Module, replicated: frozenset[str]) -> None:
         self.trace, self.marks, self.last = ForwardTrace(), _TensorOriginTracker(), _TensorOriginTracker()
@@ -197,7 +197,7 @@ class _ForwardTracer:
         return self.trace
 
     def _find_entry(self, group: LinearGroup) -> None:
-        """Find the module that receives the input of a group's column-parallel candidates."""
+        """Find the module whose input the column-parallel candidates of a group read."""
         first = {c: self.trace.read[c][0] for c in group.columns}
         source = first[group.columns[0]]
         same_input = [c for c, x in first.items() if x is source]
@@ -216,12 +216,12 @@ class _ForwardTracer:
                 group.other_columns, group.enters = other_columns, True
 
     def _first_input(self, path: str) -> Tensor | None:
-        """Return the first tensor argument that a module received, or None if it received none."""
+        """Return the first tensor argument of a module's first call, or None if it received no tensor."""
         return next(iter(self.trace.inputs.get(path, {}).values()), None)
 
 
 def _shares_memory(x: Tensor, module_input: Tensor | None) -> bool:
-    """Return whether ``x`` is the tensor ``module_input`` or a view of all its elements."""
+    """Return whether ``x`` is ``module_input``, or a view of all its elements."""
     return module_input is not None and x.data_ptr() == module_input.data_ptr() and x.numel() == module_input.numel()
 
 
@@ -237,7 +237,7 @@ def find_common_parent(paths: Sequence[str]) -> str:
 
 
 def _record_integer_reads(module: nn.Module, read_values: dict[str, int]) -> Callable[[], None]:
-    """Record in ``read_values`` which integer attributes of a module are read; return a function that stops this."""
+    """Record in ``read_values`` which integer attributes of a module are read, until you call the returned function."""
     native: Any = type(module)
     numbers: Mapping[str, int] = {
         name: value for name, value in vars(module).items() if type(value) is int and not name.startswith("_")
@@ -257,12 +257,12 @@ def _record_integer_reads(module: nn.Module, read_values: dict[str, int]) -> Cal
 
 
 TOKEN_ROUNDING = 1e-5
-"""Relative to the largest value of an output; rounding from a changed token order in experts is smaller."""
+"""Tolerance relative to the largest output. Rounding due to a different order of tokens in experts is smaller."""
 
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """Inputs and output of the first call of a module."""
+    """The arguments and the output of a module's first call."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -270,25 +270,25 @@ class ModuleCall:
 
     @property
     def hidden_states(self) -> Tensor | None:
-        """Hidden states among the arguments of the call, or None if no argument is a tensor."""
+        """The hidden states that were passed to the module, or None if no argument is a tensor."""
         tensors = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)]
         return first_tensor(self.args, self.kwargs) if tensors else None
 
     @property
     def first_output(self) -> Tensor | None:
-        """First tensor that the call returned, or None if its first result is not a tensor."""
+        """The first value that the module returned, or None if it is not a tensor."""
         first = self.output[0] if isinstance(self.output, tuple | list) else self.output
         return first if isinstance(first, Tensor) else None
 
 
 class StackCallRecord:
-    """Record of how the modules in a stack of layers used their input tokens during one forward pass.
+    """Runs one forward pass, and records the first call of each module in a stack of layers.
 
     Args:
-        layers: path of the list of layers.
+        layers: the path of the list of layers.
 
     Attributes:
-        shape: (batch, sequence) of the hidden states.
+        shape: the batch size and sequence length of the hidden states.
     """
 
     def __init__(self, reference: ReferenceGradients, layers: str) -> None:
@@ -308,43 +308,43 @@ class StackCallRecord:
         self.shape: tuple[int, ...] = (0, 0) if first is None or first.dim() < 3 else tuple(first.shape[:2])
 
     def has_token_dim(self, x: Tensor | None) -> bool:
-        """Return whether a tensor has an entry for each token: shape (B, S, H, ...) or (B*S, H)."""
+        """Return whether a tensor contains a vector for each token, with shape (B, S, H, ...) or (B*S, H)."""
         samples, length = self.shape
         return x is not None and (
             (x.dim() > 2 and tuple(x.shape[:2]) == self.shape) or (x.dim() == 2 and x.shape[0] == samples * length)
         )
 
     def receives_tokens(self, path: str) -> bool:
-        """Return whether a module received hidden states of all tokens; True for a module that was not called."""
+        """Return whether a module received the hidden states of all tokens, or was not called."""
         return path not in self._calls or self.has_token_dim(self._calls[path].hidden_states)
 
     def receives_one_number_per_token(self, path: str) -> bool:
-        """Return whether a module received a (B, S) tensor in addition to its hidden states."""
+        """Return whether a module received a tensor of shape (batch, sequence) in addition to its hidden states."""
         return any(
             isinstance(x, Tensor) and tuple(x.shape) == self.shape for x in self._get_named_arguments(path).values()
         )
 
     def find_enclosing_modules(self, path: str) -> dict[str, str]:
-        """Map names within the layer to full paths, for the module ``path`` and its parents, outermost first."""
+        """Return the full paths of a module and of its parents inside a layer, by their paths relative to the layer."""
         outer = next((outer for outer in self.paths if path.startswith(f"{outer}.")), None)
         parts = path.removeprefix(f"{outer}.").split(".") if outer is not None else []
         names = [".".join(parts[: i + 1]) for i in range(len(parts))]
         return {name: f"{outer}.{name}" for name in names}
 
     def maps_tokens_to_tokens(self, path: str) -> bool:
-        """Return whether a module received (B, S, ...) hidden states and returned an entry for each token."""
+        """Return whether a module received a (B, S, ...) tensor and returned a vector for each of its tokens."""
         if (call := self._calls.get(path)) is None or (x := call.hidden_states) is None:
             return False
         return x.dim() > 2 and tuple(x.shape[:2]) == self.shape and self.has_token_dim(call.first_output)
 
     def iter_callable_children(self) -> Iterator[tuple[str, str]]:
-        """Yield (path of the layer, name in the layer) of each module that a layer may call."""
+        """Yield the layer and the name of each module inside a layer that the layer may call."""
         for outer in self.paths:
             for name, _ in _iter_called_children(self._model.get_submodule(outer)):
                 yield outer, name
 
     def find_mixing_modules(self) -> Iterator[tuple[str, str]]:
-        """Yield (path of the layer, name in the layer) of each submodule of a layer that may mix tokens."""
+        """Yield the layer and the name of each module that may combine information from different tokens."""
         for outer in self.paths:
             for name, child in _iter_called_children(self._model.get_submodule(outer)):
                 is_token_wise = is_linear(child) or norm_kind(child) is not None or is_elementwise(child)
@@ -356,7 +356,7 @@ class StackCallRecord:
                     yield outer, name
 
     def _mixes_tokens(self, path: str, module: nn.Module) -> bool:
-        """Return whether changing the first or last input token of a module changes its other output tokens."""
+        """Return whether changing the first or last token of a module's input changes its output for other tokens."""
         call = self._calls.get(path)
         if call is None:
             return True
@@ -380,7 +380,7 @@ class StackCallRecord:
         return False
 
     def find_per_token_args(self) -> Iterator[str]:
-        """Yield the arguments of layers and their modules, except hidden states, that have an entry for each token."""
+        """Yield the module arguments in a layer, besides hidden states, that contain a vector for each token."""
         for outer in self.paths:
             for path, _ in self._model.get_submodule(outer).named_modules(prefix=outer):
                 for name, x in self._get_named_arguments(path).items():
@@ -388,7 +388,7 @@ class StackCallRecord:
                         yield f"{path}.{name}".removeprefix(f"{outer}.")
 
     def _get_named_arguments(self, path: str) -> dict[str, Any]:
-        """Return the arguments of a module's first call by name, except the hidden states."""
+        """Return the arguments of a module's first call by name, without the hidden states."""
         if (call := self._calls.get(path)) is None:
             return {}
         names = inspect.signature(self._model.get_submodule(path).forward).parameters
@@ -397,7 +397,7 @@ class StackCallRecord:
 
 
 def _iter_called_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) of each child of a module; a module list is replaced by its members."""
+    """Yield the name and module of each child of a module, with module lists replaced with their members."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _iter_called_children(child, f"{prefix}{name}.")

@@ -1,8 +1,9 @@
-"""Finds the layer stacks of a model, and the hints that pipeline stages and sequence parallelism need.
+"""Finds the stacks of layers in a model, and how to run them with pipeline and sequence parallelism.
 
-Traced forward passes yield candidate hints. The first candidate that passes validation is used.
+Pipeline stages and sequence parallelism need hints, such as the modules that run on every stage. Traced forward passes
+yield candidates for these hints. The first candidate that passes validation is used.
 
-``base_model_pp_plan`` of transformers is not read, because it adds nothing: of the 82 model types without a family that
+``base_model_pp_plan`` of transformers is not read, because it adds nothing. Of the 82 model types without a family that
 have it, the first candidate passes for the same 78 as the plan does, and the search finds hints for one more.
 """
 
@@ -41,7 +42,7 @@ LayerStacks = Sequence[LayerStack]
 
 
 def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
-    """Return the outermost lists of layers that a forward calls in list order, sorted by their first call."""
+    """Return the outermost lists of layers that a model calls in list order, sorted by their first call."""
     model = reference.model
     layers = {
         path: [f"{path}.{name}" for name, _ in m.named_children()]
@@ -57,17 +58,20 @@ def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Return whether a module has children and parameters, unlike a linear layer or an activation."""
+    """Return whether a module may be a layer of a model: it has children and parameters, unlike a linear layer."""
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def find_pipeline_hints(reference: ReferenceGradients, policy: type[RolePolicy]) -> tuple[LayerStacks, str | None]:
-    """Find pipeline hints for the stacks of a policy; return the stacks, and a reason if validation fails."""
+    """Find out which modules outside the layers belong to which pipeline stage, and add this to the stacks.
+
+    Returns the stacks with these hints and None, or the unchanged stacks and the reason why validation fails.
+    """
     return _PipelineHintSearch(reference, policy).find_hints(get_layer_stacks(policy))
 
 
 class _PipelineHintSearch:
-    """Search for pipeline hints with which a reduced model passes validation."""
+    """Searches for an assignment of modules to pipeline stages that passes validation on a reduced model."""
 
     def __init__(self, reference: ReferenceGradients, policy: type[RolePolicy]) -> None:
         self._reference, self._policy, self._model = reference, policy, reference.model
@@ -75,7 +79,7 @@ class _PipelineHintSearch:
         self._base = instantiate_policy(policy, reference.model).base
 
     def find_hints(self, stacks: LayerStacks) -> tuple[LayerStacks, str | None]:
-        """Return the stacks with validated hints and None, or unchanged stacks and the reason for failure."""
+        """Return the stacks with validated hints and None, or the unchanged stacks and the reason for failure."""
         if (missing := self._find_uncalled_layer(stacks)) is not None:
             return stacks, f"the layer {missing} is not called for every batch"
         failure = self._validate(stacks)
@@ -101,7 +105,7 @@ class _PipelineHintSearch:
         return next((unit for unit in units if unit not in calls), None)
 
     def _iter_candidates(self, stacks: LayerStacks) -> Iterator[LayerStacks]:
-        """Yield stacks with candidate hints, starting with the fewest hints."""
+        """Yield the stacks with each set of candidate hints, starting with the smallest set."""
         placed = self._place_modules_by_call_order(stacks)
         from_first = self._add_tables_of_first_layer(placed)
         ways = [placed, self._add_cross_states(placed), from_first, self._add_cross_states(from_first)]
@@ -113,7 +117,7 @@ class _PipelineHintSearch:
                     yield [_replace_hints(stack, on_every_stage=everywhere) for stack in way]
 
     def _remove_unneeded_hints(self, stacks: LayerStacks) -> LayerStacks:
-        """Remove modules from ``on_every_stage`` without which validation still passes."""
+        """Remove modules from ``on_every_stage`` as long as validation still passes."""
         kept = stacks
         for path in stacks[0].stages.on_every_stage:
             paths = tuple(p for p in kept[0].stages.on_every_stage if p != path)
@@ -128,7 +132,7 @@ class _PipelineHintSearch:
         return [path for path in inside if not any(f"{path}.".startswith(f"{unit}.") for unit in chain.layer_calls)]
 
     def _find_modules_before_layers(self, chain: LayerSequence, *, with_lists: bool) -> tuple[str, ...]:
-        """Return modules that are placed with the first layer; with ``with_lists``, also modules in other lists."""
+        """Return the modules that belong to the first layer's stage, including modules in lists if ``with_lists``."""
         owners = owner_layers(self._model, chain)
         first = {name.rpartition(".")[0] for name, units in owners.items() if units == frozenset({0})}
         paths = [path for path in self._find_modules_outside_layers(chain) if path in first]
@@ -136,7 +140,7 @@ class _PipelineHintSearch:
         return tuple(dict.fromkeys(self._get_relative_path(re.split(r"\.\d", path)[0]) for path in paths))
 
     def _place_modules_by_call_order(self, stacks: LayerStacks) -> LayerStacks:
-        """Place modules by call order where it differs from registration order, as for the embedding norm of BART."""
+        """Assign modules to stages by call order where it differs from registration order (BART's embedding norm)."""
         chain = self._build_sequence(stacks)
         owners, outside = owner_layers(self._model, chain), self._find_modules_outside_layers(chain)
         calls = _record_call_order(self._last_reference, (*outside, *chain.layer_calls))
@@ -156,7 +160,7 @@ class _PipelineHintSearch:
         return out
 
     def _add_tables_of_first_layer(self, stacks: LayerStacks) -> LayerStacks:
-        """Add embeddings that only the first layer has, whose results later layers receive (position biases of T5)."""
+        """Share embeddings that only the first layer has with later layers, such as the position bias of T5."""
         names, out = [name for name, _ in self._model.named_modules()], list(stacks)
         for i, stack in enumerate(stacks):
             path = match_paths(join_path(self._base, stack.layers), names)[0]  # the first list, if each stage has one
@@ -166,7 +170,7 @@ class _PipelineHintSearch:
         return out
 
     def _add_cross_states(self, stacks: LayerStacks) -> LayerStacks:
-        """Add to each stack the argument that receives the output of the preceding stack."""
+        """Add the argument through which each stack receives the output of the previous stack (cross-attention)."""
         out = list(stacks)
         full_paths = [join_path(self._base, stack.layers) for stack in stacks]
         for at, (before, layers) in enumerate(pairwise(full_paths), start=1):
@@ -192,7 +196,7 @@ def _record_call_order(reference: ReferenceGradients, paths: Iterable[str]) -> l
 
 
 def _find_tables_only_in_first(first: nn.Module, second: nn.Module) -> Iterator[str]:
-    """Yield embeddings that only the first layer has, and boolean attributes that differ in their parent modules."""
+    """Yield the embeddings that only the first layer has, and the boolean attributes of the modules that own them."""
     others = dict(second.named_modules())
     for path, module in first.named_modules():
         if path not in others:
@@ -204,7 +208,7 @@ def _find_tables_only_in_first(first: nn.Module, second: nn.Module) -> Iterator[
 
 
 def _find_cross_input(reference: ReferenceGradients, previous_layers: str, layers: str) -> tuple[str, str] | None:
-    """Return the (module path, argument) in ``layers`` that receives the output of ``previous_layers``, or None."""
+    """Return the module and argument that pass the output of ``previous_layers`` to ``layers``, or None."""
     made: list[Tensor] = []
     found: list[tuple[str, str]] = []
     model = reference.model
@@ -244,21 +248,21 @@ HINT_CANDIDATES = (
     frozenset({"mixing", "attentions", "containers"}),
     frozenset({"mixing", "attentions", "containers", "between"}),
 )
-"""Groups of modules that receive the full sequence, in order of validation: see ``_SequenceHintCandidates``."""
+"""Groups of modules that may need the full sequence, in the order of validation (see ``_SequenceHintCandidates``)."""
 
 
 @dataclass(frozen=True)
 class _SequenceHintCandidates:
-    """Candidate sequence parallel hints for the layers of a stack, derived from how its modules process tokens."""
+    """Modules in the layers of a stack that may need special treatment under sequence parallelism."""
 
-    mixing: tuple[str, ...]  # children of layers that mix tokens and contain no block
+    mixing: tuple[str, ...]  # children of layers that mix tokens and contain no sharded block
     attentions: tuple[str, ...]  # modules that contain an attention block from its entry to its exit
     containers: tuple[str, ...]  # modules around blocks with inputs other than tokens, or with a number per token
     without_tokens: tuple[str, ...]  # modules that receive no tokens
     per_token_args: tuple[str, ...]  # arguments per token in addition to the hidden states
 
     def make_hints(self, groups: frozenset[str]) -> SequenceParallelHints:
-        """Build sequence parallel hints that use these groups of modules."""
+        """Build the hints for sequence parallelism from the selected groups of modules."""
         gathers = self.mixing if "mixing" in groups else ()
         around = _remove_duplicates(
             name for part in ("attentions", "containers") if part in groups for name in getattr(self, part)
@@ -271,10 +275,12 @@ class _SequenceHintCandidates:
 def find_sequence_hints(
     reference: ReferenceGradients, policy: type[RolePolicy], layers: Sequence[str], ranks: int
 ) -> tuple[LayerStacks, str | None]:
-    """Find sequence parallel hints for the stacks of a policy; return the stacks, and a reason if validation fails.
+    """Find out which modules need special treatment under sequence parallelism, and add this to the stacks.
+
+    Returns the stacks with these hints and None, or the unchanged stacks and the reason why validation fails.
 
     Args:
-        layers: path of each stack in the full model.
+        layers: the path of each stack in the full model.
     """
     stacks_of_policy = get_layer_stacks(policy)
     first = _validate_sequence_parallelism(reference, policy, stacks_of_policy, ranks)

@@ -1,4 +1,4 @@
-"""Builds a reduced model: the same classes with a small config, to derive and validate policies in seconds."""
+"""Builds a reduced model, which has the same classes but a small config, to derive and validate policies in seconds."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from shardformer.sharding.checks import runs_library_code
 from shardformer.torch_compat import DropoutBase, TorchDispatchMode, has_data, tree_leaves
 
 RELATIVE = 1e-4
-"""Tolerance relative to the largest value of a gradient. Some models cast to fp32; real errors are much larger."""
+"""Tolerance relative to the largest value of a gradient. Some models cast to fp32, but real errors are much larger."""
 ROUNDING = 64
-"""Multiple of eps times the largest gradient, for gradients that are zero except for rounding (bias of a key)."""
+"""Tolerance in eps times the largest gradient, for gradients that are zero except for rounding (bias of a key)."""
 
 FP32_EPS = torch.finfo(torch.float32).eps / 2
 """Relative rounding error of one operation in a model that casts to fp32."""
-OPERATIONS = 16  # Number of operations whose rounding errors may accumulate
+OPERATIONS = 16  # number of operations whose rounding errors may accumulate
 
 
 @dataclass(frozen=True)
 class ReferenceGradients:
-    """Loss, which is ``probe_loss``, and gradients of an unsharded model for one batch."""
+    """The loss (see ``probe_loss``) and the gradients of an unsharded model for one batch."""
 
     model: nn.Module
     run: Forward
@@ -52,15 +52,15 @@ class ReferenceGradients:
 
     @cached_property
     def tolerances(self) -> dict[str, float]:
-        """Largest difference of each gradient at which the gradients count as equal."""
+        """The largest absolute difference that is allowed for each gradient."""
         return compute_tolerances(self.gradients)
 
     @cached_property
     def fp32_tolerances(self) -> dict[str, float]:
-        """Tolerance of each gradient for models that compute in fp32 internally.
+        """The tolerance of each gradient for models that compute in fp32 internally.
 
-        The error depends on cancellation, because the gradient of a scale is a sum over all tokens and may be much
-        smaller than its terms. It is therefore measured: each weight is changed by an fp32 rounding error.
+        The rounding error depends on cancellation, because the gradient of a scale is a sum over all tokens and may
+        be much smaller than its terms. It is therefore measured by changing each weight by an fp32 rounding error.
         """
         moved = copy_sharing_values(self.model)
         draws = torch.Generator().manual_seed(0)
@@ -74,12 +74,12 @@ class ReferenceGradients:
         return {name: min(x, most) for name, x in measured.items()}  # excludes a router that selects another expert
 
     def is_within_tolerance(self, name: str, difference: float) -> bool:
-        """Return whether rounding explains a difference in the gradient of the parameter ``name``."""
+        """Return whether a difference in the gradient of the parameter ``name`` may be a rounding error."""
         return difference <= self.tolerances[name] or difference <= self.fp32_tolerances.get(name, 0.0)
 
     @staticmethod
     def of(model: nn.Module, run: Forward) -> ReferenceGradients:
-        """Run a forward and backward pass of ``model`` and return its loss and gradients."""
+        """Run a forward and a backward pass of ``model``, and return its loss and gradients."""
         model.zero_grad()
         with torch.enable_grad():  # the caller may have disabled gradients
             loss = probe_loss(run(model))
@@ -93,11 +93,12 @@ class ReferenceGradients:
         of = [("the output", torch.tensor(self.loss)), *(("a gradient", g) for g in self.gradients.values())]
         for what, tensor in of:
             if tensor is not None and not tensor.isfinite().all():
-                raise ValueError(f"{what} has values that are not finite in {next(self.model.parameters()).dtype}")
+                dtype = next(self.model.parameters()).dtype
+                raise ValueError(f"{what} contains values that are NaN or infinite when computed in {dtype}")
 
 
 def compute_tolerances(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the largest difference from each gradient at which two gradients count as equal."""
+    """Return the largest absolute difference that is allowed for each gradient."""
     nonempty = {name: g for name, g in gradients.items() if g is not None and g.numel()}
     largest = {name: g.abs().max().item() for name, g in nonempty.items()}
     floor = ROUNDING * max((torch.finfo(g.dtype).eps * largest[name] for name, g in nonempty.items()), default=0.0)
@@ -109,7 +110,7 @@ def count_parameters(module: nn.Module) -> int:
 
 
 def copy_sharing_values(model: nn.Module) -> nn.Module:
-    """Copy a model so that both copies share parameter values but have separate gradients."""
+    """Copy a model so that the copy shares the parameter values with the original but has its own gradients."""
     own: dict[int, Any] = {
         id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if type(p) is nn.Parameter
     }
@@ -117,7 +118,7 @@ def copy_sharing_values(model: nn.Module) -> nn.Module:
 
 
 def probe_loss(output: Any, *, equal_sample_weights: bool = False) -> Tensor:
-    """Return the sum of weighted mean squares of all outputs, as a loss for models without their own loss.
+    """Compute a test loss that depends on all outputs of a model: the sum of their weighted mean squares.
 
     Args:
         equal_sample_weights: whether all samples have equal weights.
@@ -127,13 +128,13 @@ def probe_loss(output: Any, *, equal_sample_weights: bool = False) -> Tensor:
 
 
 def compute_weighted_mean_square(x: Tensor, shape: torch.Size) -> Tensor:
-    """Return the mean square of a tensor, with a different weight for each entry of its last dims ``shape``."""
+    """Return the mean square of a tensor whose elements are weighted differently along its last dims ``shape``."""
     weights = torch.linspace(0.5, 1.5, shape.numel(), dtype=x.dtype, device=x.device).view(shape)
     return (x * weights).square().mean()
 
 
 def get_output_fields(output: Any) -> Any:
-    """Return the fields of a model output as a dict; return a tensor or tuple unchanged."""
+    """Return the fields of a model output as a dict. A tensor or tuple is returned unchanged."""
     if is_dataclass(output) and not hasattr(output, "keys"):
         return vars(output)
     return dict(output) if hasattr(output, "keys") else output
@@ -151,11 +152,11 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def copy_replaced_forwards(reduced: nn.Module, model: nn.Module) -> None:
-    """Copy the replaced `forward` methods of ``model`` to a reduced model.
+    """Copy `forward` methods that the user replaced from ``model`` to a reduced model.
 
     Raises:
-        ValueError: if the reduced model lacks the module, or if the forward pass is not bound to its module, because it
-            would run on the module of ``model``.
+        ValueError: if the reduced model lacks the module, or if the method is not bound to its module, because it would
+            run on the module of ``model``.
     """
     places = dict(reduced.named_modules())
     for path, module in model.named_modules():
@@ -163,11 +164,12 @@ def copy_replaced_forwards(reduced: nn.Module, model: nn.Module) -> None:
             continue
         method = vars(module)["forward"]
         if not (inspect.ismethod(method) and method.__self__ is module):
-            raise ValueError(f"forward of {path} was replaced by a function that is not a method of the module")
+            raise ValueError(f"the forward method of {path} was replaced by a function that is not bound to the module")
         if path in places:
             places[path].__dict__["forward"] = MethodType(method.__func__, places[path])
     if missing := _count_replaced_forwards(model).keys() - _count_replaced_forwards(reduced).keys():
-        raise ValueError(f"the reduced model has no module {next(iter(missing))[0]}, whose forward was replaced")
+        path = next(iter(missing))[0]
+        raise ValueError(f"the forward method of {path} was replaced, but the reduced model lacks this module")
 
 
 def _count_replaced_forwards(model: nn.Module) -> Counter[tuple[str, Any]]:
@@ -177,9 +179,9 @@ def _count_replaced_forwards(model: nn.Module) -> Counter[tuple[str, Any]]:
 
 @contextmanager
 def check_independent_copy(model: nn.Module) -> Iterator[None]:
-    """Raise ValueError if code in this context reads weights or buffers of ``model`` instead of its copy.
+    """Context manager that raises ValueError if a copy of a model reads weights or buffers of the original ``model``.
 
-    This happens if a replaced forward or a hook is a closure over a module, because copies share the closure. A
+    This happens if a replaced `forward` or a hook is a closure over a module, because copies share the closure. A
     comparison with such a copy would be meaningless, and its gradients would be added to those of the model.
     """
     watch = _ReadDetector(model)
@@ -194,11 +196,11 @@ def check_independent_copy(model: nn.Module) -> Iterator[None]:
         raise ValueError(_NOT_INDEPENDENT)
 
 
-_NOT_INDEPENDENT = "a replaced forward or a hook of the copied model runs modules of the original model"
+_NOT_INDEPENDENT = "a replaced forward method or a hook of the copied model runs modules of the original model"
 
 
 class _ReadDetector(TorchDispatchMode):
-    """Dispatch mode that raises RuntimeError if an operation reads a weight or a buffer of ``model``."""
+    """A dispatch mode that raises RuntimeError if an operation reads a weight or a buffer of ``model``."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -216,7 +218,7 @@ class _ReadDetector(TorchDispatchMode):
 
 
 def make_validation_key(model: nn.Module) -> Hashable | None:
-    """Return a cache key for the validation results of a model, or None without a config or with user code."""
+    """Return a key to cache validation results of a model, or None if it has no config or runs user code."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string") or not all(map(runs_library_code, model.modules())):
         return None
@@ -225,11 +227,11 @@ def make_validation_key(model: nn.Module) -> Hashable | None:
 
 
 PRECISIONS = (torch.float64, torch.float32)
-ONE_AT_A_TIME = threading.RLock()  # Ranks that are threads share random states, which validation sets
+ONE_AT_A_TIME = threading.RLock()  # ranks that are threads share the random state, which validation sets
 UNTRIED = "the layout was not validated, because no small batch could be generated"
-"""Reason for an input with which the reduced model was never called."""
+"""The reason why an input with which the reduced model was never called is not supported."""
 MAX_UNMATCHED_NUMEL = 10 * SMALL_NUMEL
-"""Largest number of parameters before the widths of submodels are matched."""
+"""Largest number of parameters of a reduced model before the widths of its submodels are matched."""
 
 
 @dataclass(frozen=True)
@@ -237,51 +239,51 @@ class MediaCall:
     """A forward pass of a reduced model with additional inputs, such as images or audio."""
 
     run: Forward
-    names: tuple[str, ...]  # names of the further inputs
+    names: tuple[str, ...]  # names of the additional inputs
 
 
 @dataclass(frozen=True)
 class ReducedModel:
-    """A reduced model, an example batch, and functions that run its forward pass on example batches."""
+    """A small version of a model, with example batches on which it can be trained."""
 
     model: nn.Module
     run: Forward
     batch: Mapping[str, Tensor]
-    further: tuple[MediaCall, ...] = ()  # calls with further inputs
+    further: tuple[MediaCall, ...] = ()  # calls with additional inputs
     untried: tuple[str, ...] = ()  # image and audio inputs for which no batch could be generated
 
     def compute_reference(self, run: Forward | None = None) -> ReferenceGradients:
-        """Compute loss and gradients of the first batch, or of ``run``, and of the further batches."""
+        """Compute the loss and the gradients for the first batch (or for ``run``) and for the additional batches."""
         return replace(
             ReferenceGradients.of(self.model, run or self.run), further_batches=self.compute_further_references()
         )
 
     def compute_further_references(self) -> tuple[ReferenceGradients, ...]:
-        """Compute loss and gradients of each additional batch."""
+        """Compute the loss and the gradients for each additional batch."""
         return tuple(ReferenceGradients.of(self.model, further.run) for further in self.further)
 
     def explain_unvalidated(self, failure: str | None) -> dict[str, str]:
-        """Return the reason for each input that was not validated.
+        """Return the reasons why inputs were not validated, by the name of the input.
 
         Args:
-            failure: failure of the calls with further inputs, or None if they passed.
+            failure: why the calls with additional inputs failed, or None if they passed.
         """
         further = [name for each in self.further for name in each.names] if failure is not None else []
         return {**dict.fromkeys(self.untried, UNTRIED), **dict.fromkeys(further, failure or "")}
 
     @property
     def samples(self) -> int:
-        """Batch size of the example batch."""
+        """The batch size of the example batch."""
         return Counter(len(x) for x in self.batch.values() if x.dim()).most_common(1)[0][0]
 
 
 def reduce_model(
     model: nn.Module, batch: Mapping[str, Tensor] | None = None, *, media_in_text: bool = False
 ) -> ReducedModel:
-    """Build a small model of the same class that trains on the CPU, in fp64 if possible.
+    """Build a small model of the same class that can be trained on the CPU, in fp64 if possible.
 
     Args:
-        batch: keyword arguments of `forward`; generated if None.
+        batch: keyword arguments of `forward`, or None to generate them.
         media_in_text: whether the batch contains images and audio in the text, instead of text only.
 
     Raises:
@@ -298,7 +300,7 @@ def reduce_model(
             reduced = _build_on_cpu(make, dtype)
             if make not in copies:
                 if missing := find_layer_kinds(model) - find_layer_kinds(reduced):
-                    raise ValueError(f"the reduced model lacks {len(missing)} kinds of layers of the model")
+                    raise ValueError(f"the reduced model lacks {len(missing)} kinds of layers that the full model has")
                 copy_replaced_forwards(reduced, model)
             with check_independent_copy(model):
                 run, batch_used = _find_trainable_call(reduced, batch, media_in_text=media_in_text)
@@ -315,7 +317,7 @@ def reduce_model(
     found = "; ".join(dict.fromkeys(problems)) or f"it has {count_parameters(model):,} parameters and no config"
     raise PolicyError(
         f"No reduced model of {type(model).__name__} can be built and run: {found}.",
-        rule=f"A policy is derived and validated on a model of the same class of up to {SMALL_NUMEL:,} parameters.",
+        rule=f"A policy is derived and validated on a model of the same class with at most {SMALL_NUMEL:,} parameters.",
         remedy="Write a policy (docs/policies.md), derive it from a small config, or pass an example batch that fits "
         "the reduced model: derive_policy(model, batch={...}).",
     )
@@ -331,7 +333,7 @@ def _make_copy_functions(model: nn.Module) -> list[Callable[[], nn.Module]]:
 
 
 def copy_small_model(model: nn.Module) -> ReducedModel:
-    """Copy a small model without its hooks, and find an example batch with which the copy trains on the CPU.
+    """Copy a small model without its hooks, and find an example batch on which the copy can be trained on the CPU.
 
     Raises:
         PolicyError: if the model is too large, or the copy cannot be run.
@@ -348,17 +350,18 @@ def copy_small_model(model: nn.Module) -> ReducedModel:
             problem = f"{type(error).__name__}: {first_line(error)[:160]}"
     raise PolicyError(
         f"No copy of {type(model).__name__} can be run: {problem}.",
-        rule=f"A policy is validated on a model of up to {SMALL_NUMEL:,} parameters, in one forward and backward pass.",
-        remedy="Compare the results with shardformer.verify.verification.verify(make_model, batches, tensor=2, "
-        "policy=...).",
+        rule="A policy is validated by a forward and a backward pass of a copy with at most "
+        f"{SMALL_NUMEL:,} parameters.",
+        remedy="Validate the policy with shardformer.verify.verification.verify(make_model, batches, tensor=2, "
+        "policy=...) instead.",
     )
 
 
 def reduce_or_copy_model(model: nn.Module) -> ReducedModel:
-    """Build a reduced model of the class of ``model``, or copy the model if that fails.
+    """Build a reduced model of the same class, or copy the model if no reduced model can be built.
 
     Raises:
-        PolicyError: if both fail.
+        PolicyError: if neither is possible.
     """
     try:
         return reduce_model(model)
@@ -369,10 +372,10 @@ def reduce_or_copy_model(model: nn.Module) -> ReducedModel:
     except PolicyError as error:
         raise PolicyError(
             f"{problem.what.rstrip('.')}; and {error.what[0].lower()}{error.what[1:]}.",
-            rule="Layers are validated on a reduced model, built as type(model)(model.config), or on a copy of a model "
-            f"of up to {SMALL_NUMEL:,} parameters, called with its required forward arguments.",
-            remedy="Let the constructor take only a config and store it as self.config, or add defaults to all forward "
-            "arguments except the tokens or features.",
+            rule="Layers are validated on a reduced model that is built as type(model)(model.config), or on a copy if "
+            f"the model has at most {SMALL_NUMEL:,} parameters. Copies are called with the required arguments.",
+            remedy="Let the constructor take only a config and store it as self.config, or add default values to all "
+            "forward arguments except the tokens or features.",
         ) from None
 
 
@@ -410,12 +413,12 @@ def _build_reduced_model(shrinker: ConfigShrinker, **options: Any) -> nn.Module:
         model = _match_widths(model, small) if hasattr(model, "get_input_embeddings") else model
         numel = count_parameters(model)
     if numel > SMALL_NUMEL:
-        raise ValueError(f"the reduced model still has {numel:,} parameters, more than {SMALL_NUMEL:,}")
+        raise ValueError(f"the reduced model has {numel:,} parameters, but the limit is {SMALL_NUMEL:,}")
     return model
 
 
 def _match_widths(model: nn.Module, small: Any) -> nn.Module:
-    """Return a model whose image features have the text width, if a nested config field controls their width."""
+    """Rebuild a multimodal model so that its image features are as wide as its text embeddings, if possible."""
     made = dict(example_inputs.generate_inputs(model))
     if width := example_inputs.get_image_feature_width(model, made):
         for path, value in iter_integer_fields(small):
@@ -432,7 +435,7 @@ def _match_widths(model: nn.Module, small: Any) -> nn.Module:
 def _find_trainable_call(
     reduced: nn.Module, batch: Mapping[str, Tensor] | None, *, media_in_text: bool = False, guesses: bool = False
 ) -> tuple[Forward, Mapping[str, Tensor]]:
-    """Return a forward pass with the first batch that the reduced model accepts, and that batch.
+    """Find the first batch on which the reduced model can be trained; return its forward pass and the batch.
 
     The batch contains labels if possible. The model is set to training mode if it trains deterministically.
     """
@@ -456,7 +459,7 @@ def _find_trainable_call(
 
 
 def _iter_batches(reduced: nn.Module, *, media_in_text: bool, guesses: bool = False) -> Iterator[Mapping[str, Tensor]]:
-    """Yield example batches; those with guessed inputs are last.
+    """Yield example batches for the reduced model, with guessed inputs last.
 
     Args:
         media_in_text: whether batches with images or audio in the text come before batches with text only.
@@ -475,7 +478,7 @@ def _iter_batches(reduced: nn.Module, *, media_in_text: bool, guesses: bool = Fa
 
 
 def find_first_batch(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return the first generated batch that a model accepts, with labels if the model then returns a loss.
+    """Return the first example batch that a model accepts, including labels if the model then returns a loss.
 
     Raises the error of the first batch if the model accepts none.
     """
@@ -494,7 +497,7 @@ def find_first_batch(model: nn.Module) -> Mapping[str, Tensor]:
 
 
 def _iter_media_calls(reduced: nn.Module, batch_used: Mapping[str, Tensor]) -> Iterator[MediaCall]:
-    """Yield a forward pass with images or audio, if ``batch_used`` has none and the reduced model accepts them."""
+    """Yield a forward pass with images or audio if the reduced model accepts them and ``batch_used`` has none."""
     made = dict(example_inputs.generate_inputs(reduced))
     for inputs in (*example_inputs.insert_media_tokens(reduced, made), made):
         floats = [name for name, x in inputs.items() if x.is_floating_point()]
@@ -519,7 +522,7 @@ def _has_media_tokens(reduced: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
 
 
 def _set_training_mode(reduced: nn.Module, run: Forward, reseeded: Forward) -> None:
-    """Set a model to training mode without dropout, or to eval mode if training is random or fails."""
+    """Put a model into training mode without dropout, or into eval mode if training is random or fails."""
     disable_dropout(reduced.train())
     try:
         first, again = copy.deepcopy(reduced), copy.deepcopy(reduced)

@@ -1,4 +1,4 @@
-"""Reduces a model config to a few layers, one of each kind, and to small, mostly different sizes."""
+"""Shrinks a model config: keeps one layer of each kind, and makes all sizes small and mostly different."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ from shardformer.errors import PolicyError
 from shardformer.transformers_compat import load_transformers
 
 LAYERS, MAX_LAYERS = 2, 8
-PATCHES = 4  # Patches per side of the image of a vision submodel
+PATCHES = 4  # patches per side of the image of a vision submodel
 STAGE_FIELDS = {"image_size": 64, "window_size": 2}
-"""Image fields that measurement cannot distinguish from other fields; stages halve the image."""
+"""Small values of image fields, for models whose stages halve the image. Measurement cannot identify these fields."""
 KV_SHARED = "num_kv_shared_layers"
-"""Field with the number of last layers that reuse keys and values; it depends on the number of layers."""
+"""The field with the number of last layers that reuse keys and values. It depends on the number of layers."""
 
 LayerKind = frozenset[tuple[str, str]]
-"""Kind of a layer: the path, with ``*`` for each number, and the class name of each of its modules."""
+"""The kind of a layer: the path (with ``*`` for each number) and the class name of each of its modules."""
 
 
 def get_layer_kind(layer: nn.Module) -> LayerKind:
-    """Return the kind of a layer: the paths and class names of its modules, without layer indices."""
+    """Return the paths and class names of the modules in a layer, which identify layers of the same kind."""
     return frozenset((re.sub(r"\d+", "*", path), type(module).__name__) for path, module in layer.named_modules())
 
 
 def find_layer_kinds(model: nn.Module) -> frozenset[LayerKind]:
-    """Return the kinds of the layers in all module lists of a model."""
+    """Return the kinds of layers that occur in the module lists of a model."""
     return frozenset(
         get_layer_kind(layer) for layers in _find_module_lists(model).values() for layer in layers.children()
     )
 
 
 def count_min_layers(model: nn.Module) -> int:
-    """Return how many leading layers to keep so that each kind is present.
+    """Return how many of the first layers a reduced model must keep to have a layer of each kind.
 
-    0 if the default number suffices, or if more than ``MAX_LAYERS`` are needed.
+    Returns 0 if the default number suffices, or if more than ``MAX_LAYERS`` are needed.
     """
     return needed if LAYERS < (needed := count_layers_to_cover_kinds(model)) <= MAX_LAYERS else 0
 
 
 def count_layers_to_cover_kinds(model: nn.Module) -> int:
-    """Return the length of the shortest prefix of the layers that contains a layer of each kind."""
+    """Return the smallest n for which the first n layers of a model include every kind of layer."""
     needed = 0
     for layers in _find_module_lists(model).values():
         kinds = [get_layer_kind(layer) for layer in layers.children()]
@@ -72,7 +72,7 @@ def _find_module_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
 def reduce_layers(
     config: Any, model: nn.Module, build_model: Callable[[Any], nn.Module], num_first: int, num_per_kind: int
 ) -> Any:
-    """Reduce a config to its first ``num_first`` layers and the first ``num_per_kind`` layers of each kind.
+    """Return a config that keeps the first ``num_first`` layers and the first ``num_per_kind`` layers of each kind.
 
     A field counts layers if a smaller value shortens a module list of the model. If the model cannot be built because
     layers share weights, one more layer of each kind is kept.
@@ -89,7 +89,7 @@ def reduce_layers(
         return now is not None and any(now.get(name, length) < length for name, length in lengths.items())
 
     def counts_stages(path: Path, count: int, few: Any) -> bool:
-        """Return whether this field is a number of stages, and adjacent list fields count the layers per stage."""
+        """Return whether a field is the number of stages of a model whose layers per stage are in a list field."""
         neighbors = (values for at, values in iter_list_fields(config) if at[:-1] == path[:-1])
         is_candidate = path in dict(iter_integer_fields(config)) and any(len(values) == count for values in neighbors)
         return is_candidate and is_shorter(try_list_lengths(config_fields.replace_fields(few, {path: count})))
@@ -113,7 +113,7 @@ def reduce_layers(
 
 
 def reduce_image_sizes(config: Any) -> None:
-    """Reduce the image size in the configs of vision submodels and of models with stages, in place."""
+    """Reduce the image sizes of vision submodels and of models with stages in a config, in place."""
     for path, size in [*iter_integer_fields(config)]:
         place = get_sub_config(config, path[:-1])
         patch = vars(place).get("patch_size")
@@ -130,10 +130,10 @@ def reduce_image_sizes(config: Any) -> None:
 
 
 def reduce_rotary_sections(config: Any, model: nn.Module) -> None:
-    """Reduce the multimodal rotary sections of a config, in place.
+    """Shrink the multimodal rotary sections (``mrope_section``) of a config to its head dim, in place.
 
-    The sections are the features of a head that are rotated by time, height and width. They are read from the modules
-    of ``model``, the original model, because some configs lack them.
+    The sections are the numbers of features of a head that are rotated by time, height and width. They are read from
+    the modules of ``model``, the original model, because some configs lack them.
     """
     for module in model.modules():
         sections: Any = getattr(module, "mrope_section", None)
@@ -150,13 +150,13 @@ def reduce_rotary_sections(config: Any, model: nn.Module) -> None:
 
 
 def _get_list_lengths(model: nn.Module) -> dict[str, int]:
-    """Return the number of layers in each module list, ignoring lists of embeddings or heads."""
+    """Return the number of layers in each module list of a model, except lists of embeddings or heads."""
     lists = {p: [*m.children()] for p, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
     return {path: len(layers) for path, layers in lists.items() if any(any(layer.children()) for layer in layers)}
 
 
 def _keep_few_layers(config: Any, path: Path, count: int, num_first: int, num_per_kind: int) -> Any:
-    """Return a copy of a config with fewer layers, in which each list with one entry per layer is shortened."""
+    """Return a copy of a config with fewer layers, and shorten each list in it that has one entry per layer."""
     few = copy.deepcopy(config)
     place, field = get_sub_config(few, path[:-1]), path[-1]
     fields = {name: value for name, value in vars(place).items() if not name.startswith("_")}
@@ -180,19 +180,19 @@ def _keep_few_layers(config: Any, path: Path, count: int, num_first: int, num_pe
 
 
 def _enumerates_layers(values: Sequence[Any]) -> bool:
-    """Return whether a list contains only consecutive layer indices, which do not describe kinds of layers."""
+    """Return whether a list contains only consecutive layer indices."""
     return all(type(v) is int for v in values) and list(values) == list(range(values[0], values[0] + len(values)))
 
 
 @dataclass(frozen=True)
 class SmallSizes:
-    """Sizes of a reduced model. The usual head count, several widths and the vocabulary do not divide by four."""
+    """The sizes of a reduced model. Most of them are not divisible by four, to test uneven sharding."""
 
-    heads: int = 6  # head count of a config with only one
+    heads: int = 6  # head count of a config that has only one
     fewer: int = 2  # another head count that divides ``heads``
     more: int = 12  # another head count, a multiple of ``heads``
     head_dim: int = 8
-    widths: Sequence[int] = (70, 20, 16, 14, 10)  # widths inside the layers: MLPs, experts, low ranks
+    widths: Sequence[int] = (70, 20, 16, 14, 10)  # widths inside the layers, such as those of MLPs and experts
     words: int = 127
     positions: int = 64
     fewer_channels: int = 1  # divisor of the channels
@@ -207,21 +207,21 @@ ODD = SmallSizes()
 EVEN = SmallSizes(heads=16, more=32, head_dim=32, widths=(128, 64, 48, 40, 24))
 """Sizes for configs that require powers of two or rotate a quarter of a head. With 16 heads, each of four ranks has
 heads of each of four partitions."""
-MANY_WORDS = 2**14  # Vocabulary size for classes with hard-coded token ids, used as a last attempt
+MANY_WORDS = 2**14  # vocabulary size for classes with hard-coded token ids, used as a last attempt
 NAMED: Mapping[str, Mapping[str, int]] = {
     "mm_tokens_per_image": {"mm_tokens_per_image": 4},  # a square number, at most the patches of a small image
     "attention_window": {"attention_window": 8},  # batches are padded to a multiple of it
     "num_random_blocks": {"num_random_blocks": 1, "block_size": 1},  # short batches use full attention
 }
-"""Field -> values to set if a config has the field. They affect no model size, and short batches need small values."""
-RESERVED = 8  # Last token ids of a small vocabulary, reserved for images and other media
-SMALL_NUMEL = 20_000_000  # Largest number of parameters of a reduced model, and of a model that may be copied
+"""By config field, the values to set if a config has it. They affect no model size, but short batches need them."""
+RESERVED = 8  # number of last token ids of a small vocabulary that are reserved for images and other media
+SMALL_NUMEL = 20_000_000  # largest number of parameters of a reduced model, and of a model that may be copied
 FEWER_CHANNELS = 4
 """Divisor of the channels of the first convolution, for models that would otherwise be too large."""
 
 
 class ConfigShrinker:
-    """Reduces the config of ``model`` after it measures once which model size each config field controls."""
+    """Makes small configs for a model, after it measures which sizes of the model each config field controls."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.make = model, config_fields.make_meta_builder(type(model))
@@ -247,11 +247,11 @@ class ConfigShrinker:
             return 0
 
     def make_small_config(self, *, even: bool = False, layers: int = 0, recompute_derived: bool = False) -> Any:
-        """Return a config with few layers and small sizes that keeps the ratios between head counts.
+        """Return a config with few layers and small sizes. Head counts that divide each other still do.
 
         Args:
             even: whether to use the sizes ``EVEN`` instead of ``ODD``.
-            layers: number of first layers to keep; 0 keeps one of each kind that the lists of the config distinguish.
+            layers: the number of first layers to keep. 0 keeps one of each kind that the config's lists distinguish.
             recompute_derived: whether to recompute derived fields of the config from the reduced fields.
         """
         sizes = replace(EVEN if even else ODD, words=MANY_WORDS if recompute_derived else ODD.words)
@@ -285,13 +285,13 @@ class ConfigShrinker:
 
 
 def _find_unset_media_tokens(config: Any) -> list[Path]:
-    """Return the fields of image and audio token ids that are None until the tokenizer sets them (InstructBLIP)."""
+    """Return the config fields for image and audio token ids that are None until the tokenizer sets them."""
     fields = ((name, value) for name, value in vars(config).items() if name.startswith(("image_token", "audio_token")))
     return [(name,) for name, value in fields if value is None]
 
 
 def shrink_config(config: Any, **options: Any) -> Any:
-    """Reduce a transformers config, keeping one layer of each kind.
+    """Return a small version of a transformers config that keeps one layer of each kind.
 
     Args:
         options: options of ``ConfigShrinker.make_small_config``.
@@ -301,7 +301,7 @@ def shrink_config(config: Any, **options: Any) -> Any:
 
 
 def build_meta_model(config: Any) -> nn.Module:
-    """Build a model on the meta device from a transformers config: its first architecture, or else its base model.
+    """Build the first architecture that a transformers config lists, or its base model, on the meta device.
 
     Raises:
         PolicyError: if ``config`` is not a config or its model cannot be built.
@@ -309,8 +309,8 @@ def build_meta_model(config: Any) -> nn.Module:
     transformers = load_transformers()
     if not hasattr(config, "model_type"):
         raise PolicyError(
-            f"derive_policy takes a model or a config of transformers, but received {config!r:.80}.",
-            remedy="Pass the model itself.",
+            f"derive_policy takes a model or a transformers config, but received {config!r:.80}.",
+            remedy="Pass the model instead.",
         )
     name = get_first_architecture(config)
     make: Any = model_class(name) or transformers.AutoModel.from_config
@@ -320,13 +320,13 @@ def build_meta_model(config: Any) -> nn.Module:
     except Exception as error:
         raise PolicyError(
             f"{name or config.model_type} cannot be built from its config: {type(error).__name__}: {error!s:.200}.",
-            remedy="Correct the config, or pass the model itself.",
+            remedy="Correct the config, or pass the model instead.",
         ) from error
     return model
 
 
 def get_first_architecture(config: Any) -> str:
-    """Return the class name of the first architecture of a config, or an empty string if none is listed."""
+    """Return the class name of the first architecture that a config lists, or an empty string if it lists none."""
     named = getattr(config, "architectures", None) or []
     first = named if isinstance(named, str) else next(iter(named), "") if isinstance(named, list | tuple) else ""
     return first if isinstance(first, str) else ""
@@ -341,7 +341,7 @@ def model_class(name: str) -> type[nn.Module] | None:
 
 
 def rebuild_config(small: Any, kept_fields: Collection[str]) -> Any:
-    """Rebuild a config so that its class recomputes all derived sizes except the fields in ``kept_fields``."""
+    """Create a config again so that its class recomputes all derived fields except ``kept_fields``."""
     default, now, assigned = vars(type(small)()), vars(small), {}
     for field in (field for field in dataclasses.fields(small) if field.init):
         name = small.attribute_map.get(field.name, field.name)
@@ -351,23 +351,23 @@ def rebuild_config(small: Any, kept_fields: Collection[str]) -> Any:
     return type(small)(**assigned)
 
 
-HEAD = (config_fields.SizeRole.MATRIX, config_fields.SizeRole.VECTOR)  # Roles of the vocabulary size in a head
+HEAD = (config_fields.SizeRole.MATRIX, config_fields.SizeRole.VECTOR)  # where the vocabulary size occurs in an LM head
 MIN_HEAD_DIM = 4
-"""Smallest number of features of a head; smaller numbers are the side of a square of merged patches."""
+"""Smallest number of features of a head. Smaller numbers are the side of a square of merged patches."""
 MAX_HEAD_DIM = 256
 """Largest number of features of a head, for fields that are identified only by the width of all heads."""
-MIN_UNAMBIGUOUS = 32  # Smaller numbers may be equal by chance
+MIN_UNAMBIGUOUS = 32  # smaller numbers may be equal by chance
 
 
 def filter_same_config(field: ConfigField, others: Sequence[ConfigField]) -> list[ConfigField]:
-    """Return the fields in ``others`` that belong to the same config as ``field``, excluding nested configs."""
+    """Return the fields in ``others`` that belong directly to the same config as ``field``."""
     return [other for other in others if other.path[:-1] == field.path[:-1]]
 
 
 def reduce_fields(
     measured: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning], sizes: SmallSizes
 ) -> dict[Path, int]:
-    """Return the reduced value of each config field; fields that are missing in the result keep their value."""
+    """Return a small value for each config field that can be reduced, by the path of the field."""
     small: dict[Path, int] = {}
     of = {kind: [field for field in measured if kinds.get(field.path) is kind] for kind in FieldMeaning}
     hidden = {n.value: _reduce_hidden_size(n, of[FieldMeaning.HIDDEN], sizes) for n in of[FieldMeaning.HIDDEN]}
@@ -401,7 +401,7 @@ def reduce_fields(
 
 
 def _reduce_hidden_size(field: ConfigField, every: Sequence[ConfigField], sizes: SmallSizes) -> int:
-    """Return the reduced hidden size of a field, which stays larger or smaller than the most frequent hidden size."""
+    """Return a small value for a hidden size that stays larger or smaller than the config's main hidden size."""
     matrices: dict[int, set[str]] = {}
     for other in filter_same_config(field, every):
         matrices.setdefault(other.value, set()).update(other.changed_matrices())
@@ -410,7 +410,7 @@ def _reduce_hidden_size(field: ConfigField, every: Sequence[ConfigField], sizes:
 
 
 def _count_parts_per_head(field: ConfigField, neighbors: Sequence[ConfigField]) -> int:
-    """Return the number of parts of a head's features by which this field must be divided."""
+    """Return how many parts a head dim consists of, such as rotary and non-rotary features."""
     if any(a.value + b.value == field.value and a.value != b.value for a, b in combinations(neighbors, 2)):
         return 2
     part = next((n.value for n in neighbors if n.value in config_fields.get_rotary_features(field)), field.value)
@@ -420,7 +420,7 @@ def _count_parts_per_head(field: ConfigField, neighbors: Sequence[ConfigField]) 
 def _reduce_width_of_heads(
     field: ConfigField, neighbors: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning], small: Mapping[Path, int]
 ) -> int | None:
-    """Return the reduced value of a field that equals heads times head dim, or None for other fields."""
+    """Return a small value for a field that equals the head count times the head dim, or None for other fields."""
     for heads, dim in product(neighbors, neighbors):
         if kinds.get(heads.path) is FieldMeaning.HEADS and heads.value * dim.value == field.value and heads is not dim:
             if kinds.get(dim.path) is FieldMeaning.HEAD_DIM or (dim.path not in kinds and dim.value <= MAX_HEAD_DIM):
@@ -431,7 +431,7 @@ def _reduce_width_of_heads(
 def _derive_head_dims_from_widths(
     measured: Sequence[ConfigField], of: Mapping[FieldMeaning, Sequence[ConfigField]], small: Mapping[Path, int]
 ) -> Iterator[tuple[Path, int]]:
-    """Yield (path, reduced value) of fields that equal a width of the hidden states divided by a head count."""
+    """Yield a path and a small value for each field that equals a hidden size divided by a head count."""
     widths = {
         (field.path[:-1], int(times * field.value)): int(times * small[field.path])
         for field in of[FieldMeaning.HIDDEN]
@@ -447,9 +447,9 @@ def _derive_head_dims_from_widths(
 def _reduce_equal_fields(
     measured: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning], small: Mapping[Path, int]
 ) -> dict[Path, int]:
-    """Return reduced values for fields of unknown meaning that equal a field of known meaning.
+    """Return small values for fields of unknown meaning that have the same value as a field of known meaning.
 
-    The known field belongs to the same config, or its value is too large to be equal by chance.
+    The known field must belong to the same config, or its value must be too large to be equal by chance.
     """
     # later meanings take precedence
     meanings = (FieldMeaning.ROWS, FieldMeaning.WIDTH, FieldMeaning.HIDDEN, FieldMeaning.HEAD_DIM, FieldMeaning.HEADS)
@@ -466,7 +466,7 @@ def _reduce_equal_fields(
 
 
 def _reduce_head_counts(values: set[int], sizes: SmallSizes) -> dict[int, int]:
-    """Return the reduced value of each head count, so that counts that divide each other still do."""
+    """Return a small value for each head count, so that a count that divides another one still does."""
     ordered = sorted(values)
     small = dict.fromkeys(ordered, sizes.heads)
     if len(ordered) > 1 and any(value % ordered[0] == 0 for value in ordered[1:]):

@@ -1,4 +1,4 @@
-"""Measures on a small copy of a language model which tokens affect its outputs."""
+"""Measures which input tokens affect the outputs of a language model, on a small copy of the model."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from shardformer.meta_init.materialization import copy_materialized, is_lazy
 
 LENGTH = 8
 NOISE = 1e-5
-"""Relative tolerance for equal outputs, which differ slightly because experts receive different tokens."""
+"""Relative tolerance for equal outputs, because experts that receive different tokens round differently."""
 PERTURBATION = 0.05
-"""Scale of the noise added to parameters, because parameters initialized to 0 would hide dependences."""
+"""Scale of the noise that is added to parameters, because parameters initialized to 0 would hide dependences."""
 IGNORED = -100
 """Label that the loss ignores."""
 
 
 @dataclass(frozen=True)
 class LabelDependence:
-    """Which tokens affect the output at a position, and whether the loss compares this output with the token there.
+    """The input tokens on which the prediction of a label depends, in a language model.
 
     Args:
-        on_label: Whether the label token or later tokens change the output.
-        on_later: Whether later tokens change the output.
-        in_place: Whether the output has the position of the label.
+        on_label: Whether the label token or later tokens change the prediction.
+        on_later: Whether later tokens change the prediction.
+        in_place: Whether the loss compares the label with the output at the same position.
     """
 
     on_label: bool
@@ -42,7 +42,7 @@ class LabelDependence:
 
 
 def label_dependence(model: Any) -> LabelDependence | None:
-    """Measure which tokens affect the output that is compared with a label, or return None if this is impossible.
+    """Measure which input tokens affect the prediction of a label, or return None if the model cannot be measured.
 
     The measurement uses a copy of the model, or a reduced model if the model is large.
     """
@@ -56,10 +56,11 @@ def label_dependence(model: Any) -> LabelDependence | None:
 
 
 def check_packing(model: Any, option: str = "data.packing = true", remedy: str = "Remove data.packing") -> None:
-    """Raise ConfigError if a model mixes the documents of a row whose ``position_ids`` restart.
+    """Raise ConfigError if a model attends across documents that are packed into one row.
 
-    The output of a document in a packed row is compared with that of the document alone, on a copy of the model or a
-    reduced model. Communicates nothing, and keeps the random state. ``option`` is the setting to name in the error.
+    The documents are separated by restarting ``position_ids``. The output of a packed document is compared with that of
+    the document alone, on a copy of the model or a reduced model. Communicates nothing, and keeps the random state.
+    ``option`` is the setting that the error names.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -72,7 +73,7 @@ def check_packing(model: Any, option: str = "data.packing = true", remedy: str =
     if not is_separated:
         raise ConfigError(
             f"{option} does not support {type(model).__name__}, which {reason}.",
-            rule="Several texts in a row are separated by their position_ids.",
+            rule="Packing puts several texts in a row, and only their position_ids separate them.",
             remedy=remedy,
         )
 
@@ -88,7 +89,7 @@ def _separates_documents(model: nn.Module, ids_BS: Tensor) -> bool:
 
 
 def _make_small_model(model: Any) -> tuple[nn.Module, Tensor]:
-    """Return a copy of the model, or a reduced model if it is large, on the CPU with a sequence of input tokens."""
+    """Return a copy of the model on the CPU (or a reduced model if it is large), and a sequence of input tokens."""
     if sum(p.numel() for p in model.parameters()) > SMALL_NUMEL:
         reduced = reduce_model(model)
         small, ids_BS = reduced.model, reduced.batch["input_ids"][:1]

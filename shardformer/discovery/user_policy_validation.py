@@ -1,6 +1,6 @@
-"""Validates policies that users write, and registered policies for models that run user code.
+"""Checks policies that users write, and registered policies of models that contain user code.
 
-A copy of the model is sharded and trained before the model itself is changed.
+A copy of the model is sharded and trained before the model itself is sharded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shardformer.sharding.plan import ShardingPlan
 from shardformer.torch_compat import TorchDispatchMode, tree_leaves
 
 OF_DESCRIPTIONS = (
-    "A row-parallel linear layer reads the sharded output of a column-parallel one: shard both or neither. Set "
+    "A row-parallel linear layer reads the sharded output of a column-parallel one, so shard both or neither. Set "
     "attribute_replacement for attributes that the model reads and that differ between ranks, such as head counts."
 )
 OF_VOCABULARY = (
@@ -46,22 +46,22 @@ OF_VOCABULARY = (
     "such as position embeddings, in `keep_replicated`."
 )
 OF_MLP = (
-    "List the layers that read the input in `up`, the last one in `down`, and a norm between them in `norm`. A module "
-    "that mixes features between them cannot be sharded."
+    "List the layers that read the input in `up`, the last layer in `down`, and a norm between them in `norm`. An MLP "
+    "with a module that mixes features between them cannot be sharded."
 )
-OF_EXPERTS = "List the weights that read the input in `up` and the last one in `down`; specify `fused` and `dims`."
+OF_EXPERTS = "List the weights that read the input in `up` and the last one in `down`, and set `fused` and `dims`."
 
 
 def suggest_fix(policy: Policy, role: Role | str | None, reduced: ReducedModel, module_path: str | None) -> str:
-    """Return advice how to correct a wrong role, or the first module whose output differs in the sharded model."""
+    """Return advice on how to correct a policy whose sharded model computes different results."""
     if isinstance(role, Attention) and isinstance(policy, RolePolicy):
         heads = role.num_heads or policy.num_heads
         unlisted = _find_unlisted_attributes(policy, role, reduced)
         return (
-            "List the linear layers that read the input as q, k and v, or qkv, and the last one as out. Check that "
+            "Pass the linear layers that read the input as q, k and v, or as qkv, and the last one as out. Check that "
             f"num_heads={heads!r} is the head count of the forward pass, and list attributes that differ per rank in "
-            "local_attrs="
-            + (f". The forward pass reads {unlisted}, which local_attrs= does not list" if unlisted else "")
+            "local_attrs"
+            + (f". The forward pass reads {unlisted}, which local_attrs does not list" if unlisted else "")
             + "."
         )
     if isinstance(role, MLP):
@@ -71,12 +71,12 @@ def suggest_fix(policy: Policy, role: Role | str | None, reduced: ReducedModel, 
     if isinstance(role, str):
         return OF_VOCABULARY
     if isinstance(policy, RolePolicy):
-        return "Each role passes validation separately: look for modules that two roles share."
+        return "Each role passes validation alone. Look for a module that two roles share."
     return (f"Check {module_path}. " if module_path else "") + OF_DESCRIPTIONS
 
 
 def _find_unlisted_attributes(policy: RolePolicy, role: Attention, reduced: ReducedModel) -> str:
-    """List attributes that an attention module reads and ``local_attrs`` omits, if they equal its head count."""
+    """List the attributes read by an attention module that equal its head count but are not in ``local_attrs``."""
     numbers = trace_forward(reduced.model, reduced.run).numbers
     names = [name for name, _ in reduced.model.named_modules()]
     policy.set_model(reduced.model)
@@ -96,10 +96,10 @@ TRIAL_RANKS = 2
 
 
 def check_registered_policy(model: nn.Module, policy: Policy) -> None:
-    """Validate a registered policy on a reduced model if layers of ``model`` run user code. No communication.
+    """Validate a registered policy on a reduced model if layers of the model contain the user's own code.
 
-    If this code fails with sequence parallelism, ``policy.no_sequence_parallel`` is set. A model that runs only library
-    code is not validated.
+    If validation with sequence parallelism fails, this sets ``policy.no_sequence_parallel``. A model that runs only
+    library code is not validated. No communication.
 
     Raises:
         PolicyError: if validation fails.
@@ -118,17 +118,17 @@ def check_registered_policy(model: nn.Module, policy: Policy) -> None:
     if failure is not None:
         raise PolicyError(
             f"{type(policy).__name__} was not written for the code of {path} ({type(module).__name__}): {failure}.",
-            rule="A registered policy is written for the code of the library. Other code is validated on a "
+            rule="A registered policy expects the classes of the library. With user code, it must pass validation on a "
             "reduced model.",
-            remedy="Pass policy=shardformer.derive_policy(model), write a policy (docs/policies.md), or use the class "
-            "of the library.",
+            remedy="Pass policy=shardformer.derive_policy(model), write a policy (docs/policies.md), or use the "
+            "library's class.",
         )
 
 
 def _find_registered_policy_faults(
     model: nn.Module, policy: type[Policy], layers: list[str], user_modules: dict[str, nn.Module]
 ) -> tuple[str | None, str | None]:
-    """Return why a policy fails validation, and why it fails with sequence parallelism; None where it passes."""
+    """Return why a policy fails validation without and with sequence parallelism, or None if it passes."""
     try:
         reduced = reduced_model.reduce_model(model)
         copy_user_code(reduced.model, user_modules)
@@ -136,7 +136,7 @@ def _find_registered_policy_faults(
             dict(find_user_code_modules(reduced.model, layers))
         )
         if lacks:
-            return f"no reduced model has {', '.join(sorted(lacks))}", None
+            return f"no reduced model can be built that contains {', '.join(sorted(lacks))}", None
         reference = reduced.compute_reference()
     except PolicyError as error:
         return error.what, None
@@ -148,7 +148,7 @@ def _find_registered_policy_faults(
 
 
 def copy_user_code(reduced: nn.Module, user_modules: dict[str, nn.Module]) -> None:
-    """Replace classes and `forward` methods in a reduced model as the user replaced them in the model."""
+    """Copy the user's replacements of classes and `forward` methods from a model to its reduced model."""
     copied = dict(reduced.named_modules())
     for path, module in user_modules.items():
         other = copied.get(path)
@@ -162,7 +162,7 @@ def copy_user_code(reduced: nn.Module, user_modules: dict[str, nn.Module]) -> No
 
 
 def _describe_user_code(user_modules: dict[str, nn.Module]) -> set[str]:
-    """Describe the user code of each module: its class, and the function that replaced its `forward`."""
+    """Describe the user code in each module by its class and the function that replaced its `forward`."""
     return {
         f"the {type(m).__name__}" + (f" with {vars(m)['forward'].__qualname__}" if "forward" in vars(m) else "")
         for m in user_modules.values()
@@ -173,14 +173,14 @@ def _describe_user_code(user_modules: dict[str, nn.Module]) -> set[str]:
 POLICY_HOOKS = ("preprocess", "postprocess", "inject_policy", "binding_policy")
 """Methods of a policy that may change the model intentionally."""
 RULE = "With a correct policy, a sharded copy of the model computes the same outputs and gradients"
-MAX_TRIAL_RANKS = 4  # Largest number of ranks for a reduced model, which has six heads
+MAX_TRIAL_RANKS = 4  # largest number of ranks for a reduced model, which has six heads
 MAX_TRIAL_NUMEL = 100_000_000
-"""Largest number of parameters over all ranks; validation of more would take longer than a few seconds."""
+"""Largest number of parameters over all ranks. Validation of more would take longer than a few seconds."""
 
 
 @dataclass(frozen=True)
 class PolicyFault:
-    """Failure of a policy during validation, with the module where it appears and a remedy, if known."""
+    """A failed validation of a policy, with the module where the failure appears and a remedy, if they are known."""
 
     what: str
     at: str | None = None
@@ -188,7 +188,7 @@ class PolicyFault:
 
 
 class _NotValidated(Exception):
-    """Raised if a policy cannot be validated. The policy is then used without validation."""
+    """Raised if a user's policy cannot be validated. The policy is then used without validation."""
 
 
 _RESULTS: dict[Hashable, PolicyError | str | None] = {}
@@ -196,15 +196,17 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor: int) -> str | None:
-    """Validate a user policy by training a sharded copy of the model. No communication; results are cached.
+    """Validate a user's policy by training a sharded copy of the model.
+
+    Results are cached. No communication.
 
     Args:
-        plan: plan of the policy for the model.
-        policy: policy with model and config set.
-        tensor: tensor parallel size.
+        plan: the plan that the policy made for the model.
+        policy: the policy, whose model and config are set.
+        tensor: the tensor parallel size.
 
     Returns:
-        A note with the reason if the policy could not be validated; otherwise None.
+        A note that explains why the policy could not be validated, or None if it passed.
 
     Raises:
         PolicyError: if the sharded copy does not run, or its outputs or gradients differ.
@@ -248,20 +250,20 @@ def _validate_on_copy(plan: ShardingPlan, policy: Policy, tensor: int) -> Policy
 
 
 def _make_trial_model(model: nn.Module, policy: Policy, tensor: int) -> tuple[ReducedModel, Policy, int]:
-    """Return a copy of a small model or a reduced large model, with its policy and the number of ranks."""
+    """Return a copy of a small model, or a reduced model of a large one, with its policy and the number of ranks."""
     numel = reduced_model.count_parameters(model)
     if numel <= SMALL_NUMEL:
         if numel * tensor > MAX_TRIAL_NUMEL:
-            raise _NotValidated(f"validation of {numel:,} parameters over {tensor} ranks would take too long")
+            raise _NotValidated(f"it would take too long to validate {numel:,} parameters over {tensor} ranks")
         return reduced_model.copy_small_model(model), policy, tensor
     if not _refers_to_head_counts_by_name(policy):
         raise _NotValidated(
-            f"the model has more than {SMALL_NUMEL:,} parameters, and the policy contains literal head counts, which a "
-            "reduced model may not have. Name config fields or attributes instead to enable validation"
+            f"the model has more than {SMALL_NUMEL:,} parameters, and the policy specifies head counts as numbers, "
+            "which may differ in a reduced model. To enable validation, specify config fields or attributes instead"
         )
     reduced = reduced_model.reduce_model(model)
     if get_layer_kind(reduced.model) != get_layer_kind(model) or any("forward" in vars(m) for m in model.modules()):
-        raise _NotValidated("the reduced model contains other modules than the model")
+        raise _NotValidated("the reduced model does not contain the same modules as the full model")
     return reduced, policy, min(tensor, MAX_TRIAL_RANKS)
 
 
@@ -274,7 +276,7 @@ def _refers_to_head_counts_by_name(policy: Policy) -> bool:
 
 
 def _find_user_code_in_policy(plan: ShardingPlan, policy: Policy) -> Iterator[str]:
-    """Yield descriptions of user code in a policy, which may change the model intentionally."""
+    """Yield a description of each part of a policy that is user code, which may change the model intentionally."""
     yield from (f"{name}()" for name in POLICY_HOOKS if getattr(type(policy), name) is not getattr(Policy, name))
     yield from (f"the method {path!r}" for path in plan.methods)
     yield from (f"param_replacement of {path!r}" for path, _ in plan.functions)
@@ -284,7 +286,7 @@ def _find_user_code_in_policy(plan: ShardingPlan, policy: Policy) -> Iterator[st
 
 
 class _LowPrecisionDetector(TorchDispatchMode):
-    """Detects computation in less than 32 bits, whose rounding would hide differences between ranks."""
+    """Detects computation in low precision, because its rounding would hide differences between ranks."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no types
@@ -305,7 +307,7 @@ class _LowPrecisionDetector(TorchDispatchMode):
 
 
 class _PolicyTrial:
-    """Comparison of sharded copies of a model with an unsharded copy.
+    """Compares sharded copies of a model with an unsharded copy.
 
     Raises _NotValidated if the copy is not deterministic.
     """
@@ -321,24 +323,24 @@ class _PolicyTrial:
         except Exception as error:
             raise _NotValidated(validation.summarize_error(error)) from error
         if not abs(first.loss - again) <= 0.01 * RELATIVE * abs(first.loss):
-            raise _NotValidated("two forward passes of the model with the same batch return different outputs")
+            raise _NotValidated("the model is not deterministic: two forward passes with the same batch differ")
         self._draws_random_numbers = _draws_random_numbers(native, reduced)
         if low_precision.seen is not None:
             dtype = low_precision.seen
-            raise _NotValidated(f"the model computes in {dtype} internally, whose rounding would hide differences")
+            raise _NotValidated(f"the model computes in {dtype} internally, and rounding would hide differences")
         self._reference = replace(first, model=reduced.model)
         self._parts: dict[type[nn.Module], Policy] = {}
 
     def find_error(self) -> PolicyError | None:
-        """Return an error that describes how the sharded copy differs, or None if it does not.
+        """Return an error that describes how the sharded copy differs from the model, or None if it does not.
 
-        The error names the responsible role if it is known.
+        The error names the role of the policy that causes the difference, if it is known.
         """
         fault = self._find_fault(self._policy)
         if fault is None:
             return None
         if self._draws_random_numbers:
-            raise _NotValidated("the model draws random numbers, which differ between a shard and the full tensor")
+            raise _NotValidated("the model draws random numbers, which differ between shards and the full model")
         role, fault = next(self._iter_faulty_roles(), (None, fault))
         name, model = type(self._policy).__name__, type(self._reduced.model).__name__
         text = role if isinstance(role, str | None) else f"{type(role).__name__} {role.at!r}"
@@ -351,7 +353,7 @@ class _PolicyTrial:
         )
 
     def _iter_faulty_roles(self) -> Iterator[tuple[Role | str, PolicyFault]]:
-        """Yield each role that alone makes the sharded copy differ, with its fault."""
+        """Shard the model by one role at a time, and yield each role with which it differs, with the difference."""
         if not isinstance(self._policy, RolePolicy):
             return
         for role, policy in _iter_single_role_policies(self._policy):
@@ -362,9 +364,9 @@ class _PolicyTrial:
                 continue
 
     def _find_fault(self, policy: Policy, expected_outputs: dict[str, Tensor] | None = None) -> PolicyFault | None:
-        """Train a sharded copy and return the fault of its policy, or None.
+        """Train a sharded copy of the model, and return a description of the first failure or difference, or None.
 
-        A second run with ``expected_outputs`` locates the module at which a difference appears.
+        A second run with ``expected_outputs`` finds the module at which a difference appears.
         """
         models = [copy_sharing_values(self._reduced.model) for _ in range(self._tensor)]
         first: list[str] = []
@@ -390,7 +392,7 @@ class _PolicyTrial:
             return PolicyFault("computes a different output" + (f", first in {at!r}" if at else ""), at)
         except PolicyError as error:
             return PolicyFault(f"does not run: {error.what}", remedy=error.remedy)
-        except ShardFormerError as error:  # an option or input error, which the real forward will raise again
+        except ShardFormerError as error:  # an option or input error, which the real forward pass will raise again
             raise _NotValidated(error.what) from error
         except Exception as error:  # a forward pass with wrong shards may raise anything
             at = next((found for model in models if (found := validation.find_failing_module(error, model))), None)
@@ -423,7 +425,7 @@ def _draws_random_numbers(model: nn.Module, reduced: ReducedModel) -> bool:
 
 
 def _iter_single_role_policies(policy: RolePolicy) -> Iterator[tuple[Role | str, RolePolicy]]:
-    """Yield each role of a policy with a policy that contains only this role."""
+    """Yield each role of a policy together with a policy that contains only this role."""
 
     def with_only(**fields: Any) -> RolePolicy:
         single: Any = copy.copy(policy)
@@ -442,7 +444,7 @@ def _iter_single_role_policies(policy: RolePolicy) -> Iterator[tuple[Role | str,
 
 
 def _record_module_outputs(reduced: ReducedModel) -> dict[str, Tensor]:
-    """Run one forward pass and return the first tensor that each module returned."""
+    """Run one forward pass, and return the first tensor in the output of each module."""
     model = copy_sharing_values(reduced.model)
     outputs: dict[str, Tensor] = {}
 
@@ -462,7 +464,7 @@ def _first_tensor(output: Any) -> Tensor | None:
 
 
 def _record_differences(model: nn.Module, expected_outputs: dict[str, Tensor], different_modules: list[str]) -> None:
-    """Append the path of each module whose output differs from the expected one to ``different_modules``."""
+    """Add hooks that append the path of each module with an unexpected output to ``different_modules``."""
 
     def note(path: str, output: Any) -> None:
         x, y = _first_tensor(output), expected_outputs.get(path)

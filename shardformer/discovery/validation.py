@@ -1,4 +1,4 @@
-"""Validates a policy by comparing sharded with unsharded training of a reduced model; ranks are threads."""
+"""Validates a policy by training a reduced model with and without sharding, with threads as ranks."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ from shardformer.sharding.apply_tensor_grid import (
 )
 from shardformer.torch_compat import tree_leaves
 
-MAX_ERROR_CHARS = 160  # Largest number of characters to quote from the errors of other code
+MAX_ERROR_CHARS = 160  # largest number of characters to quote from the errors of other code
 
 
 def format_error(error: BaseException) -> str:
-    """Return an error as one line for use within a sentence, with its location in user code."""
+    """Format an error and its location in user code as one line, for use within a sentence."""
     text = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(": ")[:MAX_ERROR_CHARS]
     return f"{text}{format_user_code_location(error)}"
 
 
 def format_user_code_location(error: BaseException) -> str:
-    """Return the innermost line of user code in a traceback as text: ``, in my_model.py, line 14: `return x` ``."""
+    """Format the innermost line of user code in a traceback, such as ``, in my_model.py, line 14: `return x` ``."""
     frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if not _is_library_frame(frame)]
     if not frames:
         return ""
@@ -85,16 +85,15 @@ def summarize_error(error: BaseException) -> str:
 
 
 def _is_library_frame(frame: FrameType) -> bool:
-    """Return whether a stack frame runs library code."""
     name = str(frame.f_globals.get("__name__", ""))
     return name.partition(".")[0] in LIBRARIES or frame.f_code.co_filename.startswith("<")
 
 
 def validate_policy(reference: ReferenceGradients, policy: type[Policy], ranks: int, **options: bool) -> str | None:
-    """Train a model sharded by a policy over ``ranks`` tensor ranks; return the first difference, or None.
+    """Shard a model with a policy and train it; return the first difference from unsharded training, or None.
 
     Args:
-        options: switches of ``ShardConfig``.
+        options: boolean options of ``ShardConfig``.
     """
 
     def shard(model: nn.Module, context: ParallelContext) -> None:
@@ -107,10 +106,11 @@ def validate_policy(reference: ReferenceGradients, policy: type[Policy], ranks: 
 def validate_sharding(
     reference: ReferenceGradients, shard: Callable[[nn.Module, ParallelContext], None], **sizes: int
 ) -> str | None:
-    """Train a model that ``shard`` shards, with ranks as threads; return the first difference, or None.
+    """Train a sharded model with threads as ranks; return the first difference from unsharded training, or None.
 
     Args:
-        sizes: axis sizes of the process grid.
+        shard: shards the model on one rank.
+        sizes: sizes of the axes of the device mesh.
     """
 
     def train(context: ParallelContext) -> None:
@@ -130,25 +130,27 @@ def validate_sharding(
 
 
 class TrainingMismatchError(Exception):
-    """Raised by a rank whose output or gradient differs from unsharded training. Other ranks then stop waiting."""
+    """Raised if an output or a gradient of a sharded model differs from unsharded training."""
 
 
 def compare_training(reference: ReferenceGradients, model: nn.Module) -> None:
-    """Run the forward and backward pass of a sharded model, and compare loss and gradients with the reference.
+    """Run a forward and a backward pass of a sharded model, and compare the loss and gradients with a reference.
 
     Raises:
         TrainingMismatchError: if the loss or a gradient differs.
     """
     loss = probe_loss(reference.run(model))
     if not abs(loss.item() - reference.loss) <= RELATIVE * abs(reference.loss):
-        raise TrainingMismatchError(f"the output differs: {loss.item():.6g} instead of {reference.loss:.6g}")
+        raise TrainingMismatchError(
+            f"the output differs: its test loss is {loss.item():.6g} instead of {reference.loss:.6g}"
+        )
     loss.backward()
     specs, coords = shard_specs(model), metadata_of(model).coords
     for name, param in model.named_parameters():
         expected = reference.gradients[name]
         if (expected is None) != (param.grad is None):
             raise TrainingMismatchError(
-                f"{name} has {'a' if expected is None else 'no'} gradient, unlike in the unsharded model"
+                f"{name} has {'a' if expected is None else 'no'} gradient in the sharded model, unlike in the original"
             )
         if expected is None or param.grad is None or not expected.numel():
             continue
@@ -157,7 +159,7 @@ def compare_training(reference: ReferenceGradients, model: nn.Module) -> None:
             raise TrainingMismatchError(f"the gradient of {name} differs")
 
 
-ONE_LAYER = "it has no two layers that run in sequence"
+ONE_LAYER = "it does not have two layers that run in sequence"
 
 
 def get_layer_stacks(policy: RolePolicy | type[RolePolicy]) -> list[LayerStack]:
@@ -174,7 +176,7 @@ def instantiate_policy(policy: type[RolePolicy], model: nn.Module) -> RolePolicy
 
 
 def build_layer_sequence(model: nn.Module, policy: type[RolePolicy], stacks: Sequence[LayerStack]) -> LayerSequence:
-    """Concatenate the layers of several stacks into one sequence in execution order."""
+    """Return the layers of several stacks as one sequence, in execution order."""
     with_stacks: Any = type(policy.__name__, (policy,), {"stack": tuple(stacks)})
     return instantiate_policy(with_stacks, model).layer_sequence()
 
@@ -182,9 +184,9 @@ def build_layer_sequence(model: nn.Module, policy: type[RolePolicy], stacks: Seq
 def validate_stages(
     reference: ReferenceGradients, policy: type[RolePolicy], stacks: Sequence[LayerStack]
 ) -> str | None:
-    """Run a model in two pipeline stages. Return the first difference from the model without stages, or None.
+    """Run a model in two pipeline stages, and return how it differs from the full model, or None.
 
-    The boundary is placed after the first layer, before the last layer, halfway, and around the start of each stack.
+    The stage boundary is placed after the first layer, before the last, halfway, and around the start of each stack.
     """
     try:
         chain = build_layer_sequence(reference.model, policy, stacks)
@@ -214,24 +216,24 @@ def _compare_stages(reference: ReferenceGradients, chain: LayerSequence, spans: 
     (first, first_forward), (second, second_forward) = stages
     _, payload = first_forward.run(first, StagePass(spans[0], {}), lambda: reference.run(first))
     if payload is None:
-        raise TrainingMismatchError("some layers of the first stage were not called")
+        raise TrainingMismatchError("the forward pass did not call all layers of the first stage")
     received = {name: x.detach().requires_grad_(x.requires_grad) for name, x in payload.items()}
     output, _ = second_forward.run(second, StagePass(spans[1], received), lambda: reference.run(second))
     _compare_outputs(reference, output)
     trains = [name for name, x in payload.items() if x.requires_grad]
     if any(received[name].grad is None for name in trains):
-        raise TrainingMismatchError("a tensor sent between stages receives no gradient")
+        raise TrainingMismatchError("a tensor that the first stage sends to the second stage receives no gradient")
     if trains:
         torch.autograd.backward([payload[name] for name in trains], [received[name].grad for name in trains])
     _compare_gradients(reference.model, _sum_gradients(reference.model, [first, second]))
 
 
 def _compare_outputs(reference: ReferenceGradients, output: Any) -> None:
-    """Compare the outputs of the last stage with those of the full model, and run both backward passes."""
+    """Compare the outputs of the last stage with those of the full model, and run the backward passes of both."""
     expected, stage_outputs = _get_float_outputs(reference.run(reference.model)), _get_float_outputs(output)
     here = [at for at, x in enumerate(stage_outputs) if not is_placeholder(x)]
     if len(expected) != len(stage_outputs) or 0 not in here:
-        raise TrainingMismatchError("the output of a stage depends on parameters of an earlier stage")
+        raise TrainingMismatchError("the output of the last stage depends on parameters of an earlier stage")
     for at in here:
         a, b = expected[at], stage_outputs[at]
         if not max_difference(a, b) <= RELATIVE * a.abs().max():
@@ -246,9 +248,8 @@ def _compare_gradients(model: nn.Module, found: Mapping[str, Tensor]) -> None:
     expected = _sum_gradients(model, [model])
     model.zero_grad()
     if expected.keys() != found.keys():
-        raise TrainingMismatchError(
-            f"only one of the staged and the full model has a gradient for {sorted(expected.keys() ^ found.keys())[0]}"
-        )
+        name = sorted(expected.keys() ^ found.keys())[0]
+        raise TrainingMismatchError(f"{name} has a gradient either only with or only without pipeline stages")
     bounds = reduced_model.compute_tolerances(expected)
     for name, gradient in expected.items():
         if gradient.numel() and not max_difference(gradient, found[name]) <= bounds[name]:
@@ -261,7 +262,7 @@ def _get_float_outputs(output: Any) -> list[Tensor]:
 
 
 def _sum_gradients(full_model: nn.Module, models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return each gradient by parameter name, summed over the stages that share the parameter."""
+    """Return the gradient of each parameter, summed over the stages that share the parameter."""
     first = {id(p): name for name, p in full_model.named_parameters()}
     names = {name: first[id(p)] for name, p in full_model.named_parameters(remove_duplicate=False)}
     sums: dict[str, Tensor] = {}
@@ -274,7 +275,7 @@ def _sum_gradients(full_model: nn.Module, models: Sequence[nn.Module]) -> dict[s
 
 @dataclass(frozen=True)
 class ContextValidation:
-    """Result of validating context parallelism on a reduced model."""
+    """The result of validating context parallelism on a reduced model."""
 
     failure: str | None  # why the sequence cannot be sharded, or None if validation passed
     findings: ContextFindings = field(default_factory=ContextFindings)  # sequence dims, modules with full sequences
@@ -287,11 +288,13 @@ _CONTEXT_RESULTS: dict[Hashable, ContextValidation] = {}
 def validate_context_parallel(
     model: nn.Module, policy: Policy, sizes: RingSizes, *, allow_full_attention: bool = True
 ) -> ContextValidation:
-    """Validate context parallelism on a reduced model. No communication; results are cached by config.
+    """Validate context parallelism on a reduced model.
+
+    Results are cached by config. No communication.
 
     Args:
-        policy: policy of the model, also used for the reduced model.
-        sizes: ring and Ulysses sizes of the sequence axis.
+        policy: the policy of the model, which is also used for the reduced model.
+        sizes: the ring and Ulysses sizes of the sequence axis.
         allow_full_attention: whether attention modules may be computed for the full sequence on every rank.
     """
     sizes = RingSizes(min(sizes.ring, 2), min(sizes.group, 2), sizes.gathers)
@@ -304,7 +307,7 @@ def validate_context_parallel(
 def _get_or_validate(
     results: dict[Hashable, Result], key: tuple[Hashable, ...], validate: Callable[[], Result]
 ) -> Result:
-    """Return a cached validation result; without a cache key for the model, validate again."""
+    """Return the cached validation result for a key. Validate if there is none, or if the model has no key."""
     with reduced_model.ONE_AT_A_TIME:
         if key not in results:
             with torch.enable_grad(), torch.random.fork_rng(devices=[]):
@@ -368,7 +371,7 @@ def _validate_context(
 def _iter_context_candidates(
     model: nn.Module, stacks: Sequence[StackCallRecord], *, is_dispatched: bool, allow_full_attention: bool
 ) -> Iterator[ContextFindings]:
-    """Yield candidate settings: which modules gather the full sequence."""
+    """Yield the sets of modules that may need to gather the full sequence, the least expensive first."""
     if is_dispatched:
         yield ContextFindings()
     classes = find_attention_classes(model)
@@ -397,23 +400,23 @@ def _remove_duplicates(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]
 
 @dataclass(frozen=True)
 class GridValidation:
-    """Result of validating a tensor grid on a reduced model."""
+    """The result of validating 2D, 2.5D or 3D tensor parallelism on a reduced model."""
 
     failure: str | None  # why the model cannot be sharded over the grid, or None if validation passed
-    samples: ArgumentSamples = field(default_factory=dict)  # attention argument -> batch dim, None without one
-    unproven: Mapping[str, str] = field(default_factory=dict)  # input -> why the layout was not validated with it
+    samples: ArgumentSamples = field(default_factory=dict)  # the batch dim of each attention argument, or None
+    unproven: Mapping[str, str] = field(default_factory=dict)  # why the layout was not validated with an input
 
 
 _GRID_RESULTS: dict[Hashable, GridValidation] = {}
 
 
 def validate_tensor_grid(model: nn.Module, policy: Policy, grid: TensorGrid) -> GridValidation:
-    """Validate a tensor grid on a reduced model. No communication; results are cached by config.
+    """Validate 2D, 2.5D or 3D tensor parallelism on a reduced model.
 
-    Axes with more than one rank are validated with two ranks.
+    Axes with more than one rank are validated with two ranks. Results are cached by config. No communication.
 
     Args:
-        policy: policy of the model, also used for the reduced model.
+        policy: the policy of the model, which is also used for the reduced model.
     """
     sizes = tuple(min(axis.size, 2) for axis in (grid.row, grid.column, grid.depth))
     axes = dict(zip(GRID_AXIS_NAMES, sizes, strict=True))
@@ -453,7 +456,7 @@ def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str,
 
 
 def _make_larger_batch_run(reduced: ReducedModel) -> Forward:
-    """Return a forward pass with one more sample than the example batch."""
+    """Return a function that runs a forward pass with one sample more than the example batch."""
     count = reduced.samples
     more = {n: torch.cat((x, x[:1])) if x.dim() and len(x) == count else x for n, x in reduced.batch.items()}
     return forward_call(reduced.model, more)
@@ -462,7 +465,7 @@ def _make_larger_batch_run(reduced: ReducedModel) -> Forward:
 def _find_batch_dims(
     reduced: ReducedModel, larger_batch_run: Forward, attentions: list[str], stacks: list[str]
 ) -> ArgumentSamples:
-    """Return the batch dim of each argument: the dim that grows with the number of samples."""
+    """Find the batch dim of each module argument, which is the dim that grows with the number of samples."""
     count = reduced.samples
     narrow, wide = (
         _record_argument_shapes(reduced.model, run, attentions, stacks) for run in (reduced.run, larger_batch_run)
@@ -480,7 +483,7 @@ def _find_batch_dims(
 def _record_argument_shapes(
     model: nn.Module, run: Forward, attentions: list[str], stacks: list[str]
 ) -> dict[Any, tuple[int, ...]]:
-    """Run one forward pass and return the shape of each tensor argument of attention modules and first layers."""
+    """Run one forward pass, and return the shapes of the tensor arguments of attention modules and first layers."""
     found: dict[Any, tuple[int, ...]] = {}
     layers = {path: next(model.get_submodule(path).children()) for path in stacks}
     modules = {**layers, **{path: model.get_submodule(path) for path in attentions}}

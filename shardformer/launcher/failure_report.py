@@ -1,6 +1,6 @@
-"""Report of ``shardformer run`` after a failure, which shows the first error and hides errors that it caused.
+"""Builds the failure report of ``shardformer run``, which shows the first error and hides errors that it caused.
 
-A process that ends with a Python exception records its error, the time, and the innermost frame of user code
+A process that ends with a Python exception records the error, the time, and the innermost frame of user code
 (``worker.py``). A ``ShardFormerError`` is only recorded, not printed, because usually all ranks raise the same one.
 """
 
@@ -25,15 +25,15 @@ FEW = 3
 
 
 def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[int] = (), command: str = "run") -> str:
-    """Describe the failures of a run for the terminal, with the cause last and errors of several ranks once.
+    """Format the failures of all ranks for the terminal, with the root cause last and identical errors merged.
 
     Args:
-        failures: rank -> its failure.
-        ranks: all ranks, if the launcher knows them. Those not in ``failures`` exited normally.
-        command: the name of the command in messages.
+        failures: the failure of each rank that failed.
+        ranks: all ranks, if the launcher knows them. Ranks that are not in ``failures`` exited normally.
+        command: the subcommand of ``shardformer`` that the report names.
     """
     me = f"shardformer {command}"
-    # ranks that the launcher ended after another failure are not a cause
+    # ranks that the launcher ended after another failure are not the cause
     own_fault = {r: f for r, f in failures.items() if f.exitcode not in _BY_LAUNCHER or _error_text(f)} or failures
     order = sorted(own_fault, key=lambda rank: _cause_sort_key(own_fault[rank]))
     first = failures[order[0]]
@@ -55,7 +55,7 @@ def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[in
         who = format_ranks(ended) if ended else "a process of its group"
         lines.append(
             f"{me}: {who} exited before rank {order[0]}, which was waiting for it and failed (exit code "
-            f"{first.exitcode}). All ranks must take the same steps: check why one exited"
+            f"{first.exitcode}). All ranks must run the same steps: check why one exited early"
         )
     elif _waited_for_peer(first) and STACK_LOCATIONS:
         who = format_ranks(sorted(STACK_LOCATIONS))

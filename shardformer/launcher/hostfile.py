@@ -1,4 +1,4 @@
-"""Functions that read a host file and find the entry of this machine in it."""
+"""Functions that read a host file and find the local machine in it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ _HOST_LINE = re.compile(r"(?P<name>[^\s=]+)(?:\s+slots\s*=\s*(?P<slots>\d{1,9}))
 
 @dataclass(frozen=True)
 class HostEntry:
-    """Machine in a host file, with the number of processes to start on it (None: not specified)."""
+    """A line of a host file: the name of a machine and the number of processes to start on it, if specified."""
 
     name: str
     slots: int | None = None
 
 
 def read_hostfile(path: str | Path) -> list[HostEntry]:
-    """Read a host file, in which each line is a machine such as ``node1`` or ``node1 slots=4``, or a ``#`` comment.
+    """Read a host file whose lines are names of machines, such as ``node1`` or ``node1 slots=4``.
+
+    Text after ``#`` is a comment.
 
     Raises:
         LaunchError: the file is missing or empty, a line is invalid, or a name occurs twice.
@@ -34,7 +36,7 @@ def read_hostfile(path: str | Path) -> list[HostEntry]:
         raise LaunchError(
             f"The host file {str(path)!r} cannot be read: {error}.",
             rule=rule,
-            remedy="Correct the path after --hostfile, or remove the option to run on this machine only.",
+            remedy="Correct the path passed to --hostfile, or omit --hostfile to run on this machine only.",
         ) from error
     hosts: list[HostEntry] = []
     for number, line in enumerate(lines, start=1):
@@ -46,12 +48,12 @@ def read_hostfile(path: str | Path) -> list[HostEntry]:
             raise LaunchError(
                 f"Line {number} of the host file {str(path)!r} is not valid: {entry!r}.",
                 rule=rule,
-                remedy=f"Write '{entry.split()[0]} slots=4', or only the name.",
+                remedy=f"Write '{entry.split()[0]} slots=4', or only the name of the machine.",
             )
         if any(host.name == match["name"] for host in hosts):
             raise LaunchError(
                 f"Line {number} of the host file {str(path)!r} repeats the name {match['name']!r}.",
-                remedy="Combine the lines of this host, with the sum of their slots.",
+                remedy="Merge the lines of this machine into one line, and add up their slots.",
             )
         hosts.append(HostEntry(match["name"], int(match["slots"]) if match["slots"] else None))
     if not hosts:
@@ -62,24 +64,26 @@ def read_hostfile(path: str | Path) -> list[HostEntry]:
 
 
 def select_hosts(names: str, hosts: list[HostEntry] | None) -> list[HostEntry]:
-    """Return the machines that ``--host a,b`` selects, in the order of the host file if there is one."""
+    """Return the machines named by the option ``--host``, in the order of the host file if there is one."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if not wanted or len(set(wanted)) < len(wanted):
-        raise LaunchError(f"--host {names!r} is not a list of different names.", remedy="Write --host node1,node2.")
+        raise LaunchError(
+            f"--host {names!r} is not a list of distinct names.", remedy="Pass a list such as --host node1,node2."
+        )
     if hosts is None:
         return [HostEntry(name) for name in wanted]
     known = [host.name for host in hosts]
     for name in wanted:
         if name not in known:
             raise LaunchError(
-                f"--host has the name {name!r}, which is not in the host file.",
-                remedy=f"Add it to the file or correct the name. {did_you_mean(name, known)}",
+                f"--host contains the name {name!r}, which is not in the host file.",
+                remedy=f"Add this machine to the host file, or correct the name. {did_you_mean(name, known)}",
             )
     return [host for host in hosts if host.name in wanted]
 
 
 def find_this_host(hosts: Sequence[HostEntry]) -> int:
-    """Find this machine in a list of hosts by its host name or addresses, and return its index."""
+    """Return the index of the local machine in a list of hosts, found by its host name or IP addresses."""
     full = {socket.gethostname().lower(), socket.getfqdn().lower()}
     short = {name.partition(".")[0] for name in full}
     names = [host.name.lower() for host in hosts]
@@ -91,11 +95,12 @@ def find_this_host(hosts: Sequence[HostEntry]) -> int:
     by_address = [i for i, name in enumerate(names) if _is_local_address(name)]
     if len(by_address) == 1:
         return by_address[0]
-    which = "no" if not by_address else "more than one"
+    which = "no entry" if not by_address else "more than one entry"
     raise LaunchError(
-        f"This machine, {socket.gethostname()!r}, matches {which} entry of {', '.join(host.name for host in hosts)}.",
+        f"This machine, {socket.gethostname()!r}, matches {which} of the host list "
+        f"{', '.join(host.name for host in hosts)}.",
         rule="The index of a machine in the list of hosts is its node rank.",
-        remedy=f"Correct the list, or pass the index: --node_rank {' or '.join(map(str, range(len(hosts))[:3]))}"
+        remedy=f"Correct the list, or pass the index with --node_rank {' or '.join(map(str, range(len(hosts))[:3]))}"
         + (" ..." if len(hosts) > 3 else ""),
     )
 

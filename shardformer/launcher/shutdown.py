@@ -1,8 +1,8 @@
-"""Shutdown of the processes of ``shardformer run`` after a failure or signal.
+"""Shuts down the processes of ``shardformer run`` after a failure or a signal.
 
 The launcher records which line of code each process was executing.
 
-A process that finishes its work on a signal, such as a trainer that saves a checkpoint, registers itself in advance,
+A process that needs time after a signal, such as a trainer that saves a checkpoint, registers itself in advance,
 because Python cannot run signal handlers during a long C++ call. If the launcher itself receives a signal, it waits
 until the registered processes have finished. A second signal ends all processes.
 """
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import PContext
 
 FOLDER = "SHARDFORMER_FINISHING"
-"""Environment variable set by the launcher: a folder in which such a process creates a file named after its PID."""
+"""Environment variable set by the launcher: the folder where a registered process creates a file named by its PID."""
 ENDED_FILE = "ended"  # file in this folder while the launcher ends all processes because one of them failed
 
 
 @contextmanager
 def register_graceful_shutdown() -> Iterator[None]:
-    """Request time from the launcher, for the duration of a block, to save after a signal."""
+    """Context manager that makes the launcher wait after a signal until this process has saved its work."""
     note = _registration_file(os.getpid())
     if note is not None:
         with suppress(OSError):  # the launcher then waits as for any other process
@@ -47,7 +47,7 @@ def register_graceful_shutdown() -> Iterator[None]:
 
 
 def shuts_down_gracefully(pid: int) -> bool:
-    """Return whether a process has requested time from the launcher to save after a signal."""
+    """Return whether the launcher should wait after a signal until a process has saved its work."""
     note = _registration_file(pid)
     return note is not None and note.exists()
 
@@ -69,23 +69,23 @@ def _registration_file(pid: int) -> Path | None:
 
 SHUTDOWN_TIMEOUT_S = 8
 """Time for processes to end after a signal. Scripts with slower SIGTERM handlers set --shutdown-timeout 60."""
-AT_ONCE_S = 3  # time after a second signal
-SAME_SIGNAL_S = 1.0  # signals within this time are one: a terminal and a wrapper may both send Ctrl-C
+AT_ONCE_S = 3  # time for processes to end after a second signal
+SAME_SIGNAL_S = 1.0  # signals within this time count as one, because a terminal and a wrapper may both send Ctrl-C
 POLL_S = 0.05
-CHECK_BEFORE_KILL_S = 0.5  # time before the kill at which the launcher checks which processes are still running
+CHECK_BEFORE_KILL_S = 0.5  # the launcher checks this long before it kills processes which of them are still running
 SHUTDOWN_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 NOISE = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
-"""Loggers of torch that warn about each forwarded signal. The report at the end replaces these warnings."""
+"""Loggers of torch that warn about each forwarded signal. The failure report replaces these warnings."""
 
 STUCK_PROCESSES: dict[int, str] = {}
-"""PID -> a description of why the process was still running shortly before the launcher killed it."""
+"""By PID, the reason why a process was still running shortly before the launcher killed it."""
 STACK_LOCATIONS: dict[int, str] = {}
-"""Rank -> the line of user code it was executing, for processes that the launcher ended before they failed."""
+"""By rank, the line of user code that a process was executing when the launcher ended it before it failed."""
 
 
 @contextmanager
 def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
-    """Set how long torch's launcher waits, for the duration of a block, before it kills processes after a signal."""
+    """Context manager that sets how long torch's launcher waits after a signal before it kills the processes."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     value = getattr(options, "shutdown_timeout", None) or os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE)
@@ -140,7 +140,7 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
 
 
 def _report_waiting(count: int, number: signal.Signals, seconds: float) -> None:
-    """Print at once that the launcher waits for processes to end, because it may wait some seconds."""
+    """Print that the launcher is waiting for processes to end, which may take several seconds."""
     processes = f"{count} process{'es' * (count > 1)}"
     again = "press Ctrl-C again" if number is signal.SIGINT else "send it again"
     print(
@@ -151,19 +151,19 @@ def _report_waiting(count: int, number: signal.Signals, seconds: float) -> None:
 
 
 def _running_processes(context: PContext) -> list[Any]:
-    """Return the running processes of torch's launcher as ``subprocess.Popen`` objects."""
+    """Return the processes of torch's launcher that are still running, as ``subprocess.Popen`` objects."""
     handlers: dict[int, Any] = getattr(context, "subprocess_handlers", {})
     return [handler.proc for handler in handlers.values() if handler.proc.poll() is None]
 
 
 def _finish_processes(processes: Sequence[Any], number: signal.Signals, timeout_s: float | None) -> None:
-    """Send a signal to processes, and wait until those that save have done so, and all of them have ended.
+    """Send a signal to processes, and wait until they have saved their work and exited.
 
-    The signal is not sent to their process groups as torch does, because it would end the data loading processes of a
-    process that finishes its step. Raises SignalException at a second signal.
+    Unlike torch, this does not signal their process groups, because that would end the data loading workers of a
+    process that is finishing its step. Raises SignalException at a second signal.
 
     Args:
-        timeout_s: Maximum time to wait. None waits as long as a process is registered, and then SHUTDOWN_TIMEOUT_S.
+        timeout_s: Maximum time to wait. If None, wait while a process is registered, and then SHUTDOWN_TIMEOUT_S.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -184,7 +184,7 @@ def _finish_processes(processes: Sequence[Any], number: signal.Signals, timeout_
 
 
 def _is_ending_on_signal() -> bool:
-    """Return whether the launcher ends its processes because of a signal, which torch raises as SignalException."""
+    """Return whether the launcher is shutting down because of a signal, which torch raises as SignalException."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     return isinstance(sys.exc_info()[1], SignalException)
@@ -199,7 +199,7 @@ def _read_stack_locations(error_files: Iterable[str]) -> None:
 
 
 def describe_stack_locations() -> list[str]:
-    """Describe which ranks were executing which line of user code, with the most common line last."""
+    """List which ranks were executing which line of user code, with the most common line last."""
     ranks: dict[str, list[int]] = {}
     for rank, place in sorted(STACK_LOCATIONS.items()):
         ranks.setdefault(place, []).append(rank)
@@ -233,7 +233,7 @@ def _record_stuck_processes(pids: list[int], number: signal.Signals, seconds: fl
 
 
 def _process_state(pid: int) -> str:
-    """Return the state of a process as a letter such as R, S or Z, or "" if it is not known."""
+    """Return the one-letter state of a process (such as R, S or Z) from ``/proc``, or "" if it is unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

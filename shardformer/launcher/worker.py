@@ -1,9 +1,9 @@
-"""Script that ``shardformer run`` starts in each process, which runs the user's script and records its errors.
+"""Entry point of the processes that ``shardformer run`` starts: runs the user's script and records its errors.
 
 An exception that ends the script is also written to the error file of torch's launcher, with a timestamp in
 microseconds, so that the launcher can report which rank failed first and why. SIGTERM, which the launcher sends when a
-rank has died, ends the script after a short delay: ranks that wait for the dead rank have time to raise their own
-error, and other ranks record their current stack location.
+rank has died, ends the script after a short delay. In this time, ranks that wait for the dead rank can raise their own
+error, and other ranks record the line that they are executing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ import types
 
 GRACE_S = 2.0
 TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
-"""Copied from ``shardformer.errors``, which is only imported if the script does."""
+"""Copied from ``shardformer.errors``, which this module does not import unless the script does."""
 
 
 def record_failure(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """Print an uncaught exception, and write it to the launcher's error file (used as ``sys.excepthook``).
+    """Print an uncaught exception and write it to the launcher's error file.
 
-    The traceback omits the frames of this file. A ``ShardFormerError`` is not printed, because the launcher prints it
-    once for all ranks. Ctrl-C, which every rank receives, is not printed either. SHARDFORMER_TRACEBACK=1 prints both.
+    This is the ``sys.excepthook`` of a worker. The traceback omits the frames of this file. A ``ShardFormerError`` is
+    not printed, because the launcher prints it once for all ranks. Ctrl-C, which every rank receives, is not printed
+    either. SHARDFORMER_TRACEBACK=1 prints both.
     """
     now = time.time()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -55,7 +56,7 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: types
 
 
 def record_stack_location() -> None:
-    """Write the current line of the main thread to the launcher's error file, unless it contains an error."""
+    """Write the line that the main thread is executing to the launcher's error file, unless that file exists."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if path and frame and not os.path.exists(path):
@@ -75,7 +76,7 @@ def _write_error_file(path: str, message: str, extra: dict[str, object]) -> None
 
 
 def _error_parts(error: BaseException) -> list[str] | None:
-    """Return the class name and texts of a ``ShardFormerError``, or None for other exceptions."""
+    """Return the class name and message parts of a ``ShardFormerError``, or None for other exceptions."""
     errors = sys.modules.get("shardformer.errors")
     if errors is None or not isinstance(error, errors.ShardFormerError):
         return None
@@ -83,7 +84,7 @@ def _error_parts(error: BaseException) -> list[str] | None:
 
 
 def _format_user_frame(stack: traceback.StackSummary) -> str:
-    """Format the innermost stack frame of user code as in a traceback, or return "" if there is none."""
+    """Format the innermost stack frame of user code as a traceback entry, or return "" if there is none."""
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     others = tuple(f"{folder}{os.sep}" for folder in (*libraries, package))
@@ -92,7 +93,7 @@ def _format_user_frame(stack: traceback.StackSummary) -> str:
 
 
 def delay_sigterm() -> None:
-    """Delay the exit after SIGTERM by 2 s, unless the script installs its own signal handler.
+    """Make the process exit 2 seconds after SIGTERM, unless the script installs its own signal handler.
 
     A rank that waits for another rank is inside a call of torch, where Python runs no signal handlers. Therefore a
     thread waits for the signal.

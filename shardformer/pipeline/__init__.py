@@ -1,4 +1,4 @@
-"""Pipeline parallelism: stages, micro-batch schedules and losses of micro-batches."""
+"""Pipeline parallelism: pipeline stages, micro-batch schedules, and the losses of micro-batches."""
 
 from __future__ import annotations
 

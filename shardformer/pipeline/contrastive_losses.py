@@ -1,8 +1,8 @@
 """Detects losses that compare the samples of a batch with each other, such as contrastive losses.
 
-Such a loss is not the mean of its micro-batches' losses, because each micro-batch and data rank compares only its own
-samples. ``gather_over_data`` gives every data rank the samples of all. A ``Trial`` detects such a loss in the first
-step: it runs a few samples separately and together, without gradients.
+Such a loss is not the mean of the losses of its micro-batches, because each micro-batch and data rank compares only its
+own samples. ``gather_over_data`` gives every data rank the samples of all ranks. A ``Trial`` detects such a loss in the
+first step, by running a few samples separately and together, without gradients.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ DTYPE_ROUNDINGS = 8
 REPEAT_TOLERANCE = 1e-2
 """Tolerance of a repeated computation, as a share of the tolerance of different ones."""
 SAMPLES_PER_PART = 2
-"""Samples in each of A and B if the batch has enough. BatchNorm needs more than one."""
+"""Number of samples in each of A and B if the batch has enough. BatchNorm needs more than one."""
 
 
 def gather_over_data(x: Tensor, context: Any) -> Tensor:
-    """All-gather a tensor of samples over the data ranks, with gradients.
+    """All-gather a tensor over the data parallel ranks along dim 0, with gradients.
 
-    Use it in a ``loss_fn`` that compares all samples of the batch. Every data rank then computes the loss of the full
-    batch, and the mean over data ranks has the gradients of one device. Requires one micro-batch.
+    Use this in a ``loss_fn`` that compares all samples of the batch. Every data rank then computes the loss of the full
+    batch, and the mean over data ranks has the same gradients as training on one device. Requires one micro-batch.
 
     >>> def contrastive(output, batch):                                                           # doctest: +SKIP
     ...     images, texts = (shardformer.pipeline.gather_over_data(x, engine.context) for x in output)
     ...     return torch.nn.functional.cross_entropy(images @ texts.T, torch.arange(len(images)))
 
-    Communicates over data: in the forward pass one all-gather of the numbers of samples and one of the tensor, in the
-    backward pass one all-reduce of the gathered size.
+    Communicates over data: in the forward pass one all-gather of the numbers of samples and one of the tensor, and in
+    the backward pass one all-reduce of the gathered size.
 
     Args:
-        x: this rank's samples along dim 0. Their number may differ between ranks.
+        x: a tensor with this rank's samples along dim 0. Ranks may have different numbers of samples.
         context: the parallel context that ``launch_from_torch`` returned, or ``engine.context``.
     """
     if not isinstance(context, ParallelContext):
@@ -97,7 +97,7 @@ class _GatherSamples(Function):
 
 
 class Finding(IntEnum):
-    """Result of one rank's trial: whether the loss compares the samples of a batch."""
+    """The result of one rank's trial, which shows whether the loss compares the samples of a batch."""
 
     INDEPENDENT = 0
     INCONCLUSIVE = 1  # the loss cannot be computed in a trial, or the step itself rejects it
@@ -107,12 +107,13 @@ class Finding(IntEnum):
 
 
 def merge_findings(rank_results: Sequence[Sequence[int]]) -> list[int] | None:
-    """Merge the trial results of all ranks. Returns None if the loss is random and the results are inconclusive.
+    """Combine the trial results of all ranks, or return None if they are inconclusive because the loss is random.
 
-    A loss that is not repeatable without random numbers reads samples of other data ranks, which change in between.
+    A loss that is not repeatable and draws no random numbers reads samples of other data ranks, which differ between
+    repetitions.
 
     Args:
-        rank_results: (finding, whether random numbers were drawn) of each rank.
+        rank_results: the finding of each rank, and whether it drew random numbers.
     """
     found = [finding for finding, _ in rank_results]
     if Finding.NOT_REPEATABLE not in found:
@@ -122,7 +123,7 @@ def merge_findings(rank_results: Sequence[Sequence[int]]) -> list[int] | None:
 
 @dataclass(frozen=True)
 class Trial:
-    """Comparison of the losses of two groups of samples, separately (A, B) and as one batch (AB).
+    """Two small groups of samples (A and B) whose losses are compared with the loss of both as one batch (AB).
 
     Args:
         parts: A and B.
@@ -139,14 +140,14 @@ class Trial:
     rejects_unknown: bool
 
     def list_micro_batches(self, data_rank: int) -> list[Batch]:
-        """Return the six micro-batches of the trial: A, B, A, B, AB, and a repetition.
+        """Return the six micro-batches of the trial: A, B, A, B, AB, and finally A or B again.
 
-        The first two have weighted losses. The first data rank repeats A, the others repeat B.
+        The first two have weighted losses. The first data rank repeats A, and the other ranks repeat B.
         """
         return [*self.parts, *self.parts, self.both, self.parts[min(data_rank, 1)]]
 
     def classify(self, losses: Sequence[float], *, data_rank: int, eps: float) -> Finding:
-        """Classify a loss function by its losses of the trial's micro-batches.
+        """Decide from the losses of the trial's micro-batches whether the loss function compares samples.
 
         Args:
             losses: weighted A plus weighted B, A, B, AB, and the repetition.
@@ -168,12 +169,13 @@ class Trial:
 def make_trial(
     batch: Batch, main: str | None, ids: Ids, *, needs_full_samples: bool, uses_counts: bool, rejects_unknown: bool
 ) -> Trial | None:
-    """Create a trial from the first samples of a batch. Returns None if the samples cannot be separated.
+    """Create a trial from the first samples of a batch, or return None if the samples cannot be separated.
 
     Args:
         main, ids: as in ``split_batch``.
         needs_full_samples: whether other ranks wait for a rank whose forward pass fails, so that only valid batches may
-        run. uses_counts, rejects_unknown: as in ``Trial``.
+            run.
+        uses_counts, rejects_unknown: as in ``Trial``.
     """
     try:
         size = batch_size_of(batch, main)
@@ -237,7 +239,7 @@ class TrialOutputs(LastStageOutputs):
 
 
 class _DeferredLossWeights(LossWeights):
-    """Loss weights that raise errors after the model's forward pass instead of inside it."""
+    """Loss weights that delay errors until the end of the model's forward pass."""
 
     _first_error: Exception | None = None
 
@@ -257,11 +259,10 @@ class _DeferredLossWeights(LossWeights):
 
 @contextmanager
 def restore_after_trial(model: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
-    """Context manager for a trial forward pass that restores the model's random states, buffers and attributes on exit.
+    """Context manager that undoes the side effects of a trial forward pass on random state, buffers and attributes.
 
-    Disables the forward hooks that the user registered.
-
-    Yields a list, which on exit contains the modules that wrote to their buffers.
+    Disables the forward hooks that the user registered. Yields a list, which on exit contains the modules that wrote to
+    their buffers.
     """
     buffer_writers: list[nn.Module] = []
     package = __name__.partition(".")[0]
@@ -274,7 +275,7 @@ def restore_after_trial(model: nn.Module, device: torch.device) -> Iterator[list
         for each, registered in hooks:
             for number in [number for number, hook in registered.items() if _is_user_hook(hook)]:
                 del each[number]
-        # recorders must not see the trial
+        # recorders must not record the trial
         with torch.no_grad(), fork_random_state(device), eager, disable_current_modes():
             yield buffer_writers
     finally:
@@ -293,7 +294,7 @@ def restore_after_trial(model: nn.Module, device: torch.device) -> Iterator[list
 
 
 def _is_user_hook(hook: Any) -> bool:
-    """Return whether a hook is defined in the user's code instead of a library."""
+    """Return whether a hook is defined in the user's code and not in a library."""
     while isinstance(hook, partial):
         hook = hook.func
     package, root = (str(name).partition(".")[0] for name in (__name__, getattr(hook, "__module__", "")))
@@ -302,7 +303,7 @@ def _is_user_hook(hook: Any) -> bool:
 
 
 def warn_of_batch_statistics(division: str) -> None:
-    """Warn that BatchNorm computes statistics of the parts of a batch, which is divided as ``division`` describes."""
+    """Warn that BatchNorm computes separate statistics for each part of a batch."""
     warnings.warn(
         "The model computes statistics over the batch (BatchNorm in training mode), but the batch is divided "
         f"{division}. Each part uses its own statistics, so loss and weights differ from training on one "
@@ -315,12 +316,12 @@ def warn_of_batch_statistics(division: str) -> None:
 def report_finding(
     findings: Sequence[int], division: str, is_exact: bool, allows_gather: bool, only_normalizes: bool
 ) -> None:
-    """Raise ConfigError or warn if the loss compares samples that are in different micro-batches or data ranks.
+    """Raise ConfigError or warn if the loss compares samples in different micro-batches or on different data ranks.
 
     Args:
         findings: findings of all ranks.
-        division: description of the parts of the batch.
-        is_exact: whether the loss must equal the full batch's loss: the user did not choose a mean of the parts.
+        division: how the batch is divided, as part of a sentence.
+        is_exact: whether the loss must equal that of the full batch: the user did not choose a mean of the parts.
         allows_gather: whether a loss may gather the samples of all data ranks, which needs one micro-batch.
         only_normalizes: whether samples interact only in training mode, by batch statistics.
     """
@@ -338,9 +339,9 @@ def report_finding(
     if is_exact:
         raise ConfigError(
             what,
-            rule="The loss of a divided batch is the weighted mean or the sum of the losses of its parts.",
-            remedy="Use one micro-batch on one data rank, or one micro-batch and a loss_fn that gathers the embeddings "
-            "with gather_over_data. To train on the mean of the parts' losses, pass loss_weight, or "
+            rule="If a batch is divided, its loss is the weighted mean or the sum of the losses of its parts.",
+            remedy="Use one micro-batch, and with several data ranks a loss_fn that gathers the embeddings with "
+            "gather_over_data. To train on the mean of the parts' losses instead, pass loss_weight, or "
             "ParallelConfig(average_loss_over='ranks') for data ranks. See docs/engine.md.",
         )
     warnings.warn(

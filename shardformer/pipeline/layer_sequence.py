@@ -1,8 +1,8 @@
-"""Layers of a model in execution order, with their costs and the parameters that belong to each layer.
+"""The layers of a model in execution order, their costs, and the parameters that belong to each layer.
 
-The sequence contains *layer calls*. Most layers are called once; ALBERT calls one layer repeatedly. The sequence joins
-all stacks in execution order: an encoder's layers precede the decoder's. Modules before a stack (embeddings) belong to
-its first layer call, modules after it (final norm, pooler, head) to its last.
+The sequence contains *layer calls*. Most layers are called once, but ALBERT calls one layer repeatedly. The sequence
+joins all stacks in execution order, so an encoder's layers precede the decoder's. Modules before a stack (embeddings)
+belong to its first layer call, and modules after it (final norm, pooler, head) to its last.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Record = TypeVar("Record", bound=Any)
 
 
 def prepend_path(record: Record, path: str, *fields: str) -> Record:
-    """Return a copy of a dataclass in which ``path`` precedes the module paths in ``fields``.
+    """Return a copy of a dataclass in which ``path`` is prepended to the module paths in ``fields``.
 
-    Drops a trailing ``?`` of these paths.
+    Removes a trailing ``?`` from these paths.
     """
     return replace(record, **{field: _prepend_path(path, getattr(record, field)) for field in fields})
 
@@ -50,15 +50,15 @@ def _prepend_path(prefix: str, paths: Any) -> Any:
 )
 @dataclass(frozen=True, kw_only=True)
 class PipelineHints:
-    """Assignment of modules outside a stack's layers (embeddings, norms, heads) to pipeline stages.
+    """Assigns the modules outside a stack of layers, such as embeddings and heads, to pipeline stages.
 
     Args:
         with_first_layer, with_last_layer: paths of modules that belong to the first or the last layer of the stack.
             Only needed if the registration order does not imply it.
         shared_from_first: attributes of the first layer, including modules, that the first layer of every stage needs.
         on_every_stage: paths of modules that every stage of this stack needs.
-        num_outputs: number of values that a layer returns; 0 if it returns only the hidden states. None: 0 if the
-            forward pass is annotated to return a tensor, 1 otherwise.
+        num_outputs: number of values that a layer returns, or 0 if it returns only the hidden states. None means 0 if
+            the return annotation of `forward` is a tensor, and 1 otherwise.
     """
 
     with_first_layer: Sequence[str] = ()
@@ -68,7 +68,7 @@ class PipelineHints:
     num_outputs: int | None = 0
 
     def resolve_num_outputs(self, layers: nn.Module) -> PipelineHints:
-        """Return the hints, with ``num_outputs=None`` replaced by the number of outputs of a layer."""
+        """Return these hints with ``num_outputs=None`` replaced with the number of outputs of a layer."""
         if self.num_outputs is not None:
             return self
         forward = type(next(layers.children())).forward
@@ -95,13 +95,13 @@ class SequenceParallelHints:
             attention modules. The sequence is all-gathered around them.
         gather_with_blocks: modules that receive the full sequence together with the blocks inside them, such as an MLP
             whose experts receive tokens in another order.
-        per_token_args: arguments of shape (B, S, ...) that have one entry per token, besides the hidden states. A
-            layer's arguments are given by name, those of a module in ``gather_with_blocks`` after its path
-            ("mixer.gate").
+        per_token_args: arguments of shape (B, S, ...) that have one entry per token, besides the hidden states. Write
+            the name of a layer's argument ("gate"), or the path and the argument of a module in
+            ``gather_with_blocks`` ("mixer.gate").
         token_free_modules: modules without a sequence dimension, such as a time-step embedding that scales all tokens.
             The gradients of their outputs are summed over the ranks.
         between: whether the model's code between two layers reads all positions, for example to add image features to
-            some of them. The output of a layer is then all-gathered when it is read, not in the next layer.
+            some of them. The output of a layer is then all-gathered when it is read, instead of in the next layer.
     """
 
     gather_modules: Sequence[str] = ()
@@ -113,18 +113,18 @@ class SequenceParallelHints:
 
 @dataclass(frozen=True)
 class StackDescription:
-    """Stack of layers of a model, which sequence parallelism shards and a pipeline partitions into stages.
+    """A stack of layers in a model, which can be split into pipeline stages or sharded by sequence parallelism.
 
     Args:
         layers: path of the ModuleList.
         final_norm: path of the norm after the stack, which still runs on a sequence shard.
-        context: (path of a module, name of its argument) that receives states of the previous stack for all layers;
-            None: the states become the hidden states of the first layer.
+        context: (path of a module, name of its argument) through which all layers receive the output of the previous
+            stack. If None, this output becomes the hidden states of the first layer.
         whole_sequence: reason why sequence parallelism does not shard this stack, whose blocks keep the full sequence.
-        reads_context: whether blocks enter the tensor-parallel region with the context.
-        layer_calls: path of the layer that each call runs, in order. Default: each layer once.
-        stages: what pipeline stages need.
-        sequence: what sequence parallelism needs.
+        reads_context: whether the context is an input of tensor-parallel blocks.
+        layer_calls: path of the layer that each call runs, in order. By default, each layer runs once.
+        stages: hints for pipeline stages.
+        sequence: hints for sequence parallelism.
     """
 
     layers: str
@@ -137,16 +137,16 @@ class StackDescription:
     sequence: SequenceParallelHints = SequenceParallelHints()
 
     def within(self, path: str) -> StackDescription:
-        """Return this stack with ``path`` prepended to all module paths, for a model that contains this one."""
+        """Return this stack for a larger model that contains the model at ``path``."""
         own = prepend_path(self, path, "layers", "final_norm", "layer_calls")
         stages = prepend_path(self.stages, path, "with_first_layer", "with_last_layer", "on_every_stage")
         context = self.context and (_prepend_path(path, self.context[0]), self.context[1])
         return replace(own, context=context, stages=stages)
 
     def get_activation_layout(self, stream: ActivationLayout) -> ActivationLayout:
-        """Return the layout of the activations inside this stack.
+        """Return how the activations inside this stack are sharded.
 
-        If the stack needs full sequences, omits the sequence shards that start at a stack.
+        If the stack needs full sequences, this omits sequence sharding that starts at a stack.
 
         Args:
             stream: layout of the activations of the model.
@@ -157,12 +157,12 @@ class StackDescription:
 
     @property
     def repeats_layers(self) -> bool:
-        """Whether a layer is called more than once."""
+        """Whether any layer is called more than once."""
         return len(set(self.layer_calls)) < len(self.layer_calls)
 
 
 def _list_layer_paths(layers: nn.Module, path: str) -> tuple[str, ...]:
-    """Return the path of each layer in a ModuleList. A layer that occurs repeatedly has the path of its first place."""
+    """Return the path of each layer in a ModuleList. A layer that occurs twice has the path of its first occurrence."""
     first: dict[int, str] = {}
     return tuple(first.setdefault(id(m), f"{path}.{name}") for name, m in layers._modules.items() if m is not None)
 
@@ -173,13 +173,13 @@ LayerRange = range
 
 @dataclass(frozen=True)
 class LayerSequence:
-    """The stacks of a model in execution order."""
+    """The stacks of layers in a model, such as an encoder and a decoder, in execution order."""
 
     stacks: tuple[StackDescription, ...]
 
     @classmethod
     def of(cls, model: nn.Module, stacks: Sequence[StackDescription]) -> LayerSequence:
-        """Create the layer sequence of a model from its stacks, except stacks without layers."""
+        """Create the layer sequence of a model from its stacks. Stacks without layers are ignored."""
         found = []
         for at, stack in enumerate(stacks):
             layers = _list_layer_paths(model.get_submodule(stack.layers), stack.layers)
@@ -193,15 +193,15 @@ class LayerSequence:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Index of the first layer call of each stack."""
+        """The index of the first layer call of each stack."""
         return tuple(accumulate((len(s.layer_calls) for s in self.stacks[:-1]), initial=0))[: len(self.stacks)]
 
     def find_stack_index(self, layer: int) -> int:
-        """Return the index of the stack that contains a layer call."""
+        """Return the index of the stack that contains the layer call with index ``layer``."""
         return max(i for i, start in enumerate(self.starts) if start <= layer)
 
     def list_received_states(self, layer: int) -> tuple[str, ...]:
-        """Return the names of the activations that a stage receives if it starts at ``layer``: "hidden", "context"."""
+        """Return which activations a stage receives if it starts at ``layer``: "hidden", "context" or both."""
         if layer == 0:
             return ()
         index = self.find_stack_index(layer)
@@ -210,24 +210,24 @@ class LayerSequence:
         return (() if begins and has_context else ("hidden",)) + (("context",) if has_context else ())
 
     def stage_ranges(self, bounds: Sequence[int]) -> list[LayerRange]:
-        """Return the range of layers of each pipeline stage, from the bounds of a partition."""
+        """Convert the stage bounds of a partition to one range of layers per pipeline stage."""
         return [LayerRange(a, b) for a, b in pairwise(bounds)]
 
 
 def owner_layers(model: nn.Module, layers: LayerSequence) -> dict[str, frozenset[int]]:
-    """Map the name of each parameter and buffer to the layer calls that it belongs to.
+    """Map the name of each parameter and buffer to the indices of the layer calls that it belongs to.
 
     Tensors inside a layer belong to every call of the layer. All other tensors belong to the first or last layer of a
     stack. Modules registered before a stack's first layer belong to that layer. Modules registered after it, or inside
-    the module that contains the previous stack, belong to the previous stack's last layer. The stack's ``stages`` hints
-    override this.
+    the module that contains the previous stack, belong to the previous stack's last layer. ``PipelineHints`` override
+    this.
     """
     order = {name: at for at, name in enumerate(_list_tensor_names(model))}
     return {name: frozenset(_find_owner_layers(name, layers, order)) for name in order}
 
 
 def owner_stages(owners: Mapping[str, frozenset[int]], spans: Sequence[LayerRange]) -> dict[str, frozenset[int]]:
-    """Map the name of each parameter and buffer to the virtual stages that have it."""
+    """Map the name of each parameter and buffer to the virtual pipeline stages that store it."""
     return {
         name: frozenset(v for v, span in enumerate(spans) if any(layer in span for layer in indices))
         for name, indices in owners.items()
@@ -259,7 +259,7 @@ def _find_owner_layers(name: str, layers: LayerSequence, order: Mapping[str, int
 
 
 def _find_adjacent_layer(name: str, layers: LayerSequence, order: Mapping[str, int]) -> int:
-    """Return the layer call that a parameter outside the layers belongs to, from the order of registration."""
+    """Assign a parameter outside the layers to the first or last layer of a stack, by the order of registration."""
     starts = layers.starts
     firsts = [min(at for n, at in order.items() if _is_inside(n, s.layer_calls[0])) for s in layers.stacks]
     later = [i for i, first in enumerate(firsts) if order[name] < first]
@@ -283,15 +283,15 @@ def _is_inside(name: str, path: str) -> bool:
 
 
 def no_layers_error(model: nn.Module, size: str, notes: Sequence[str] = ()) -> ConfigError:
-    """Return the error for a pipeline over a model whose policy describes no stack of layers.
+    """Return the error for pipeline parallelism with a model whose policy describes no stack of layers.
 
     Args:
-        notes: reasons that the policy reports.
+        notes: the reasons that the policy reports.
     """
     why = f". {' '.join(notes).removesuffix('.')}" if notes else ""
     return ConfigError(
         f"pipe={size} requires a stack of layers, but the policy of {type(model).__name__} describes no stack{why}.",
-        remedy="Omit pipe, or describe the stack in a policy: Policy.stacks() or RolePolicy(stack=...).",
+        remedy="Omit pipe, or describe the stack in a policy with Policy.stacks() or RolePolicy.stack.",
     )
 
 
@@ -300,9 +300,9 @@ MIN_COST = 1e-9
 
 
 def estimate_layer_costs(model: nn.Module, chain: LayerSequence, owners: Mapping[str, frozenset[int]]) -> list[float]:
-    """Estimate the cost of each layer call as the number of weight elements that a token is multiplied by.
+    """Estimate the cost of each layer call by the number of weights that each token is multiplied with.
 
-    Embedding lookups are free. Modules before and after a stack count for its first and last layer.
+    Embedding lookups count as free. Modules before and after a stack count for its first and last layer.
     """
     layer_calls = chain.layer_calls
     costs = [MIN_COST + _count_matrix_elements(model, model.get_submodule(path)) for path in layer_calls]
@@ -331,9 +331,9 @@ def _count_matrix_elements(model: nn.Module, module: nn.Module) -> float:
 def measure_layer_costs(
     model: nn.Module, chain: LayerSequence, run: Callable[[], Any], rounds: int, device: torch.device
 ) -> list[float]:
-    """Measure the forward time of each layer call in seconds, as the minimum over ``rounds`` forward passes.
+    """Measure the time of each layer call in seconds, as the minimum over ``rounds`` forward passes.
 
-    The time between two layers counts for the second, the time after the last layer for the last.
+    The time between two layers counts for the second layer, and the time after the last layer for the last layer.
     """
     marks: list[float] = []
 

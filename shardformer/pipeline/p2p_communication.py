@@ -27,10 +27,10 @@ TO_NEXT_STAGE, TO_PREVIOUS_STAGE = 1, 2
 
 
 class PointToPoint:
-    """Point-to-point sends and receives between ranks of the pipe axis, in order within each direction.
+    """Sends and receives tensors between pipeline ranks. Messages in the same direction keep their order.
 
-    A transport that serializes the messages of two ranks is duplicated, so that activations and gradients do not wait
-    for each other. All processes must construct their PointToPoint at the same time.
+    If a transport serializes the messages of two ranks, a second one is opened, so that activations and gradients do
+    not wait for each other. All processes must construct their PointToPoint at the same time.
     """
 
     def __init__(self, context: ParallelContext) -> None:
@@ -40,7 +40,7 @@ class PointToPoint:
             self._transports[TO_PREVIOUS_STAGE] = context.world.connect(context.grid.rank_groups("pipe"))
 
     def send(self, x: Tensor, to: int, purpose: str) -> PendingCollective:
-        """Start an asynchronous send of a contiguous tensor, which must not change until the send completes."""
+        """Send a contiguous tensor asynchronously. The tensor must not change until the send completes."""
         tag = TO_NEXT_STAGE if to > self.axis.rank else TO_PREVIOUS_STAGE
         event = record("send", self.axis, bytes_of(x), purpose, ranks=2)
         return PendingCollective([self._transports[tag].send(x, to, tag)], lambda: x, event)
@@ -53,12 +53,12 @@ class PointToPoint:
 
 HEADER_BYTES = 1024
 PREFETCHED_MESSAGES = 4
-"""Number of receives posted ahead per rank. gloo starts a transfer only when its receive is posted."""
+"""Number of receives that are posted ahead per rank. gloo starts a transfer only when its receive is posted."""
 
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Shape, dtype and sharding of one tensor in a message between stages.
+    """The shape, dtype and sharding of a tensor that is sent between stages.
 
     Args:
         requires_grad: whether the tensor needs a gradient.
@@ -80,7 +80,7 @@ TensorMetas = tuple[TensorMeta, ...]
 
 @dataclass
 class _PostedMessage:
-    """Message from another stage whose asynchronous receives are posted.
+    """A message from another stage that this rank has started to receive asynchronously.
 
     If the shapes are unknown, the receive of a header with the shapes is posted first.
     """
@@ -93,7 +93,7 @@ class _PostedMessage:
 
 @dataclass
 class _MessageQueue:
-    """Messages expected from one rank of the pipe axis, in the order in which that rank sends them."""
+    """The messages that this rank expects from another pipeline rank, in the order in which they are sent."""
 
     source: int
     expected: deque[Action]
@@ -108,8 +108,8 @@ class StageExchange:
     stages. ``waiting_for`` is the rank of the pipe axis whose message this rank is waiting for.
 
     Args:
-        point_to_point: communication along the pipe axis.
-        tensor: the tensor axis. Replicated tensors are sent in shards over it and all-gathered by the receivers.
+        point_to_point: sends and receives along the pipe axis.
+        tensor: the tensor axis. Each of its ranks sends one shard of a replicated tensor. The receivers all-gather it.
     """
 
     def __init__(self, point_to_point: PointToPoint, tensor: Axis, device: torch.device) -> None:
@@ -125,14 +125,14 @@ class StageExchange:
 
     @property
     def traffic(self) -> CollectiveLog:
-        """Log of this process's collectives."""
+        """The log of this process's collectives."""
         return self._point_to_point.axis.traffic
 
     def begin_step(self, schedule: Schedule, keys: Sequence[Hashable]) -> None:
-        """Reset the queues of messages at the start of a training step.
+        """Reset the message queues at the start of a training step.
 
         Args:
-            keys: one key per micro-batch, equal for micro-batches with equal activation shapes.
+            keys: one key per micro-batch. Micro-batches with equal activation shapes have equal keys.
         """
         self._schedule, self._keys = schedule, keys
         self._arrived.clear()
@@ -142,7 +142,7 @@ class StageExchange:
     def send(self, action: Action, tensors: list[Tensor | None], is_sharded: Sequence[bool]) -> None:
         """Send activations to the next stage, or gradients to the previous stage.
 
-        Gradients are passed for the tensors that need one; None stands for zero.
+        Only tensors that require a gradient have an entry in a list of gradients. An entry of None means zero.
         """
         receiver = self._schedule.placement[action.receiver_stage]
         key = self._boundary_key(action)
@@ -157,7 +157,7 @@ class StageExchange:
                 raise InputError(
                     f"A stage computed activations of shapes {[s.sizes for s in metas]}, but for an earlier "
                     f"micro-batch of the same shape it computed {[s.sizes for s in self.known[key]]}.",
-                    remedy="Pad the batch so that its shape determines the shapes of all activations.",
+                    remedy="Pad the inputs so that micro-batches of equal shape also have activations of equal shape.",
                 )
             parts = [t.detach() for t in parts]
             if receiver != self._rank and is_new:
@@ -187,17 +187,17 @@ class StageExchange:
             self._sent.popleft()
 
     def prefetch(self) -> None:
-        """Post receives for the next messages of all ranks, to overlap the transfers with computation."""
+        """Start to receive the next messages of all ranks, to overlap communication with computation."""
         for incoming in self._incoming.values():
             self._post_next_receives(incoming)
 
     def receive_activations(self, stage: int, micro_batch: int) -> tuple[list[Tensor], TensorMetas]:
-        """Wait for the activations that virtual stage ``stage`` receives for a micro-batch, and their metadata."""
+        """Wait for the input activations of a virtual stage for a micro-batch; return them and their metadata."""
         parts = self._receive(Action(ActionKind.FORWARD, stage - 1, micro_batch))
         return parts, self.known[stage, self._keys[micro_batch]]
 
     def receive_gradients(self, stage: int, micro_batch: int, kind: ActionKind) -> list[Tensor]:
-        """Wait for the gradients of the activations that virtual stage ``stage`` sent for a micro-batch."""
+        """Wait for the gradients of the activations that a virtual stage sent to the next stage."""
         return self._receive(Action(kind, stage + 1, micro_batch))
 
     def _receive(self, action: Action) -> list[Tensor]:
@@ -259,13 +259,14 @@ class StageExchange:
         return [self._gather_full(part, shape) for part, shape in zip(posted.parts, metas, strict=True)]
 
     def _infer_metas(self, boundary: int, key: Hashable) -> TensorMetas:
-        """Infer the metadata of activations from the nearest earlier stage, in a trace that receives no headers."""
+        """Take the shapes of activations from the nearest earlier stage, because a traced rank receives no headers."""
         metas_at = {**self.given, **self.known}
         earlier = {b: metas for (b, k), metas in metas_at.items() if k == key and b <= boundary}
         if not earlier:
             raise ConfigError(
                 f"Virtual stage {boundary} cannot be traced, because the shapes of its input activations are unknown.",
-                remedy="First trace stage 0 with the same batch, and assign its exchange.known to exchange.given.",
+                remedy="Trace stage 0 first with the same batch, and set pipeline.exchange.given to the "
+                "exchange.known of stage 0.",
             )
         return earlier[max(earlier)]
 

@@ -1,4 +1,4 @@
-"""Partition a sequence of layers into contiguous pipeline stages, each with at least one layer.
+"""Partitions a sequence of layers into contiguous pipeline stages, each with at least one layer.
 
 A partition of ``n`` layers into ``p`` stages is a list of ``p + 1`` bounds: stage ``i`` runs layers ``bounds[i]`` to
 ``bounds[i + 1] - 1``.
@@ -14,12 +14,12 @@ from typing import Any
 from shardformer.errors import ConfigError, check_argument, check_choice
 
 PARTITION_METHODS = ("balanced", "uniform")
-"""Names of the partition methods. A partition is one of these or the number of layers of each virtual stage."""
+"""Names of the partition methods. A partition is one of these, or a list with a number of layers per virtual stage."""
 RENAMED_METHODS = {"cost": "balanced", "even": "uniform"}
 
 
 def check_partition(partition: Any, layer_costs: Any = None, recompute_layers: Any = None) -> None:
-    """Raise ConfigError if an argument of ``PipelineStageManager`` has the wrong type."""
+    """Raise ConfigError if ``partition``, ``layer_costs`` or ``recompute_layers`` is invalid."""
     rule = "partition must be 'balanced', 'uniform' or a sequence of layer counts, one per virtual stage"
     if isinstance(partition, str):
         check_choice("partition", partition, PARTITION_METHODS, rule)
@@ -31,7 +31,8 @@ def check_partition(partition: Any, layer_costs: Any = None, recompute_layers: A
     check_argument("layer_costs", layer_costs, layer_costs is None or are_costs, rule, remedy)
     if layer_costs is not None and partition != "balanced":
         raise ConfigError(
-            f"partition={partition!r} does not use layer_costs.", remedy="Omit layer_costs or use partition='balanced'."
+            f"layer_costs has no effect with partition={partition!r}.",
+            remedy="Omit layer_costs, or use partition='balanced'.",
         )
     are_counts = isinstance(recompute_layers, Sequence) and not isinstance(recompute_layers, str)
     is_right = recompute_layers is None or are_counts or type(recompute_layers) is int
@@ -40,10 +41,10 @@ def check_partition(partition: Any, layer_costs: Any = None, recompute_layers: A
 
 
 def partition_balanced(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Return the stage bounds that minimize the cost of the most expensive pipeline stage.
+    """Partition layers so that the most expensive pipeline stage is as cheap as possible; return the stage bounds.
 
-    Ties prefer the most even layer counts (smallest sum of squares), then fewer layers in the earlier stages, which
-    keep more micro-batches in flight.
+    Among equal partitions, this prefers even layer counts (the smallest sum of squares), then fewer layers in earlier
+    stages, which keep more micro-batches in flight.
 
     >>> partition_balanced([1, 1, 1, 1, 4], 2)
     [0, 4, 5]
@@ -51,9 +52,9 @@ def partition_balanced(costs: Sequence[float], num_stages: int) -> list[int]:
     [0, 2, 5]
 
     Args:
-        costs: cost of each layer, including the embedding in the first and the head in the last.
+        costs: cost of each layer. The first includes the embedding, and the last the head.
 
-    Raises ConfigError for more stages than layers, or an invalid cost.
+    Raises ConfigError if there are more stages than layers, or a cost is invalid.
     """
     _check_counts(len(costs), num_stages)
     _check_costs(costs)
@@ -66,18 +67,18 @@ def partition_balanced(costs: Sequence[float], num_stages: int) -> list[int]:
 
 
 def partition_uniform(layers: int, num_stages: int) -> list[int]:
-    """Return the stage bounds that give each pipeline stage the same number of layers.
+    """Give each pipeline stage the same number of layers, and return the stage bounds.
 
-    If the number of layers is not divisible, the extra layers go to the middle stages, later ones first because earlier
-    stages keep more micro-batches in flight. Then follow the first stage, which also computes the embedding, and the
-    last, which also computes head and loss.
+    Extra layers, if the number is not divisible, go to the middle stages: to later ones first, because earlier stages
+    keep more micro-batches in flight. The next ones go to the first stage, which also computes the embedding, and then
+    to the last, which also computes the head and the loss.
 
     >>> partition_uniform(12, 4)
     [0, 3, 6, 9, 12]
     >>> partition_uniform(14, 4)
     [0, 3, 7, 11, 14]
 
-    Raises ConfigError for more stages than layers.
+    Raises ConfigError if there are more stages than layers.
     """
     _check_counts(layers, num_stages)
     each, extra = divmod(layers, num_stages)
@@ -89,7 +90,7 @@ def partition_uniform(layers: int, num_stages: int) -> list[int]:
 
 
 def partition_explicit(counts: Sequence[int], layers: int, num_stages: int) -> list[int]:
-    """Return the stage bounds for the number of layers that the user specified for each stage.
+    """Convert the user's number of layers per stage to stage bounds.
 
     >>> partition_explicit([3, 4, 4, 1], 12, 4)
     [0, 3, 7, 11, 12]
@@ -102,12 +103,12 @@ def partition_explicit(counts: Sequence[int], layers: int, num_stages: int) -> l
     remedy = f"Pass {num_stages} counts that sum to {layers}, such as {example}"
     if len(counts) != num_stages:
         stages = "1 stage" if len(counts) == 1 else f"{len(counts)} stages"
-        raise ConfigError(f"{shown} describes {stages} instead of {num_stages}.", remedy=remedy)
+        raise ConfigError(f"{shown} specifies {stages}, but the pipeline has {num_stages}.", remedy=remedy)
     for stage, count in enumerate(counts):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(
                 f"{shown} assigns {count!r} layers to stage {stage}.",
-                rule="Each stage needs at least one layer.",
+                rule="Each stage must have at least one layer.",
                 remedy=remedy,
             )
     total = sum(counts)
@@ -131,13 +132,13 @@ def _format_layers(start: int, end: int) -> str:
 def _check_counts(layers: int, num_stages: int) -> None:
     if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
         raise ConfigError(
-            f"The number of pipeline stages is {num_stages!r}, which is not a positive int.",
+            f"The number of pipeline stages is {num_stages!r}, but it must be a positive int.",
             remedy=f"Use 1 to {layers} stages" if layers > 1 else "Use 1 stage",
         )
     if num_stages > layers:
         which = f"1 to {layers} stages" if layers > 1 else "1 stage"
         raise ConfigError(
-            f"A model with {layers} layer{'s' if layers != 1 else ''} cannot fill {num_stages} pipeline stages.",
+            f"A model with {layers} layer{'s' if layers != 1 else ''} cannot be split into {num_stages} stages.",
             remedy=f"Use {which}, or a model with at least {num_stages} layers"
             if layers
             else "Use a model that has layers",
@@ -148,13 +149,13 @@ def _check_costs(costs: Sequence[float]) -> None:
     for i, cost in enumerate(costs):
         if not math.isfinite(cost) or cost < 0:
             raise ConfigError(
-                f"costs[{i}]={cost} is not a finite, non-negative number.",
-                remedy="Pass the time, FLOPs or parameter count of each layer, or equal costs.",
+                f"costs[{i}]={cost} must be a finite, non-negative number.",
+                remedy="Pass the time, FLOPs or parameter count of each layer, or the same cost for all layers.",
             )
 
 
 def _scale_to_integers(numbers: Sequence[float]) -> list[int]:
-    """Multiply all numbers by the same power of two, so that each becomes an int without rounding."""
+    """Multiply all numbers by the same power of two to convert them to ints without rounding."""
     ratios = [float(x).as_integer_ratio() for x in numbers]
     unit = max((d for _, d in ratios), default=1)
     return [n * (unit // d) for n, d in ratios]
@@ -163,11 +164,11 @@ def _scale_to_integers(numbers: Sequence[float]) -> list[int]:
 def _minimize_partition(
     sums: Sequence[int], num_stages: int, limit: float, empty_value: Any, extend: Callable[[int, int, Any], Any]
 ) -> Any:
-    """Return the smallest value of all partitions whose stages cost at most ``limit``, by dynamic programming.
+    """Find the best partition whose stages cost at most ``limit`` by dynamic programming, and return its value.
 
     Args:
         empty_value: value of the empty partition.
-        extend: (cost of a stage, its layer count, value of the later stages) -> value including the stage.
+        extend: computes the value of a partition from (cost of a stage, its layer count, value of the later stages).
     """
     layers = len(sums) - 1
     # best_from[i]: value of the best partition of layers i and later into this stage and later ones

@@ -1,4 +1,4 @@
-"""Trains and evaluates a sharded model with one call per batch, on one or several pipeline stages."""
+"""Trains and evaluates a sharded model with one call per batch, on one or more pipeline stages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from shardformer.transformers_compat import accepted_keywords, prepare_batch_wit
 
 
 def start_training(model: nn.Module) -> nn.Module:
-    """Put a model into training mode, unless some of its modules already are in training mode. Returns the model.
+    """Put a model into training mode, unless some of its modules are already in training mode. Returns the model.
 
     ``from_pretrained`` returns models in eval mode. If some modules are in training mode, the user has chosen the modes
     (for example a frozen BatchNorm in eval mode), and only the root module's flag is set.
@@ -46,12 +46,12 @@ def start_training(model: nn.Module) -> nn.Module:
 
 
 def modes_of(model: nn.Module) -> dict[str, bool]:
-    """Return the training mode (True) or eval mode (False) of each module by its path."""
+    """Return whether each module is in training mode, by the path of the module."""
     return {path: module.training for path, module in model.named_modules()}
 
 
 def set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
-    """Put each module into the training or eval mode that ``modes_of`` returned for its path."""
+    """Restore the training or eval mode of each module from the result of ``modes_of``."""
     modules = [(module, modes[path]) for path, module in model.named_modules() if path in modes]
     for module, mode in modules:  # parents first: ``train`` also sets their submodules
         if module.training != mode:
@@ -62,7 +62,7 @@ def set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context manager that puts a model into eval mode, and restores the mode of each module on exit."""
+    """Context manager that puts a model into eval mode, and restores the previous mode of each module on exit."""
     before = modes_of(model)
     try:
         model.eval()
@@ -74,14 +74,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 RENAMED_ARGUMENTS = {"average_over_data": "average_loss_over", "takes_short_batches": "allow_short_batches"}
 OPTIMIZER_VALUES = ("steps", "options")
 STEPS, OPTIONS = 6, 7
-"""Indices of the optimizer's steps and options among the values that stages compare."""
+"""Indices of the optimizer's step count and options among the values that stages compare."""
 
 
 @renamed_arguments(RENAMED_ARGUMENTS, {"average_loss_over": {False: "ranks", True: "tokens"}})
 class Pipeline:
-    """Splits batches into micro-batches and runs them through the pipeline stages of a sharded model.
+    """Splits batches into micro-batches, and runs them through the pipeline stages of a sharded model.
 
-    Without a pipe axis, the same call runs on one stage and accumulates the gradients of the micro-batches.
+    Without pipeline parallelism, the same calls run on one stage and accumulate the gradients of the micro-batches.
 
     >>> context = launch_from_torch(pipe=2)                          # doctest: +SKIP
     >>> model = shard_model(model, context=context)                  # doctest: +SKIP
@@ -99,9 +99,9 @@ class Pipeline:
         loss_fn: (output, micro-batch) -> loss, for a model that does not return a loss.
         loss_weight: (micro-batch) -> number of counted labels, for a loss that is not computed by torch's loss
             functions.
-        average_loss_over: "tokens": the batches of all data ranks form one batch in which each counted token (or
-            sample) has the same weight. This costs two small all-reduces over data per step. "ranks": the loss is the
-            mean of the data ranks' losses, as in DDP.
+        average_loss_over: with "tokens", the batches of all data ranks form one batch in which each counted token (or
+            sample) has the same weight. This costs two small all-reduces over data per step. With "ranks", the loss is
+            the mean of the data ranks' losses, as in DDP.
         allow_short_batches: whether a batch with fewer samples than ``micro_batches``, such as the last one of an
             epoch, is split into one micro-batch per sample, if the schedule allows that number.
     """
@@ -150,21 +150,22 @@ class Pipeline:
 
     @property
     def stage_manager(self) -> PipelineStageManager:
-        """Manager that assigns virtual stages to ranks, including the stages of this process."""
+        """The manager that assigns virtual pipeline stages to ranks."""
         return self._manager
 
     def step(self, batch: Batch | Sequence[Batch]) -> Tensor:
-        """Run the forward and backward pass of a batch, and accumulate the gradients in ``.grad``.
+        """Run the forward and backward passes of a batch, and accumulate the gradients in ``.grad``.
 
-        Does not call the optimizer.
+        This does not call the optimizer.
 
-        Communicates over pipe per micro-batch and stage boundary: the activations in the forward pass and their
-        gradients in the backward pass. Additionally one small all-gather before and one broadcast after each step. In
-        the first step, and after a conversion of the model, the stages also exchange the dtypes of their parameters.
+        Communicates over pipe, per micro-batch and stage boundary, the activations in the forward pass and their
+        gradients in the backward pass. Additionally, there are one small all-gather before and one broadcast after each
+        step. In the first step, and after a conversion of the model, the stages also exchange the dtypes of their
+        parameters.
 
         Args:
-            batch: inputs of the model's forward pass by name. A list of batches is treated as one large batch, in which
-                every counted token has the same weight.
+            batch: the inputs of the model's forward pass by name. A list of batches is treated as one large batch in
+                which every counted token has the same weight.
 
         Returns:
             The loss of the full batch, on every rank.
@@ -207,14 +208,14 @@ class Pipeline:
         return sums[0] / sums[1]
 
     def forward(self, batch: Batch, *, gather: bool = False) -> Any:
-        """Run the forward pass of a batch without gradients, and return the model's output on the last stage.
+        """Run the forward pass of a batch without gradients, and return the model's output on the last pipeline stage.
 
         Args:
             gather: whether to send the output to all stages.
 
         Returns:
-            The output, merged from the micro-batches. On other stages without ``gather``, a placeholder that raises
-            ConfigError on access.
+            The output, merged from the micro-batches. Without ``gather``, the other stages return a placeholder that
+            raises ConfigError on access.
         """
         with torch.no_grad():
             output = self._run_batch(batch, backward=False, wants_output=True).output
@@ -225,7 +226,7 @@ class Pipeline:
 
     @contextmanager
     def trace(self) -> Iterator[RunTrace]:
-        """Context manager that records the start and end of this rank's forward and backward passes, for a timeline."""
+        """Context manager that records when each forward and backward pass on this rank starts and ends."""
         self._runtime.trace = RunTrace()
         try:
             yield self._runtime.trace
@@ -290,13 +291,14 @@ class Pipeline:
             if is_compiled_in_place(module) and (not path or "forward" in vars(module)):
                 raise ConfigError(
                     f"The module {path or type(self._model).__name__} is compiled, which pipelines do not support.",
-                    remedy="Compile submodules of the layers: for layer in model.model.layers: layer.mlp.compile().",
+                    remedy="Compile submodules of the layers instead: for layer in model.model.layers: "
+                    "layer.mlp.compile().",
                 )
 
     def _check_data_ranks(self, batches: Sequence[Batch]) -> bool:
-        """Check that all ranks that share a batch received the same batch.
+        """Check that all ranks that must process the same batch received the same batch.
 
-        Returns whether any rank uses random numbers in training.
+        Returns whether any of these ranks uses random numbers in training.
         """
         training, watch = self._model.training, self._state.monitor
         if watch is not None:
@@ -307,10 +309,10 @@ class Pipeline:
         return sync_and_check_ranks(self._state, tensors, self._uses_random()) and training
 
     def _broadcast_loss(self, head: LastStageOutputs, runs_trial: bool) -> list[Tensor]:
-        """Broadcast the loss of the batch from the last stage, together with statistics of the losses.
+        """Broadcast the loss of a batch from the last pipeline stage to all stages, together with statistics.
 
-        The statistics are the mean of the loss factors, the mean of their squares, and (whether a trial is needed,
-        whether the loss compares samples).
+        The statistics are the mean of the loss factors, the mean of their squares, and two flags: whether a trial is
+        needed, and whether the loss compares samples.
         """
         loss = head.loss if head.loss is not None else torch.zeros((), dtype=torch.float64)
         rows = [loss]
@@ -328,9 +330,9 @@ class Pipeline:
         return [*found[:-2], loss[-2:]] if runs_trial else found
 
     def _must_run_trial(self, num_parts: int, *, backward: bool) -> bool:
-        """Return whether this step must check if the loss compares samples: the first one in training and in eval mode.
+        """Return whether this is the first step in training or eval mode, which checks if the loss compares samples.
 
-        Evaluations whose loss is not averaged over data ranks are skipped, because data ranks may run them
+        An evaluation whose loss is not averaged over data ranks is not checked, because data ranks may run it
         independently.
         """
         is_divided = num_parts > 1 or self._context.data.size > 1
@@ -340,7 +342,7 @@ class Pipeline:
         return self._loss_weight is None and (num_parts > 1 or self._averages_tokens)
 
     def _needs_trial(self, head: LastStageOutputs) -> bool:
-        """Return whether a trial must check if the loss compares samples.
+        """Return whether a trial run is needed to find out if the loss compares samples of a batch.
 
         With several stages, the last stage checks ``loss_fn`` without a trial.
         """
@@ -355,7 +357,7 @@ class Pipeline:
     def _check_samples_are_independent(
         self, batches: Sequence[Batch], num_parts: int, may_compare: bool, compares: bool
     ) -> None:
-        """Raise ConfigError or warn if the loss compares samples of different micro-batches or data ranks.
+        """Raise ConfigError or warn if the loss compares samples that are split over micro-batches or data ranks.
 
         Communicates a few numbers per rank if a trial is needed.
         """
@@ -386,9 +388,9 @@ class Pipeline:
         self._checked_modes.add(mode)
 
     def _run_trial_on_all_ranks(self, trial: Trial | None) -> tuple[Sequence[int] | None, list[nn.Module]]:
-        """Run a trial on every rank, and return all ranks' findings and the modules that wrote to their buffers.
+        """Run a trial on every rank, and return the results of all ranks and the modules that wrote to their buffers.
 
-        The findings are None if the loss is random.
+        The results are None if the loss is random.
         """
         world = self._context.flatten(*AXES) if self._context.world is not None else Axis("world")
         if not all(has_one for (has_one,) in collectives.all_gather_numbers([trial is not None], world)):
@@ -428,7 +430,8 @@ class Pipeline:
     def _uses_random(self) -> bool:
         """Return whether the layers of this rank may draw random numbers in training.
 
-        Ranks of a stage may disagree if another thread draws numbers, so the ranks agree on the result.
+        Ranks of a stage may return different values if another thread draws numbers. ``_check_data_ranks`` combines
+        them.
         """
         return self._stages.uses_random or self._stage_forward.draws.seen is not False
 
@@ -477,11 +480,11 @@ class Pipeline:
     def _compare_stages(self, parts: Sequence[Batch], backward: bool, seed: int) -> tuple[list[Hashable], int]:
         """Check that all stages received the same batch, and return a key per micro-batch and a common random seed.
 
-        The keys of micro-batches with equal activation shapes are equal.
+        Micro-batches with equal activation shapes have equal keys.
 
         Raises InputError on every stage if stages received batches of different shapes or made different numbers of
-        steps. Unless ``check_inputs=False``, also compares the contents of the batches: in the first call, or in every
-        call if the consistency monitor is active.
+        steps. Unless ``check_inputs=False``, this also compares the contents of the batches in the first call, or in
+        every call if the consistency monitor is active.
         """
         kinds = tuple((p.requires_grad, p.dtype) for p in self._model.parameters())
         autocast = _get_autocast_dtype(self._context.device)
@@ -510,9 +513,9 @@ class Pipeline:
         return [(s, (*modes, stages)) for s in shapes], next((row[-1] for row in rows if row[-1]), 0)
 
     def _update_placeholder_dtypes(self, stages: tuple[int, ...]) -> None:
-        """Convert the placeholders of other stages' parameters if a stage changed the dtypes of its parameters.
+        """Update the dtypes of the placeholders for other stages' parameters after a stage converted its parameters.
 
-        Raises InputError on all stages if two stages have the same parameter in different dtypes.
+        Raises InputError on all stages if two stages store the same parameter in different dtypes.
         """
         if stages == self._stage_dtypes_hash:
             return
@@ -524,14 +527,14 @@ class Pipeline:
                 other, before = known.setdefault(first, (stage, dtype))
                 if before != dtype:
                     raise InputError(
-                        f"The parameter {first} is {before} on stage {other} and {dtype} on stage {stage}.",
-                        remedy="Convert the model with model.to(dtype), or convert the weight on both stages.",
+                        f"The parameter {first} is {before} on stage {other}, but {dtype} on stage {stage}.",
+                        remedy="Convert the whole model with model.to(dtype), or convert the parameter on both stages.",
                     )
         self._stages.placeholders.convert_dtypes(self._sharded, {n: d for each in everywhere for n, d in each.items()})
         self._stage_dtypes_hash = stages
 
     def _mask_incomparable(self, gathered: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the gathered values of all stages, with values that may differ between stages made equal."""
+        """Return a copy of the gathered values of all stages, without differences that are allowed."""
         rows = [list(row) for row in gathered]
         are_known = all(row[OPTIONS] for row in rows)
         has_one_kind = len({row[OPTIONS] >> KIND_SHIFT for row in rows}) == 1
@@ -562,8 +565,8 @@ def _list_batches(batch: Any) -> list[Batch]:
         return batches
     shown = "an empty list" if batch == [] else f"a {type(batch).__name__}"
     raise InputError(
-        f"The batch is {shown}. It must be a dict of the inputs of the model, or a list of dicts.",
-        remedy="Use step({'input_ids': ids, 'labels': labels}).",
+        f"The batch is {shown}, but it must be a dict of the model's inputs, or a list of dicts.",
+        remedy="Pass a dict, such as step({'input_ids': ids, 'labels': labels}).",
     )
 
 
@@ -572,7 +575,7 @@ def _get_shapes(part: Batch) -> Hashable:
 
 
 def _hash_repr(value: Any) -> int:
-    """Return a hash of ``repr(value)`` that is the same in every process."""
+    """Return a hash of ``repr(value)`` that, unlike Python's ``hash``, is the same in every process."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
@@ -606,7 +609,7 @@ def _stage_mismatch_error(rows: Sequence[Sequence[int]], axis: Axis) -> InputErr
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Return whether a module normalizes with statistics of the batch, if it is in training mode."""
+    """Return whether a module is a BatchNorm layer, which in training mode normalizes with statistics of the batch."""
     return isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
 
 

@@ -1,4 +1,4 @@
-"""Runs the forward and backward passes of a pipeline schedule on one rank."""
+"""Executes the forward and backward passes of a pipeline schedule on one rank."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ LossFn = Callable[[Any, Batch], Tensor]
 
 
 class LastStageOutputs:
-    """Collects the outputs of the last stage: sums the weighted losses, or keeps the outputs.
+    """Collects the outputs of the last pipeline stage, or computes the loss of the batch from them.
 
     Args:
         parts, sizes: the micro-batches and their numbers of samples.
-        stage_forward: forward of the last stage.
-        weights: weights of the micro-batches in the loss of the batch; None to keep the outputs.
+        stage_forward: runs the forward pass of the last stage.
+        weights: weights of the micro-batches in the loss of the batch, or None to keep the outputs.
         loss_fn: (output, micro-batch) -> loss, or None for the model's own loss.
 
-    If ``checks_comparison`` is set, ``compares_samples`` becomes whether ``loss_fn`` compares samples of a micro-batch.
+    If ``checks_comparison`` is set, ``compares_samples`` is set if ``loss_fn`` compares the samples of a micro-batch.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class LastStageOutputs:
         self.output: Any = None
 
     def begin_head(self, micro_batch: int) -> None:
-        """Start recording the loss calls of a micro-batch, when the model's head starts."""
+        """Start to record calls of loss functions for a micro-batch. Called before the model's head runs."""
         if self._weights is not None:
             self._weights.start(micro_batch)
 
     def end_head(self, micro_batch: int, output: Any) -> Tensor | None:
-        """Store the model's output for a micro-batch. Returns the weighted loss for the backward pass, or None."""
+        """Store the model's output for a micro-batch, and return its weighted loss for the backward pass, or None."""
         if self._weights is None:
             self._outputs[micro_batch] = output
             return None
@@ -96,7 +96,7 @@ class LastStageOutputs:
         )
 
     def _check_first_loss(self, loss: Tensor, output: Any) -> None:
-        """Raise an error if the first loss is NaN because all labels are ignored or another stage computes it."""
+        """Raise an error if the first loss is NaN, because all labels are ignored or another stage computes it."""
         is_valid, self._stage_forward.is_last_layer_valid = self._stage_forward.is_last_layer_valid, None
         outputs = [t for _, t in iterate_named_tensors({"output": output})]
         if not is_valid or not is_placeholder(loss) or not any(map(is_placeholder, outputs)):
@@ -120,7 +120,7 @@ class LastStageOutputs:
         return self._weights is not None and self._weights.has_only_class_means
 
     def close(self) -> None:
-        """Stop recording loss calls, after the last forward pass or an error."""
+        """Stop recording calls of loss functions. Called after the last forward pass or an error."""
         if self._weights is not None:
             self._weights.stop()
 
@@ -134,10 +134,10 @@ class LastStageOutputs:
 
 
 def find_loss(output: Any) -> Tensor | None:
-    """Find the loss in a model's output, and return it as a scalar tensor or None.
+    """Return the loss in a model's output as a scalar tensor, or None if the output contains no loss.
 
-    Accepts the forms that the Trainer of transformers accepts (``output.loss``, ``output["loss"]``, the first element
-    of a tuple) and the loss itself.
+    The output may be the loss itself or have one of the forms that the transformers Trainer accepts: ``output.loss``,
+    ``output["loss"]``, or a tuple whose first element is the loss.
     """
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
@@ -160,7 +160,7 @@ def _describe_output(output: Any) -> str:
 
 
 class NoOutput:
-    """Placeholder that ``Pipeline.forward`` returns on stages without an output. Raises ConfigError on access."""
+    """A placeholder that ``Pipeline.forward`` returns on stages without an output. Raises ConfigError on access."""
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
@@ -181,7 +181,7 @@ class NoOutput:
 
 
 def replace_placeholders(output: Any) -> Any:
-    """Replace the NaN outputs that only another stage computes by None, unless all outputs are NaN."""
+    """Replace output tensors that another stage computes with None, unless all outputs are placeholders."""
     tensors = [t for _, t in iterate_named_tensors({"output": output}) if t.is_floating_point() and t.numel()]
     placeholders = {id(t) for t in tensors if is_placeholder(t)}
     if len(placeholders) == len(tensors):
@@ -198,11 +198,11 @@ class _InFlightMicroBatch:
 
 @dataclass
 class StepInputs:
-    """Schedule, micro-batches and seeds that ``Runtime.run`` needs for one step.
+    """The schedule, micro-batches and random seeds of one training or evaluation step.
 
     Args:
         batches: the micro-batches, on every rank.
-        keys: equal for micro-batches whose activations have equal shapes.
+        keys: one key per micro-batch, which is equal for micro-batches whose activations have equal shapes.
         seeds: random seed of each micro-batch, or None.
         head: collects the outputs of the last stage.
         loss_scale: factor of the loss in the backward pass.
@@ -218,11 +218,11 @@ class StepInputs:
 
 @dataclass
 class RunTrace:
-    """Measured start and end of this rank's forward and backward passes, in seconds since ``start``.
+    """The measured start and end of this rank's forward and backward passes, in seconds since ``start``.
 
     Args:
         in_flight: peak number of micro-batches in flight.
-        start: start of the last step by ``time.perf_counter``, which is shared by the processes of one machine.
+        start: start of the last step according to ``time.perf_counter``, which the processes of a machine share.
     """
 
     spans: list[tuple[Action, float, float]] = field(default_factory=list)
@@ -231,7 +231,7 @@ class RunTrace:
 
 
 class Runtime:
-    """Runs the actions of a pipeline schedule on this rank, and exchanges their results with other stages.
+    """Executes this rank's part of a pipeline schedule, and exchanges activations and gradients with other stages.
 
     Args:
         model: the model with this rank's parameters.
@@ -250,17 +250,17 @@ class Runtime:
         self.trace: RunTrace | None = None
 
     def check_not_interrupted(self) -> None:
-        """Raise LaunchError if an error interrupted a previous step, because other stages then still wait."""
+        """Raise LaunchError if an earlier step failed, because other stages still wait for its messages."""
         if not self._interrupted_at or len(self._step.schedule.actions) == 1:
             return
         raise LaunchError(
             f"An error interrupted an earlier step in stage {self._stage}, {self._interrupted_at}.",
             rule="The other stages still wait for the messages of that step.",
-            remedy="Let the error end the run, and resume from the last checkpoint.",
+            remedy="Do not catch errors of a step. Let the error end the run, and resume from the last checkpoint.",
         )
 
     def run(self, step: StepInputs) -> None:
-        """Run this rank's forward and backward passes of one step. Raises LostPeerError if another stage has ended."""
+        """Run this rank's forward and backward passes of one step. Raises LostPeerError if another stage has exited."""
         self._step = step
         self._in_flight.clear()
         self._weights.clear()
@@ -351,12 +351,12 @@ class Runtime:
         return [x.grad for x in inputs]
 
     def _disable_autocast(self) -> torch.autocast:
-        """Context manager that disables autocast in the backward pass, which uses the dtypes of the forward pass."""
+        """Return a context manager that disables autocast, because the forward pass has already fixed the dtypes."""
         return torch.autocast(self._exchange.device.type, enabled=False)
 
     @contextmanager
     def annotate_errors(self, where: str) -> Iterator[None]:
-        """Context manager that adds this stage and ``where`` (the current action) to errors as a note."""
+        """Context manager that adds the pipeline stage and ``where`` (the current action) to errors as a note."""
         where = f"stage {self._stage}, {where}"
         try:
             yield

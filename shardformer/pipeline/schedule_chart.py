@@ -35,15 +35,15 @@ _FONT_SIZE_RANGE = 3.0, 9.0  # points
 
 
 def schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None = None) -> str:
-    """Format a schedule as a text grid with a legend, the bubble and the number of micro-batches in flight.
+    """Draw a pipeline schedule as a text grid with a legend, its bubble and its micro-batches in flight.
 
-    The grid has a row per rank and a column per time unit, the duration of the shortest action. ``F3`` is the forward
-    pass of micro-batch 3, ``--`` its continuation, ``.`` idle time. With several chunks per rank, a letter after the
-    number names the chunk: ``F3b``.
+    The grid has a row per rank and a column per unit of time, which is the duration of the shortest action. ``F3`` is
+    the forward pass of micro-batch 3, ``--`` is its continuation, and ``.`` is idle time. With several chunks per rank,
+    a letter after the number names the chunk: ``F3b``.
 
     Args:
-        width: maximum line length, beyond which the grid wraps into bands, or None for no limit. Of more than five
-            bands, the first two and the last two are printed, because the pattern repeats.
+        width: maximum line length, or None for no limit. A longer grid is split into bands. If there are more than five
+            bands, only the first two and the last two are printed, because the pattern repeats.
     """
     rows, unit = _layout_cells(schedule, timeline), _shortest_action(timeline)
     cell = 1 + max(len(text) for row in rows for text in row)
@@ -67,7 +67,7 @@ def schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None =
 
 
 def timeline_as_json(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
-    """Return a schedule with the start and end of each action, its bubble and its stored activations for JSON."""
+    """Convert a simulated schedule to a dict for JSON, with the start and end of each action and its statistics."""
     ranks = [[{"action": str(s.action), "start": s.start, "end": s.end} for s in spans] for spans in timeline.spans]
     return {
         "schedule": schedule.name, "stages": schedule.stages, "micro_batches": schedule.micro_batches,
@@ -77,7 +77,7 @@ def timeline_as_json(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
 
 
 def summarize_schedule(schedule: Schedule, timeline: Timeline) -> list[str]:
-    """Return two lines of text: the bubble of a schedule, and its number of micro-batches in flight."""
+    """Return two lines of text with the bubble of a schedule and its number of micro-batches in flight."""
     form = bubble_formula(schedule.name, schedule.stages, schedule.micro_batches, schedule.num_model_chunks)
     by_formula = "" if form is None or _list_kinds(schedule) == [ActionKind.FORWARD] else f" (formula: {form:.1%})"
     in_flight = ", ".join(map(str, timeline.in_flight))
@@ -111,7 +111,7 @@ def _format_legend(schedule: Schedule, timeline: Timeline) -> list[str]:
 
 
 def format_action(schedule: Schedule, action: Action) -> str:
-    """Format an action as in the text grid: its kind, micro-batch and chunk."""
+    """Format an action as text with its kind, micro-batch and chunk, such as ``F3b``."""
     return f"{action.kind}{action.micro_batch}{_format_chunk_suffix(schedule, schedule.chunk_index(action.stage))}"
 
 
@@ -131,12 +131,12 @@ def _shortest_action(timeline: Timeline) -> float:
 
 
 def _layout_cells(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
-    """Return the text grid as a list of cells per rank. Every action has at least one cell."""
+    """Return the cells of the text grid, one list per rank. Every action has at least one cell."""
     unit = _shortest_action(timeline)
     if not 0 < timeline.makespan < MAX_COLUMNS * unit:
         raise ConfigError(
-            f"A chart of {timeline.makespan:g} time units is too wide: with columns of {unit:g}, the "
-            f"shortest action, it exceeds {MAX_COLUMNS} columns.",
+            f"A chart of {timeline.makespan:g} time units is too wide. A column has the duration of the shortest "
+            f"action, {unit:g}, so the chart exceeds {MAX_COLUMNS} columns.",
             remedy="Use durations and a send time of similar size.",
         )
     rows = [["."] * _round_to_column(timeline.makespan, unit) for _ in timeline.spans]
@@ -152,7 +152,7 @@ def _round_to_column(time: float, unit: float) -> int:
 
 
 def check_chart_file(path: Path) -> None:
-    """Raise ConfigError if a chart cannot be saved to ``path``: wrong suffix, no writable folder, no matplotlib."""
+    """Raise ConfigError if a chart cannot be saved to ``path``, or matplotlib is not installed."""
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"The chart file {str(path)!r} does not end in .svg or .png.", remedy="Use chart.svg.")
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
@@ -171,7 +171,7 @@ def check_matplotlib(what: str) -> None:
 
 @contextmanager
 def replace_chart_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary file, which replaces ``path`` on success. Raises ConfigError if writing fails."""
+    """Context manager that replaces ``path`` with the yielded file on success. Raises ConfigError if writing fails."""
     try:
         with replace_atomically(path) as hidden:
             yield hidden
@@ -182,9 +182,9 @@ def replace_chart_file(path: Path) -> Iterator[Path]:
 
 
 def save_chart(schedule: Schedule, timeline: Timeline, path: Path) -> None:
-    """Draw a schedule as a chart with one lane per rank, and save it as SVG or PNG by the suffix of ``path``.
+    """Draw a pipeline schedule as a chart with one row per rank, and save it as an SVG or PNG file.
 
-    Raises ConfigError if ``path`` is invalid (``check_chart_file``) or writing fails.
+    Raises ConfigError if ``path`` is invalid (see ``check_chart_file``) or writing fails.
     """
     check_chart_file(path)
     import matplotlib

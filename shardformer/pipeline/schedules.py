@@ -1,12 +1,12 @@
-"""Pipeline schedules: the order of forward and backward passes on each rank, and the simulation of a schedule.
+"""Builds and simulates pipeline schedules, the order of forward and backward passes on each rank.
 
-Each rank of the pipe axis runs one or more *virtual stages*. Virtual stage 0 takes the model's inputs, the last one
+Each rank of the pipe axis runs one or more *virtual stages*. Virtual stage 0 takes the model's inputs, and the last one
 computes the loss.
 
 The zero-bubble schedules are from Qi et al., "Zero Bubble Pipeline Parallelism", 2023, and "Pipeline Parallelism with
-Controllable Memory", 2024. Interleaved ones, and zbv with few micro-batches, are built by simulation in steps of one
-forward pass: in each step every rank runs the runnable action with the highest priority. The result is deterministic,
-so all ranks build the same schedule.
+Controllable Memory", 2024. The interleaved one, and zbv with few micro-batches, are built by simulation in steps of one
+forward pass. In each step, every rank runs the highest-priority action whose inputs are available. The result is
+deterministic, so all ranks build the same schedule.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardformer.errors import ConfigError, check_choice, check_int
 
 
 class ActionKind(StrEnum):
-    """Kind of a pipeline action: forward, full backward, backward of the inputs, or backward pass of the weights."""
+    """The kinds of actions in a pipeline schedule: forward passes, and full or partial backward passes."""
 
     FORWARD = "F"
     BACKWARD = "B"  # the full backward pass
@@ -34,7 +34,7 @@ class ActionKind(StrEnum):
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """Forward or backward pass of one micro-batch through one virtual stage.
+    """A forward or backward pass of one micro-batch through one virtual stage.
 
     >>> print(Action(ActionKind.FORWARD, stage=2, micro_batch=3))
     F3@2
@@ -49,11 +49,11 @@ class Action:
 
     @property
     def receiver_stage(self) -> int:
-        """Virtual stage that receives the result: the next one, or the previous one in a backward pass."""
+        """The virtual stage that receives the result, which is the next one, or the previous one in a backward pass."""
         return self.stage + (1 if self.kind is ActionKind.FORWARD else -1)
 
     def dependencies(self, last: int) -> tuple[Action, ...]:
-        """Return the actions that must complete before this one.
+        """Return the actions that must complete before this action can start.
 
         Args:
             last: index of the last virtual stage.
@@ -74,7 +74,7 @@ _IN_FLIGHT_CHANGE = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.
 
 
 class _PipelineState:
-    """Step-by-step simulation of a pipeline, which records the actions that each rank has run."""
+    """Simulates a pipeline step by step, and records the actions that each rank has run."""
 
     def __init__(self, ranks: int, last: int) -> None:
         self.last = last
@@ -86,10 +86,10 @@ class _PipelineState:
         return self.done.issuperset(action.dependencies(self.last))
 
     def run(self, total: int, choose: Callable[[int], Action | None]) -> tuple[RankActions, ...]:
-        """Simulate until ``total`` actions are done, and return the order of actions of each rank.
+        """Simulate the pipeline until ``total`` actions are done, and return the actions of each rank in order.
 
         Args:
-            choose: rank -> its next action, or None to stay idle.
+            choose: returns the next action of a rank, or None if the rank stays idle.
         """
         while len(self.done) < total:
             chosen = [choose(rank) for rank in range(len(self.orders))]
@@ -105,8 +105,8 @@ class _PipelineState:
 def split_backwards(orders: Sequence[RankActions], last: int) -> tuple[RankActions, ...]:
     """Split every backward pass (B) into an input part (I) and a later weight part (W), to reduce idle time.
 
-    I runs in the place of B. W runs where the rank would otherwise be idle.
-    No rank keeps more activations than the largest number on any rank in ``orders``: at that limit a W precedes the
+    I replaces B. W runs where the rank would otherwise be idle.
+    No rank keeps more activations than the largest number on any rank in ``orders``. At that limit, a W precedes the
     next F. For p stages of v chunks and m micro-batches in the interleaved order, the bubble shrinks to a third,
     (p - 1) / (3 v m + p - 1)::
 
@@ -136,7 +136,7 @@ def split_backwards(orders: Sequence[RankActions], last: int) -> tuple[RankActio
 
 
 def max_in_flight(order: Sequence[Action]) -> int:
-    """Return the peak number of (virtual stage, micro-batch) pairs whose activations a rank keeps at one time."""
+    """Return the peak number of micro-batches whose activations a rank keeps, counted separately per virtual stage."""
     return max(accumulate((_IN_FLIGHT_CHANGE.get(action.kind, 0) for action in order), initial=0))
 
 
@@ -158,7 +158,7 @@ def _build_zbv(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
 
 
 def _build_zbv_rank(stages: int, micro_batches: int, rank: int) -> RankActions:
-    """Return one rank's actions in the ZB-V schedule (Qi et al., 2024) for at least 2p - 1 micro-batches."""
+    """Return the actions of one rank in the ZB-V schedule (Qi et al., 2024), for at least 2p - 1 micro-batches."""
     down, up, ranks_left = rank, 2 * stages - 1 - rank, stages - rank
     counts = {(kind, stage): 0 for kind in ActionKind for stage in (down, up)}
     order: list[Action] = []
@@ -183,9 +183,9 @@ def _build_zbv_rank(stages: int, micro_batches: int, rank: int) -> RankActions:
 
 
 def _build_zbv_few_micro_batches(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
-    """Build the ZB-V schedule for fewer than 2p - 1 micro-batches, by simulation.
+    """Build the ZB-V schedule for p stages and fewer than 2p - 1 micro-batches by simulation.
 
-    The second chunk has priority over the first, and F over I. W runs when nothing else can. One of the 2p activation
+    The second chunk has priority over the first, and F over I. W runs if no other action can. One of the 2p activation
     slots is reserved for the second chunk, because a rank filled with activations of the first chunk would deadlock.
     """
     last, limit = 2 * stages - 1, 2 * stages
@@ -212,14 +212,14 @@ def _build_zbv_few_micro_batches(stages: int, micro_batches: int) -> tuple[RankA
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv")
 LOSS_AVERAGES = ("tokens", "ranks")
-"""Values of ``average_loss_over``."""
+"""The values of the option ``average_loss_over``."""
 _CHUNKS = {"gpipe": 1, "1f1b": 1, "zbv": 2}
-"""Schedules with a fixed number of chunks per rank."""
+"""The number of chunks per rank, for schedules that fix it."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Pipeline schedule: the ordered actions of every rank of the pipe axis.
+    """A pipeline schedule, which lists the actions of every rank of the pipe axis in order.
 
     Args:
         placement: rank on the pipe axis of each virtual stage.
@@ -235,11 +235,11 @@ class Schedule:
 
     @property
     def last(self) -> int:
-        """Index of the last virtual stage, which computes the loss."""
+        """The index of the last virtual stage, which computes the loss."""
         return self.stages * self.num_model_chunks - 1
 
     def chunk_index(self, stage: int) -> int:
-        """Return the index of a virtual stage (chunk) among the virtual stages of its rank."""
+        """Return the position of a virtual stage among the virtual stages (chunks) of its rank."""
         return stage // self.stages
 
 
@@ -249,7 +249,7 @@ MAX_ACTIONS = 2**20
 
 @lru_cache(maxsize=256)
 def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
-    """Build the pipeline schedule ``name`` for the given numbers of stages and micro-batches.
+    """Build the pipeline schedule ``name`` for the specified numbers of stages and micro-batches.
 
     Args:
         chunks: virtual stages per rank, or None for the schedule's default.
@@ -261,7 +261,8 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
     _check_micro_batches(name, stages, micro_batches, chunks)
     if stages * chunks * micro_batches > MAX_ACTIONS:
         raise ConfigError(
-            f"{micro_batches} micro-batches with {stages} stages of {chunks} chunks need over {MAX_ACTIONS:,} actions.",
+            f"{micro_batches} micro-batches, {stages} stages and {chunks} chunks per stage exceed the limit of "
+            f"{MAX_ACTIONS:,} for their product.",
             remedy="Use fewer micro-batches, stages or chunks.",
         )
     placement = assign_virtual_stages(name, stages, chunks)
@@ -285,7 +286,7 @@ def drop_backward(schedule: Schedule) -> Schedule:
 
 
 def list_messages(schedule: Schedule, sender: int, receiver: int) -> RankActions:
-    """Return the actions of rank ``sender`` whose results are sent to rank ``receiver``, in the order of sending.
+    """Return the actions of one rank whose results are sent to another rank, in the order of sending.
 
     The output of F goes to the rank of the next virtual stage, the gradient from B or I to the rank of the previous
     one. Results that stay on a rank are not sent, and W has no result.
@@ -296,13 +297,13 @@ def list_messages(schedule: Schedule, sender: int, receiver: int) -> RankActions
 
 
 def find_receiver_rank(schedule: Schedule, action: Action) -> int | None:
-    """Return the rank that needs the result of ``action``, which may be its own rank, or None."""
+    """Return the rank that needs the result of an action (possibly its own rank), or None if no rank needs it."""
     is_sent = action.kind is not ActionKind.WEIGHT and 0 <= action.receiver_stage <= schedule.last
     return schedule.placement[action.receiver_stage] if is_sent else None
 
 
 def assign_virtual_stages(name: str, stages: int, chunks: int) -> tuple[int, ...]:
-    """Assign each virtual stage to a rank: round-robin, or for zbv up to the last rank and back.
+    """Assign the virtual stages of a pipeline to its ranks in turn. For zbv, assign them to the last rank and back.
 
     >>> assign_virtual_stages("interleaved", stages=4, chunks=2)
     (0, 1, 2, 3, 0, 1, 2, 3)
@@ -316,19 +317,19 @@ def assign_virtual_stages(name: str, stages: int, chunks: int) -> tuple[int, ...
 
 
 def default_chunks(name: str) -> int:
-    """Return the default number of chunks (virtual stages) per rank of a schedule."""
+    """Return how many chunks (virtual stages) each rank has by default in a schedule."""
     check_choice("schedule", name, SCHEDULES)
     return _CHUNKS.get(name, 2)
 
 
 def check_schedule_name(name: str, stages: int, chunks: int) -> None:
-    """Raise ConfigError if no schedule has this name, or it does not support the numbers of stages and chunks."""
+    """Raise ConfigError if the schedule does not exist, or does not support the numbers of stages and chunks."""
     check_choice("schedule", name, SCHEDULES)
     check_int("stages", stages)
     if name in _CHUNKS and chunks != _CHUNKS[name]:
         raise ConfigError(
             f"schedule={name!r} requires num_model_chunks={_CHUNKS[name]}, but num_model_chunks={chunks} was passed.",
-            remedy=f"Use num_model_chunks={_CHUNKS[name]} or schedule='interleaved'.",
+            remedy=f"Use num_model_chunks={_CHUNKS[name]}, or schedule='interleaved' for more chunks per rank.",
         )
     if chunks < default_chunks(name):
         raise ConfigError(
@@ -338,7 +339,7 @@ def check_schedule_name(name: str, stages: int, chunks: int) -> None:
 
 
 def round_up_micro_batches(name: str, stages: int, chunks: int, at_least: int) -> int:
-    """Return the smallest number of micro-batches that a schedule accepts and that is at least ``at_least``."""
+    """Return the smallest number of micro-batches, not less than ``at_least``, that a schedule accepts."""
     check_schedule_name(name, stages, chunks)
     step = stages if name.startswith("interleaved") else 1
     return max(1, -(-at_least // step)) * step
@@ -348,7 +349,7 @@ def _check_micro_batches(name: str, stages: int, micro_batches: int, chunks: int
     above = round_up_micro_batches(name, stages, chunks, at_least=micro_batches)
     if micro_batches < 1:
         raise ConfigError(
-            f"micro_batches={micro_batches} is not positive.", remedy=f"Use {above} or more micro-batches."
+            f"micro_batches={micro_batches} is not a positive number.", remedy=f"Use {above} or more micro-batches."
         )
     if above != micro_batches:
         below = above - stages
@@ -408,7 +409,7 @@ def _build_interleaved(stages: int, micro_batches: int, chunks: int) -> tuple[Ra
 def _build_rank_actions(
     stages: int, micro_batches: int, chunks: int, num_warmup_forwards: Callable[[int], int]
 ) -> tuple[RankActions, ...]:
-    """Return the actions of each rank: forward passes (warm-up), alternating passes, then backward passes."""
+    """Return each rank's actions: forward passes (warm-up), alternating passes, and finally backward passes."""
 
     def list_actions(kind: ActionKind, rank: int, chunk_order: range) -> list[Action]:
         return [
@@ -439,7 +440,7 @@ Durations = Mapping[ActionKind, float] | Mapping[ActionKind | tuple[ActionKind, 
 
 
 class ActionSpan(NamedTuple):
-    """Simulated start and end time of one action."""
+    """The simulated start and end time of an action."""
 
     action: Action
     start: float
@@ -448,14 +449,14 @@ class ActionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Simulated timeline of a pipeline schedule, with idle times and peak activations of each rank.
+    """The simulated timeline of a pipeline schedule, with the idle time and peak activations of each rank.
 
     Args:
         spans: one row of action spans per rank of the pipe axis.
         makespan: time from the start of the first action to the end of the last.
         idle: idle time of each rank.
         bubble: idle time of all ranks as a share of their total time, from 0 to 1.
-        in_flight: per rank, the peak number of activations kept, each of one micro-batch in one chunk. An activation is
+        in_flight: peak number of activations that each rank keeps, counted per micro-batch and chunk. An activation is
             kept from its F to the end of its B or W.
     """
 
@@ -467,31 +468,32 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, durations: Durations = DURATIONS, send: float = 0.0) -> Timeline:
-    """Simulate a pipeline schedule, in which each rank starts an action as soon as its dependencies are available.
+    """Simulate a pipeline schedule in which each rank starts an action as soon as its inputs are available.
 
     Args:
-        durations: time of each kind of action, or of (kind, virtual stage), in any unit. ``DURATIONS`` fills in the
-            missing kinds.
+        durations: time of each kind of action, or of (kind, virtual stage), in any unit. The default of a missing kind
+            is in ``DURATIONS``.
         send: transfer time of a result to another rank. The sender does not wait.
 
-    Raises ConfigError for an invalid duration, an unknown virtual stage, or a schedule that deadlocks.
+    Raises ConfigError if a duration is invalid, a virtual stage does not exist, or the schedule deadlocks.
     """
     of: dict[Any, float] = {**DURATIONS, **durations}
     named = {f"duration {f'{k[0]}@{k[1]}' if isinstance(k, tuple) else k}": number for k, number in of.items()}
     for name, number in [*named.items(), ("send", send)]:
         valid = "a finite number of at least 0" if name == "send" else "a finite positive number"
         if not (0 <= number < inf) or (number == 0 and name != "send"):
-            raise ConfigError(f"{name}={number:g} is not {valid}.", remedy=f"Use {valid}.")
+            raise ConfigError(f"{name}={number:g} must be {valid}.", remedy=f"Pass {valid} for {name}.")
     if beyond := [key for key in durations if isinstance(key, tuple) and not 0 <= key[1] <= schedule.last]:
         raise ConfigError(
-            f"The argument durations contains the virtual stage {beyond[0][1]}, but the schedule has stages "
+            f"durations contains the virtual stage {beyond[0][1]}, but the schedule has virtual stages "
             f"0 to {schedule.last}.",
-            remedy="Use one of these stages, or pass one duration for each kind of action.",
+            remedy="Use one of these virtual stages, or pass one duration for each kind of action.",
         )
     spans, stuck = _simulate_ranks(schedule, of, send)
     if stuck:
         raise ConfigError(
-            f"The schedule {schedule.name!r} deadlocks: {stuck}.", remedy="Build the schedule with make_schedule."
+            f"The schedule {schedule.name!r} deadlocks: {stuck}.",
+            remedy="Build the schedule with make_schedule, or correct the order of its actions.",
         )
     makespan = max((row[-1].end for row in spans if row), default=0.0)
     idle = tuple(max(0.0, makespan - sum(span.end - span.start for span in row)) for row in spans)
@@ -505,7 +507,7 @@ def simulate(schedule: Schedule, durations: Durations = DURATIONS, send: float =
 
 
 def bubble_formula(name: str, stages: int, micro_batches: int, chunks: int) -> float | None:
-    """Return a schedule's bubble (share of idle time) by formula, or None if there is no formula.
+    """Compute the bubble of a schedule (its share of idle time) by formula, or return None if there is no formula.
 
     Assumes free communication and equal durations of F, I and W.
     With p stages, m micro-batches and v chunks a rank works for v m pairs of F and B, and waits for p - 1::
@@ -524,7 +526,7 @@ def bubble_formula(name: str, stages: int, micro_batches: int, chunks: int) -> f
 def _simulate_ranks(
     schedule: Schedule, durations: Mapping[Any, float], send: float
 ) -> tuple[list[list[ActionSpan]], str]:
-    """Return the simulated action spans of each rank, and a description of the deadlock or ""."""
+    """Return the simulated start and end of each rank's actions, and a description of a deadlock or ""."""
     spans: list[list[ActionSpan]] = [[] for _ in schedule.actions]
     ended: dict[Action, tuple[float, int]] = {}
     has_progress = True

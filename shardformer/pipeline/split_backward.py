@@ -1,7 +1,7 @@
 """Splits a backward pass into an input part and a weight part, for zero-bubble schedules (Qi et al., 2023).
 
-The input part runs the *chain*: the autograd nodes between the outputs and the inputs. A chain node whose gradients
-also flow to trainable leaves (a matmul, to its weight) is a *branch node*::
+The input part runs the *chain*, the autograd nodes between the outputs and the inputs. A chain node whose gradients
+also flow to trainable leaves (such as a matmul, to its weight) is a *branch node*::
 
     outputs -> AddmmBackward -> GeluBackward -> AddmmBackward -> inputs        the chain, run by the input part
                    |                                |
@@ -12,7 +12,7 @@ also flow to trainable leaves (a matmul, to its weight) is a *branch node*::
 
 The input part stores the incoming gradients of each branch node. The weight part calls each branch node again for the
 gradients that leave the chain, then passes all of them to one autograd call. Each leaf therefore receives its full
-gradient, and its hooks run once, as in one backward pass.
+gradient, and its hooks run once, as in a single backward pass.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ Grads = tuple[Tensor | None, ...]
 def backward_of_inputs(
     outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], WeightBackward]:
-    """Compute the gradients of ``inputs`` only, and return them with the backward pass of the weights, to run later.
+    """Compute the gradients of the inputs only, and return them with a backward pass of the weights to run later.
 
     Some nodes cannot run twice or in part (activation checkpointing, offloading, compiled code). In this case, or if a
-    split would change the order of accumulation, the full backward pass runs here and the remaining one is empty. If no
-    input needs a gradient, the full backward pass remains.
+    split would change the order of accumulation, this runs the full backward pass, and the returned one is empty. If no
+    input needs a gradient, the returned one is the full backward pass.
 
     Args:
         outputs: may be freed after this call.
         grads: gradients of the outputs. None means 1 for a scalar, and no gradient for any other output. They must not
-            be modified before the remaining backward has run.
+            be modified before the returned backward pass has run.
         inputs: leaf tensors. Their ``.grad`` is not changed, and an unused input has the gradient None.
     """
     assert all(x.is_leaf for x in inputs), "inputs must be leaf tensors"
@@ -90,7 +90,7 @@ def backward_of_inputs(
 
 
 class WeightBackward:
-    """Second part of a split backward, which computes the gradients of the weights."""
+    """The second part of a split backward pass, which computes the gradients of the weights."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class WeightBackward:
         self._other_outputs, self._branches, self._output_edges = other_outputs, branches or [], output_edges or []
 
     def run(self) -> None:
-        """Run the backward pass of the weights: accumulate their ``.grad``, then free the autograd graph.
+        """Compute the gradients of the weights, accumulate them in ``.grad``, and free the autograd graph.
 
         The peak memory includes a second copy of these gradients.
         """
@@ -120,12 +120,12 @@ class WeightBackward:
 
 @dataclass(eq=False)
 class _BranchNode:
-    """Autograd node between outputs and inputs that also computes gradients of weights.
+    """An autograd node between outputs and inputs that also computes gradients of weights.
 
     Args:
         exits: edges that leave the chain, by index among the node's edges.
         grads: incoming gradients of the node.
-        results: gradients of the exits by index; None until they are computed.
+        results: gradients of the exits by index, or None until they are computed.
         needed_grads: original ``needs_input_grad`` of a custom function that supports partial gradients.
     """
 
@@ -137,10 +137,10 @@ class _BranchNode:
     handles: list[Any] = field(default_factory=list)
 
     def add_hooks(self, ran: list[_BranchNode]) -> None:
-        """Register hooks that store the incoming gradients of this autograd node for the weight part.
+        """Register hooks that store the incoming gradients of this autograd node for the backward pass of the weights.
 
         Args:
-            ran: list that the hooks append this node to when it runs.
+            ran: a list to which the hooks append this node when it runs.
         """
 
         def prehook(grads: Grads) -> None:
@@ -153,7 +153,7 @@ class _BranchNode:
                     self.node.apply = apply_filled
 
         def apply_filled(*grads: Tensor | None) -> Any:
-            # the autograd engine replaces None by zeros if the function materializes gradients
+            # the autograd engine replaces None with zeros if the function materializes gradients
             self.grads = grads
             return type(self.node).apply(self.node, *grads)
 
@@ -185,14 +185,14 @@ class _BranchNode:
         return [k for k, (follower, _) in enumerate(self.node.next_functions) if follower is not None]
 
     def _select_needed_grads(self, for_exits: bool) -> tuple[bool, ...]:
-        """Return ``needs_input_grad`` of a custom function for the exits only, or for all edges except the exits."""
+        """Return ``needs_input_grad`` flags for either only the gradients of weights or only the other gradients."""
         assert self.needed_grads is not None
         # needs_input_grad has an entry per argument, next_functions one per tensor; those with gradients correspond
         indices = iter(self._list_edge_indices())
         return tuple(needs and (next(indices) in self.exits) == for_exits for needs in self.needed_grads)
 
     def compute_exit_grads(self) -> None:
-        """Call the autograd node again, in a backward pass towards the exits, to compute the gradients of the exits."""
+        """Call the autograd node again to compute the gradients that flow to the weights."""
         grads, self.grads = self.grads, ()
         if self.needed_grads is None:
             results = as_tuple(self.node(*grads))
@@ -204,7 +204,7 @@ class _BranchNode:
         self.results = {k: results[k] for k in self.exits}
 
     def pop_exit_grads(self) -> Iterator[tuple[GradientEdge, Tensor]]:
-        """Yield each exit edge with its gradient, and free the stored gradients."""
+        """Yield each edge that leads to a weight with its gradient, and free the stored gradients."""
         results, self.results = self.results or {}, None
         for k, grad in results.items():
             if grad is not None:
@@ -213,11 +213,11 @@ class _BranchNode:
                 yield self._delay_accumulation(edge, grad), grad if grad.shape == shape else grad.sum_to_size(shape)
 
     def _delay_accumulation(self, edge: GradientEdge, grad: Tensor) -> GradientEdge:
-        """Return an edge for which autograd accumulates ``grad`` in the order of a full backward pass.
+        """Return an edge to the same leaf through which autograd accumulates ``grad`` in the usual order.
 
-        A leaf accumulates gradients in the order of arrival, and floating-point sums depend on the order. A gradient
-        that is passed to autograd for a leaf itself arrives first. A view of the leaf, ordered like this node, delays
-        it.
+        A leaf accumulates gradients in the order of arrival, and floating-point sums depend on this order. A gradient
+        that is passed to autograd for the leaf itself would arrive first. A view of the leaf that has the position of
+        this node delays it.
         """
         leaf = getattr(edge.node, "variable", None)
         if not isinstance(leaf, Tensor) or grad.layout is not torch.strided:
@@ -229,9 +229,9 @@ class _BranchNode:
 
 
 def _find_chain(starts: Iterable[Node], ends: set[Node]) -> tuple[set[Node], list[_BranchNode], bool]:
-    """Find the autograd nodes between ``starts`` and ``ends``, and the branch nodes among them.
+    """Find the autograd nodes between ``starts`` and ``ends``, and those among them that lead to weights.
 
-    Also returns whether a split backward accumulates gradients in the order of a full backward pass.
+    Also returns whether a split backward pass accumulates gradients in the same order as a full one.
 
     The order changes if a computed weight (a copy made by autocast) accumulates three or more gradients, some from
     branch nodes and some from other nodes.
@@ -267,9 +267,9 @@ def _find_chain(starts: Iterable[Node], ends: set[Node]) -> tuple[set[Node], lis
 
 
 def _run_branches(branches: Sequence[_BranchNode]) -> None:
-    """Compute the exit gradients of the branch nodes, inside a backward pass that requests only these gradients.
+    """Compute the gradients that flow to the weights, inside a backward pass that requests only these gradients.
 
-    A node queries the running backward pass for the gradients that it needs.
+    Such a backward pass is needed because a node queries it for the gradients to compute.
     """
     with torch.enable_grad():
         start = torch.zeros((), requires_grad=True)

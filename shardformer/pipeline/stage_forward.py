@@ -1,8 +1,8 @@
-"""Runs only the layers of one pipeline stage inside the model's own `forward`.
+"""Runs the layers of one pipeline stage inside the model's own `forward`, and skips all other layers.
 
-Parameters of other stages are removed from their modules and replaced by placeholder attributes: one NaN, expanded to
-the parameter's shape. A placeholder needs no memory and has shape, dtype and device for code that reads them. Every
-result that depends on a placeholder by mistake is NaN, which the checks of arguments and losses detect.
+Parameters of other stages are removed from their modules and replaced with placeholder attributes: one NaN, expanded to
+the parameter's shape. A placeholder needs no memory, but has a shape, dtype and device for code that reads them. If a
+result depends on a placeholder by mistake, it is NaN, which the checks of arguments and losses detect.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from shardformer.torch_compat import has_data, tree_leaves
 
 
 class ParameterPlaceholders:
-    """Replaces the parameters of other stages by placeholders that have a shape, dtype and device but no memory."""
+    """Replaces parameters of other pipeline stages with placeholders that have a shape and dtype but no memory."""
 
     def __init__(self) -> None:
         self.is_visible = False
-        """Whether ``parameters()`` includes placeholders, as code that reads a module's dtype or device expects."""
+        """Whether ``parameters()`` includes placeholders, for code that reads a module's dtype or device from them."""
         self._names: dict[int, tuple[str, ...]] = {}  # by id of the module, in registration order
         self._placeholders: list[tuple[nn.Module, str, tuple[str, ...]]] = []  # module, attribute, full names
         self._device: torch.device | None = None
@@ -44,10 +44,10 @@ class ParameterPlaceholders:
         return len(self._placeholders)
 
     def replace_params(self, model: nn.Module, is_local: Mapping[str, bool]) -> None:
-        """Replace the parameters of other stages by placeholders.
+        """Replace each parameter that this rank does not store with a placeholder.
 
         Args:
-            is_local: name of each parameter -> whether this rank has it. A tied parameter stays if any name is local.
+            is_local: whether this rank stores a parameter, by its name. A tied parameter stays if any name is local.
         """
         names: dict[tuple[int, str], tuple[str, ...]] = {}
         modules = list(model.named_modules(remove_duplicate=False))
@@ -69,7 +69,7 @@ class ParameterPlaceholders:
                 module.__dict__["named_parameters"] = _NamedParameters(module, self)
 
     def rename(self, rename: Callable[[str], str]) -> None:
-        """Change the names of all parameters, after modules moved inside the model."""
+        """Rename all parameters, after modules were moved inside the model."""
         self._placeholders = [(module, name, tuple(map(rename, names))) for module, name, names in self._placeholders]
         self._local_dtypes = {rename(name): dtype for name, dtype in self._local_dtypes.items()}
 
@@ -83,16 +83,16 @@ class ParameterPlaceholders:
             self.is_visible = before
 
     def list_param_names(self, module: nn.Module) -> tuple[str, ...]:
-        """Return the names of a module's direct parameters and placeholders, in registration order."""
+        """Return the names of a module's own parameters and placeholders, in registration order."""
         return self._names.get(id(module), tuple(module._parameters))
 
     def has_placeholders(self, module: nn.Module) -> bool:
-        """Return whether a parameter of the module or its submodules is a placeholder."""
+        """Return whether any parameter of the module or its submodules is a placeholder."""
         inside = {id(m) for m in module.modules()}
         return any(id(m) in inside for m, _, _ in self._placeholders)
 
     def move_to_device_of(self, model: nn.Module) -> None:
-        """Move the placeholders to the device of the model's parameters, because ``model.to`` does not move them."""
+        """Move the placeholders to the device of the model's parameters. ``model.to`` does not move them."""
         param = self._find_local_param(model)
         if param is not None and param.device != self._device:
             self._device = param.device
@@ -103,8 +103,8 @@ class ParameterPlaceholders:
         """Convert each placeholder to the dtype that its parameter has on the stage that stores it.
 
         Args:
-            dtypes: dtype of each parameter of all stages, by name. A missing parameter (in a trace of a single rank) is
-                converted like this rank's parameters of the same dtype.
+            dtypes: dtypes of the parameters of all stages, by name. A missing parameter (in a trace of a single rank)
+                is converted like this rank's parameters of the same dtype.
         """
         before, self._local_dtypes = self._local_dtypes, list_dtypes(model)
         converted = {before[name]: dtype for name, dtype in self._local_dtypes.items() if name in before}
@@ -114,7 +114,7 @@ class ParameterPlaceholders:
             _convert_placeholder(module, name, known or converted.get(now, now))
 
     def _find_local_param(self, model: nn.Module) -> Tensor | None:
-        """Return the first floating-point parameter that this rank stores. Caches its position."""
+        """Return the first floating-point parameter that this rank stores, and cache its position."""
         if self._local_param is not None:
             found = self._local_param[0]._parameters.get(self._local_param[1])
             if found is not None:
@@ -128,7 +128,7 @@ class ParameterPlaceholders:
 
 
 class _NamedParameters:
-    """Replacement for a module's ``named_parameters`` that can include placeholders."""
+    """Replaces the ``named_parameters`` method of a module, and can include placeholders."""
 
     def __init__(self, module: nn.Module, placeholders: ParameterPlaceholders) -> None:
         self._module, self._placeholders = module, placeholders
@@ -156,7 +156,7 @@ class _NamedParameters:
 
 
 def list_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtype of each parameter that this rank stores, by all names of the parameter."""
+    """Return the dtype of each parameter that this rank stores. A tied parameter has an entry for each of its names."""
     return {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
 
 
@@ -166,7 +166,7 @@ def _convert_placeholder(module: nn.Module, name: str, to: torch.device | torch.
 
 
 def make_nan_tensor(*shape: int, like: Tensor) -> Tensor:
-    """Return a tensor of the given shape whose elements share one NaN in memory."""
+    """Return a tensor of the specified shape whose elements are all the same NaN in memory."""
     return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(shape)
 
 
@@ -177,7 +177,7 @@ def _make_placeholder(param: Tensor) -> Tensor:
 
 
 def compute_placeholder_output(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return a NaN tensor with the shape and dtype of the output of an embedding or linear layer."""
+    """Return a NaN tensor with the shape and dtype that an embedding or linear layer would return."""
     x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
     weight: Any = module.weight
     if not isinstance(module, nn.Linear):
@@ -189,12 +189,12 @@ def compute_placeholder_output(module: nn.Module, args: tuple[Any, ...], kwargs:
 
 
 def has_nan(x: Any) -> bool:
-    """Return whether ``x`` is a tensor that contains a NaN, which indicates a result of placeholders."""
+    """Return whether ``x`` is a tensor that contains NaN, because it may be computed from placeholders."""
     return _has_float_values(x) and bool(x.isnan().any())
 
 
 def is_placeholder(x: Any) -> bool:
-    """Return whether ``x`` is a tensor that contains only NaN, as the outputs of skipped modules do."""
+    """Return whether ``x`` is a tensor that contains only NaN, like the output of a skipped module."""
     return _has_float_values(x) and bool(x.isnan().all())
 
 
@@ -203,16 +203,16 @@ def _has_float_values(x: Any) -> bool:
 
 
 StageActivations = dict[str, Tensor]
-"""States that one stage sends to the next: "hidden", and "context" from an earlier stack (encoder states)."""
+"""Activations that a stage sends to the next: "hidden", and "context" from an earlier stack (encoder states)."""
 
 
 @dataclass
 class StagePass:
-    """State of the forward pass of one micro-batch through one pipeline stage.
+    """The state of one forward pass of a micro-batch through a pipeline stage.
 
     Args:
         span: the layers of the stage.
-        received: states from the previous stage.
+        received: activations from the previous stage.
         seed: random seed of the micro-batch, or None if the model draws no random numbers.
         at_end: called after the last layer of the model, before the head.
     """
@@ -227,25 +227,25 @@ class StagePass:
 
 
 class StageBoundaryReached(BaseException):  # not an Exception: models may catch those
-    """Raised to end a model's forward pass after the last layer of the stage, with the activations to send."""
+    """Raised after the last layer of a stage to end the model's forward pass. Contains the activations to send."""
 
     def __init__(self, payload: StageActivations) -> None:
         self.payload = payload
 
 
 class StageForward:
-    """Runs only the layers of a stage in the model's forward pass, by overriding the `forward` methods of all layers.
+    """Overrides the `forward` methods of a model's layers, so that its forward pass runs only the layers of a stage.
 
     Args:
         model: the sharded model.
-        chain: its layers in order.
+        chain: the layers of the model in execution order.
         placeholders: placeholders for the parameters of other stages.
         owners: layer calls that each parameter belongs to, by name.
         embedding_types: embedding classes, whose output shape is known without computing them.
         checkpointed: layer calls with activation checkpointing.
-        random_stream: returns a stack's index of the random stream; 0 if all ranks draw the same numbers.
+        random_stream: returns the index of the random stream of a stack, or 0 if all ranks draw the same numbers.
         device: device of the stage.
-        wrappers: id of a layer -> its outermost wrapper (activation checkpointing), which is overridden instead.
+        wrappers: by the id of a layer, its outermost wrapper (activation checkpointing), which is overridden instead.
         permanent: whether to override the `forward` methods permanently, or only while ``installed`` is active.
     """
 
@@ -292,7 +292,7 @@ class StageForward:
             self._remove_hooks = []
 
     def _install(self, model: nn.Module) -> None:
-        """Override the `forward` methods of the model's layers. Must run after all other changes of the layers."""
+        """Override the `forward` methods of the model's layers. Call this after all other changes to the layers."""
         chain = self._chain
         for index, (stack, start) in enumerate(zip(chain.stacks, chain.starts, strict=True)):
             for path in dict.fromkeys(stack.layer_calls):
@@ -328,7 +328,7 @@ class StageForward:
         self._checkpointed |= {at for at, layer in enumerate(self._chain.layer_calls) if layer == path}
 
     def move_overrides_to_wrappers(self, model: nn.Module) -> None:
-        """Move the forward overrides to wrappers that the user added to layers, or back if wrappers were removed.
+        """Move the `forward` overrides to wrappers that the user added around layers, or back if wrappers were removed.
 
         A checkpointing wrapper recomputes its layer with the arguments that the wrapper received. An override inside it
         would recompute from the placeholder input, which is NaN.
@@ -345,7 +345,7 @@ class StageForward:
     def run(
         self, model: nn.Module, stage_pass: StagePass, forward: Callable[[], Any]
     ) -> tuple[Any, StageActivations | None]:
-        """Run the model's forward pass up to the last layer of the stage.
+        """Run the model's forward pass up to the last layer of the pipeline stage.
 
         Returns:
             (output, None) on the last stage, (None, activations for the next stage) on the others.
@@ -367,7 +367,7 @@ class StageForward:
             self.draws.end()
 
     def _seed_segment(self, stage_pass: StagePass, segment: int) -> None:
-        """Seed the random generators before each layer, so that results do not depend on the number of stages."""
+        """Seed the random generators for a layer, so that dropout does not depend on the number of pipeline stages."""
         self.draws.end()
         if stage_pass.seed is not None:
             seed_random((stage_pass.seed + SPLITMIX64[0] * segment) % 2**63)
@@ -386,8 +386,9 @@ class StageForward:
                 at = first + sum(first <= u < first + len(stack.layer_calls) for u in stage_pass.calls)
             if at in stage_pass.calls:
                 raise ConfigError(
-                    f"The model ran the layers of {stack.layers} twice in one forward pass, unsupported in pipelines.",
-                    remedy="Train this model without a pipeline, or run the layers once per step.",
+                    f"The model ran the layers of {stack.layers} twice in one forward pass, which pipeline parallelism "
+                    "does not support.",
+                    remedy="Omit pipe, or change the model so that it runs each layer once per forward pass.",
                 )
             stage_pass.calls.append(at)
             if at < stage_pass.span.start:
@@ -434,7 +435,7 @@ class StageForward:
     def _check_arguments(
         self, stage_pass: StagePass, at: int, original: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     ) -> None:
-        """Raise ConfigError if a layer receives an argument that only another stage can compute."""
+        """Raise ConfigError if a layer receives an argument that only another pipeline stage can compute."""
         path = self._chain.layer_calls[at]
         names = list(inspect.signature(original).parameters)
         arguments = [*zip([*names, *(f"argument {i}" for i in range(len(names), len(args)))], args), *kwargs.items()]
@@ -478,7 +479,7 @@ class StageForward:
             if not isinstance(value, Tensor):
                 raise ConfigError(
                     f"{type(module).__name__} received {name}={value!r:.60} instead of the hidden states "
-                    "of the previous stack.",
+                    "of the previous stack of layers, such as the encoder.",
                     remedy="Pass the inputs of both stacks to the model, as in training on one device.",
                 )
             if stage_pass.span.stop <= start:
@@ -490,7 +491,7 @@ class StageForward:
         self._remove_hooks.append(remove)
 
     def _override_unowned(self, module: nn.Module, owners: frozenset[int]) -> None:
-        """Override an embedding or linear layer outside the layers, to skip it on stages that do not need it."""
+        """Skip an embedding or linear layer outside the stacks on pipeline stages that do not need its output."""
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -503,7 +504,7 @@ class StageForward:
 
 
 class _ForwardOverride:
-    """Replacement for the forward pass of one module, which must not be copied to another module."""
+    """Replaces the `forward` method of one module, and raises ConfigError if the module is copied."""
 
     def __init__(self, forward: Callable[..., Any], original: Callable[..., Any]) -> None:
         functools.update_wrapper(self, original)
@@ -514,18 +515,18 @@ class _ForwardOverride:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ConfigError(
-            "A model that is divided into pipeline stages cannot be copied, because the copied layers "
+            "A model that is split into pipeline stages cannot be copied, because the copied layers "
             "would use the original weights.",
-            remedy="Copy the model before sharding it, or keep averages of model.parameters().",
+            remedy="Copy the model before you shard it. To average weights, copy model.parameters() instead.",
         )
 
 
 def _missing_argument_error(path: str, name: str) -> ConfigError:
     return ConfigError(
         f"The argument {name} of the layer {path} contains NaN, because another stage has the parameters that compute "
-        "it or because the batch contains NaN.",
+        "it, or because the batch contains NaN.",
         rule="Stages receive only hidden states, and compute the other arguments of their layers themselves.",
-        remedy="List the module that computes it in LayerStack(..., stages=PipelineHints(on_every_stage=[...])). Use "
-        "shared_from_first=[...] for a module of the first layer. Use with_first_layer=[...] or with_last_layer=[...] "
-        "for a module that one stage needs.",
+        remedy="List the module that computes it in LayerStack(..., stages=PipelineHints(on_every_stage=[...])). "
+        "Use shared_from_first=[...] for a module of the first layer, and with_first_layer=[...] or "
+        "with_last_layer=[...] for a module that one stage needs.",
     )

@@ -44,13 +44,13 @@ RENAMED_ARGUMENTS = {"cut": "partition", "costs": "layer_costs", "checkpoint_lay
 
 @renamed_arguments(RENAMED_ARGUMENTS, {"partition": RENAMED_METHODS}, RENAMED_ARGUMENTS)
 class PipelineStageManager:
-    """Assigns virtual pipeline stages to the ranks of the pipe axis, by the schedule and the partition options.
+    """Assigns virtual pipeline stages to the ranks of the pipe axis, as the schedule and the options require.
 
     Each rank of the pipe axis runs one *virtual stage*, or several (``num_model_chunks``) with a schedule that visits a
     rank more than once. A micro-batch passes the virtual stages in order.
 
     Args:
-        context: parallel context from ``launch_from_torch(pipe=...)``.
+        context: the parallel context that ``launch_from_torch(pipe=...)`` returned.
         schedule, num_model_chunks, partition, layer_costs, recompute_layers: as in ``ParallelConfig``.
     """
 
@@ -79,7 +79,7 @@ class PipelineStageManager:
 
     @property
     def axis(self) -> Axis:
-        """Axis of the device mesh that contains the pipeline stages."""
+        """The axis of the device mesh that contains the pipeline stages."""
         return self.context.pipe
 
     @property
@@ -97,7 +97,7 @@ class PipelineStageManager:
 
     @property
     def virtual_stages(self) -> tuple[int, ...]:
-        """Indices of this process's virtual stages, in the order in which a micro-batch passes them."""
+        """The indices of this process's virtual stages, in the order in which a micro-batch passes them."""
         return self.virtual_stages_of(self.stage)
 
     def virtual_stages_of(self, stage: int) -> tuple[int, ...]:
@@ -105,21 +105,21 @@ class PipelineStageManager:
 
     @property
     def last_stage(self) -> int:
-        """Rank on the pipe axis of the last virtual stage, which computes the loss."""
+        """The rank on the pipe axis that runs the last virtual stage and computes the loss."""
         return self.placement[-1]
 
     def options(self) -> dict[str, Any]:
-        """Return the user's pipeline options, which must be equal on all ranks."""
+        """Return the user's pipeline options by name, which must be the same on all ranks."""
         return {
             "schedule": self.schedule, "num_model_chunks": self.num_model_chunks, "partition": self.partition,
             "layer_costs": self.layer_costs, "recompute_layers": self.recompute_layers,
         }  # fmt: skip
 
     def count_recomputed_layers(self, lengths: Sequence[int]) -> list[int]:
-        """Return the number of layers with activation checkpointing in each virtual stage.
+        """Return how many layers of each virtual stage use activation checkpointing.
 
         Args:
-            lengths: number of layers of each virtual stage.
+            lengths: the number of layers in each virtual stage.
         """
         requested = self.recompute_layers
         if requested is None:
@@ -128,7 +128,7 @@ class PipelineStageManager:
         if len(counts) != len(lengths) or any(type(n) is not int or n < 0 for n in counts):
             raise ConfigError(
                 f"recompute_layers={requested!r} must be one int, or {len(lengths)} ints with one per virtual stage.",
-                remedy=f"Use recompute_layers={list(lengths)} to recompute all layers.",
+                remedy=f"To recompute all layers, use recompute_layers={list(lengths)}.",
             )
         return [min(n, length) for n, length in zip(counts, lengths, strict=True)]
 
@@ -137,11 +137,11 @@ class PipelineStageManager:
 
 
 ALL_LAYER_OUTPUTS = ("output_router_logits", "output_hidden_states", "output_attentions")
-ALL_LAYER_OUTPUTS_REASON = "The option collects outputs of all layers, but a stage runs only its own layers"
+ALL_LAYER_OUTPUTS_REASON = "The option returns outputs of all layers, but a pipeline stage runs only its own layers"
 
 
 class LayerSequencePolicy(Protocol):
-    """Protocol of policies that describe the layers of a model to a pipeline."""
+    """Protocol for policies that describe the layers of a model, so that a pipeline can split them into stages."""
 
     notes: Sequence[str]
 
@@ -151,14 +151,14 @@ class LayerSequencePolicy(Protocol):
 
 @dataclass
 class Stages:
-    """Partition of a model's layers and parameters into pipeline stages, with the state of this rank's stages.
+    """The layers and parameters of each pipeline stage of a model, and the state of this rank's stages.
 
     Args:
         owner_layers: layer calls that each parameter and buffer belongs to, by name.
-        owner_stages: virtual stages that have each parameter and buffer, by name.
-        state: name -> (first name of the same tensor, full shape), for the full model's state dict.
-        parameters: name -> (first name of the same parameter, number of elements), for the full model.
-        shared: name -> ranks of the pipe axis, for parameters on several ranks: tied weights and repeated layers.
+        owner_stages: virtual stages that store each parameter and buffer, by name.
+        state: (first name of the same tensor, full shape) of each entry of the full model's state dict.
+        parameters: (first name of the same parameter, number of elements) of each parameter name of the full model.
+        shared: ranks of the pipe axis that share a parameter, by name, for tied weights and repeated layers.
         uses_random: whether the model draws random numbers in training.
         stream: layout of the activations between layers.
     """
@@ -192,17 +192,19 @@ class Stages:
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements in the parameters of the full model. Counts tied weights once."""
+        """The number of elements in the parameters of the full model, with tied weights counted once."""
         return sum(dict(self.parameters.values()).values())
 
     def is_on_other_rank(self, path: str) -> bool:
-        """Return whether the module at ``path`` is in a layer that only other ranks of the pipe axis run."""
+        """Return whether the module at ``path`` is in a layer that only other pipeline ranks run."""
         units = self.chain.layer_calls
         positions = [at for at, unit in enumerate(units) if path == unit or path.startswith(f"{unit}.")]
         return bool(positions) and not any(at in span for at in positions for span in self._list_local_spans())
 
     def first_names(self, prefix: str = "") -> dict[str, str]:
-        """Map each name of the full model's state dict to the first name of the same tensor, in the model's order.
+        """Map each name in the full model's state dict to the first name of the same tensor, in the model's order.
+
+        Tied weights have several names.
 
         Args:
             prefix: prefix of the names in a wrapper around the model.
@@ -210,7 +212,7 @@ class Stages:
         return {prefix + name: prefix + first for name, (first, _) in self.state.items()}
 
     def rename(self, rename: Callable[[str], str]) -> None:
-        """Change the names of all parameters and buffers, after modules moved inside the model."""
+        """Rename all parameters and buffers, after modules were moved inside the model."""
         self.owner_layers = {rename(name): layers for name, layers in self.owner_layers.items()}
         self.owner_stages = {rename(name): stages for name, stages in self.owner_stages.items()}
         self.state = {rename(name): (rename(first), shape) for name, (first, shape) in self.state.items()}
@@ -219,23 +221,23 @@ class Stages:
         self.placeholders.rename(rename)
 
     def add_tensor(self, name: str, owner: str, shape: tuple[int, ...]) -> None:
-        """Add a tensor of this full shape to the stages that have the parameter or buffer ``owner``."""
+        """Assign a new tensor to the pipeline stages that store the parameter or buffer ``owner``."""
         self.owner_layers[name], self.owner_stages[name] = self.owner_layers[owner], self.owner_stages[owner]
         self.state[name], self.parameters[name] = (name, shape), (name, prod(shape))
 
     def drop_tensors(self, is_gone: Callable[[str], bool]) -> None:
-        """Remove parameters and buffers that the model no longer has, by name."""
+        """Remove the entries of parameters and buffers that the model no longer has."""
         tables: list[dict[str, Any]] = [self.owner_layers, self.owner_stages, self.state, self.parameters, self.shared]
         for table in tables:
             for name in [name for name in table if is_gone(name)]:
                 del table[name]
 
     def describe_lines(self) -> list[str]:
-        """Return lines of text that describe the partition, which must be equal on all ranks."""
+        """Describe the partition in lines of text that must be the same on all ranks."""
         return [str(self.manager.options()), str(self.spans), *(f"{n}: {v}" for n, v in self.shared.items())]
 
     def remove_other_params(self, model: nn.Module) -> None:
-        """Replace the parameters of other stages by placeholders."""
+        """Remove the parameters of other pipeline stages from the model, and put placeholders in their place."""
         self.placeholders.replace_params(model, {name: self.is_here(name) for name in self.owner_stages})
 
     def _list_local_spans(self) -> list[LayerRange]:
@@ -248,12 +250,13 @@ class Stages:
         context: ParallelContext,
         wrappers: Mapping[int, nn.Module] = MappingProxyType({}),
     ) -> None:
-        """Override the ``forward`` methods of the model's layers to run the stages, after all other changes to them.
+        """Override the ``forward`` methods of the model's layers, so that this rank runs only its own stages.
 
-        With one stage, the patches are installed for each step only, and the model stays unchanged between steps.
+        Call this after all other changes to the layers. With one stage, the overrides are active only during each step,
+        and the model stays unchanged between steps.
 
         Args:
-            wrappers: id of a module -> the outermost wrapper around its forward pass.
+            wrappers: the outermost wrapper around the forward pass of a module, by the id of the module.
         """
         self.stream = stream
         copy_shared_attributes(model, self.chain, self._list_local_spans())
@@ -271,7 +274,7 @@ class Stages:
         )
 
     def installed(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context manager that overrides the layers' ``forward``. With several stages, it is always overridden."""
+        """Return a context manager that overrides the layers' ``forward``, if it is not already overridden."""
         assert self.stage_forward is not None
         return nullcontext() if self.manager.num_stages > 1 else self.stage_forward.installed(model)
 
@@ -280,7 +283,7 @@ class Stages:
         return frozenset(u for span, n in zip(self.spans, counts, strict=True) for u in span[:n])
 
     def record_shared_params(self, model: nn.Module) -> None:
-        """Record the parameters that this rank shares with other stages, such as tied weights."""
+        """Record the parameters that this rank shares with other pipeline stages, such as tied weights."""
         for name, param in model.named_parameters():
             if name in self.shared:
                 self.shared_params.append(dict.fromkeys(self.shared[name], param))
@@ -293,10 +296,10 @@ def _random_stream_index(stack: StackDescription, stream: ActivationLayout, cont
 
 
 def build_stages(model: nn.Module, policy: LayerSequencePolicy, manager: PipelineStageManager) -> Stages:
-    """Partition the layers and parameters of an unsharded model into the virtual stages of ``manager``.
+    """Split the layers and parameters of an unsharded model into the virtual pipeline stages of ``manager``.
 
     Raises:
-        ConfigError: if the model has no stack of layers, fewer layers than stages, layer drop, or an option that needs
+        ConfigError: if the model has no stack of layers, fewer layers than stages, LayerDrop, or an option that needs
             the outputs of all layers.
     """
     chain, owners, costs, spans = partition_model(model, policy, manager)
@@ -325,11 +328,11 @@ def build_stages(model: nn.Module, policy: LayerSequencePolicy, manager: Pipelin
 def partition_model(
     model: nn.Module, policy: LayerSequencePolicy, manager: PipelineStageManager
 ) -> tuple[LayerSequence, dict[str, frozenset[int]], list[float], list[LayerRange]]:
-    """Partition the layers of a model into virtual stages.
+    """Split the layers of a model into virtual pipeline stages.
 
     Returns the layer sequence, the owner layers of each parameter, the layer costs and the layers of each stage.
 
-    Raises as ``build_stages``.
+    Raises the same errors as ``build_stages``.
     """
     count = manager.num_virtual_stages
     chain = policy.layer_sequence()
@@ -340,20 +343,20 @@ def partition_model(
         if reason := policy.no_pipeline_reason():
             raise ConfigError(
                 f"pipe={manager.num_stages} does not work with {type(model).__name__}: {reason}.",
-                remedy="Omit pipe, and use tensor or data parallelism.",
+                remedy="Omit pipe, and use tensor or data parallelism instead.",
             )
     owners = owner_layers(model, chain) if chain.stacks else {}
     costs = list(manager.layer_costs) if manager.layer_costs is not None else estimate_layer_costs(model, chain, owners)
     if len(costs) != len(chain.layer_calls):
         raise ConfigError(
-            f"layer_costs has {len(costs)} numbers, but {type(model).__name__} runs {len(chain.layer_calls)} layers.",
+            f"layer_costs has {len(costs)} entries, but {type(model).__name__} runs {len(chain.layer_calls)} layers.",
             remedy="Pass one number per layer, or omit layer_costs to estimate the costs.",
         )
     if count > max(len(costs), manager.num_stages):
         raise ConfigError(
             f"{type(model).__name__} has {len(costs)} layers, but {manager.num_stages} stages of "
             f"{count // manager.num_stages} chunks need at least {count}.",
-            remedy="Use schedule='1f1b', which has one chunk per stage, or fewer stages.",
+            remedy="Use fewer stages, or schedule='1f1b', which has one chunk per stage.",
         )
     if count == 1:
         bounds = [0, len(costs)]
@@ -366,13 +369,13 @@ def partition_model(
 
 
 def _map_to_first_name(tensors: Mapping[str, Any]) -> dict[str, tuple[str, Tensor]]:
-    """Map each name to (first name of the same tensor, tensor), so that tied weights share a name."""
+    """Return each tensor with the first name under which it occurs. Tied weights have the same first name."""
     first: dict[int, str] = {}
     return {name: (first.setdefault(id(x), name), x) for name, x in tensors.items() if isinstance(x, Tensor)}
 
 
 def copy_shared_attributes(model: nn.Module, chain: LayerSequence, spans: Sequence[LayerRange]) -> None:
-    """Copy attributes of a stack's first layer (``shared_from_first``) to the first layer of every stage."""
+    """Copy the attributes in ``shared_from_first`` from a stack's first layer to the first layer of every stage."""
     for stack, start in zip(chain.stacks, chain.starts, strict=True):
         for span in spans:
             at = max(span.start, start)
@@ -388,14 +391,14 @@ def _check_config(model: nn.Module) -> None:
         for name, value in vars(config).items():
             if name.endswith("layerdrop") and isinstance(value, float) and value > 0:
                 raise ConfigError(
-                    f"{name}={value} does not work with a pipeline, because each stage would drop layers "
+                    f"{name}={value} does not work with pipeline parallelism, because each stage would drop layers "
                     "independently.",
                     remedy=f"Build the model with {name}=0.",
                 )
             name = name.lstrip("_")  # transformers stores some options under a private name
             if name in ALL_LAYER_OUTPUTS and value is True:
                 raise ConfigError(
-                    f"{name}=True does not work with a pipeline.",
+                    f"{name}=True does not work with pipeline parallelism.",
                     rule=ALL_LAYER_OUTPUTS_REASON,
                     remedy=f"Set config.{name} = False.",
                 )

@@ -219,10 +219,10 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["gpt2", "--pipe", "2", "--schedule", "gpip"], "Did you mean 'gpipe'?"),
         (
             ["gpt2", "--pipe", "2", "--schedule", "gpipe", "--num-model-chunks", "2"],
-            "Use num_model_chunks=1 or schedule='interleaved'",
+            "Use num_model_chunks=1, or schedule='interleaved'",
         ),
         (["gpt2", "--pipe", "2", "--schedule", "interleaved", "--micro-batches", "3"], "Use 2 or 4, or schedule="),
-        (["gpt2", "--pipe", "2", "--micro-batches", "0"], "micro_batches=0 is not positive.\n  Use 1 or more"),
+        (["gpt2", "--pipe", "2", "--micro-batches", "0"], "micro_batches=0 is not a positive number.\n  Use 1 or more"),
         (
             ["gpt2", "--pipe", "2", "--micro-batches", "8", "--batch", "4"],
             "Use at most 4 micro-batches, or a batch of at least 8",
@@ -244,7 +244,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["bert", "--tensor", "1", "--data", "2", "--sequence-parallel"], "--sequence-parallel has no effect without"),
         (["bert", "--context-parallel", "ring"], "--context-parallel ring has no effect without --sequence"),
         (["bert", "--average-loss-over", "tokens"], "--average-loss-over tokens has no effect without --data"),
-        (["bert", "--pipe", "2", "--micro-batches", "1000000"], "need over 1,048,576 actions"),
+        (["bert", "--pipe", "2", "--micro-batches", "1000000"], "exceed the limit of 1,048,576"),
         (
             ["bert", "--pipe", "2", "--schedule", "interleaved", "--num-model-chunks", "10000"],
             "The maximum is 256 layers",
@@ -304,7 +304,7 @@ def test_a_function_that_returns_none_is_reported(run: Run, tmp_path: Path, comm
 
 def test_the_depth_of_a_saved_model_is_not_changed(monkeypatch: pytest.MonkeyPatch, run: Run, bert: Path) -> None:
     monkeypatch.setattr(WorkerPool, "run", lambda *_, **__: pytest.fail("a process was started"))
-    assert "2 layers cannot fill 4 pipeline stages" in run("verify", bert, "--pipe", "4")[2]
+    assert "2 layers cannot be split into 4 stages" in run("verify", bert, "--pipe", "4")[2]
     assert (
         "has 2 layers, but 2 stages of 2 chunks need at least 4"
         in run("verify", bert, "--pipe", "2", "--schedule", "zbv")[2]

@@ -493,11 +493,11 @@ INVALID_CALLS: dict[str, Callable[[], Any]] = {
     ),
 }
 EXPECTED = {
-    "more stages than layers": ("ConfigError", "1 layer cannot fill 2 pipeline stages", "Use 1 stage"),
+    "more stages than layers": ("ConfigError", "1 layer cannot be split into 2 stages", "Use 1 stage"),
     "a cut that skips a layer": ("ConfigError", "layer 3"),
     "a cut of three": ("ConfigError", "[1, 2, 1]", "2"),
     "another way to cut": ("ConfigError", "partition='balancd'", "'balanced'"),
-    "costs of other layers": ("ConfigError", "costs has 2 numbers", "runs 4"),
+    "costs of other layers": ("ConfigError", "costs has 2 entries", "runs 4"),
     "costs that decide nothing": ("ConfigError", "partition='uniform'"),
     "an unknown schedule": ("ConfigError", "schedule='1f1f'", "'1f1b'"),
     "chunks of 1f1b": ("ConfigError", "chunks=2", "interleaved"),
@@ -516,7 +516,7 @@ EXPECTED = {
     "checkpoints of other stages": ("ConfigError", "recompute_layers=[1, 2, 3]", "[2, 2]"),
     "no batch at all": ("InputError", "an empty list"),
     "a tensor for a batch": ("InputError", "a Tensor", "'input_ids': ids"),
-    "states of all layers": ("output_hidden_states=True", "a stage runs only its own layers"),
+    "states of all layers": ("output_hidden_states=True", "a pipeline stage runs only its own layers"),
     "a cache": ("use_cache=True", "Set use_cache=False"),
     "another grid": ("ConfigError", "more than one of context", "Pass only one of them"),
 }

@@ -225,7 +225,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "a sharded model in the plain Trainer",
-            "It passes different batches to all processes",
+            "accelerate sends a different batch to each process",
             {
                 "plain Trainer": ("sharded over", "shardformer.integrations.transformers.Trainer"),
                 "plain Trainer evaluates": ("sharded over", "shardformer.integrations.transformers.Trainer"),
@@ -261,7 +261,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "a sharded model in accelerate's own `Accelerator`",
-            "It passes different batches to all processes",
+            "accelerate sends a different batch to each process",
             {
                 "plain": ("sharded over", "shardformer.integrations.accelerate.Accelerator"),
                 "plain, evaluation": ("sharded over", "shardformer.integrations.accelerate.Accelerator"),

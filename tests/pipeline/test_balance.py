@@ -99,8 +99,8 @@ def test_explicit_counts_are_kept(asked: list[int]) -> None:
 @pytest.mark.parametrize(
     ("asked", "what"),
     [
-        ([3, 4, 5], "[3, 4, 5] describes 3 stages instead of 4"),
-        ([12], "[12] describes 1 stage instead of 4"),
+        ([3, 4, 5], "[3, 4, 5] specifies 3 stages, but the pipeline has 4"),
+        ([12], "[12] specifies 1 stage, but the pipeline has 4"),
         ([3, 4, 3, 0], "assigns 0 layers to stage 3"),
         ([3, 4, -1, 6], "assigns -1 layers to stage 2"),
         ([3, 4, 4, 1.0], "assigns 1.0 layers to stage 3"),
@@ -125,9 +125,9 @@ def test_invalid_explicit_counts_raise_with_valid_example(asked: list[Any], what
 @pytest.mark.parametrize(
     ("layers", "parts", "what", "remedy"),
     [
-        (3, 4, "3 layers cannot fill 4 pipeline stages", "1 to 3 stages"),
-        (1, 2, "1 layer cannot fill 2 pipeline stages.", "1 stage,"),
-        (0, 2, "0 layers cannot fill 2 pipeline stages", "has layers"),
+        (3, 4, "3 layers cannot be split into 4 stages", "1 to 3 stages"),
+        (1, 2, "1 layer cannot be split into 2 stages.", "1 stage,"),
+        (0, 2, "0 layers cannot be split into 2 stages", "has layers"),
         (3, 0, "pipeline stages is 0", "1 to 3 stages"),
         (3, -1, "pipeline stages is -1", "1 to 3 stages"),
     ],

@@ -252,7 +252,7 @@ def test_models_that_read_between_layers_raise(
 
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
 def test_models_that_collect_from_every_layer_raise(pool2: WorkerPool, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}=True does not work with a pipeline"):
+    with pytest.raises(ConfigError, match=f"{name}=True does not work with pipeline parallelism"):
         check(pool2, deep("bert", attn_implementation="eager", **{name: True}))
 
 

@@ -91,7 +91,7 @@ def test_a_single_layer_cannot_be_validated() -> None:
     policy = type("Table", (DerivedPolicy,), {"base": "", "stack": LayerStack("model.decoder.layers", [])})
     assert (
         find_pipeline_hints(ReferenceGradients.of(reference.model, reference.run), policy)[1]
-        == "it has no two layers that run in sequence"
+        == "it does not have two layers that run in sequence"
     )
 
 

@@ -130,7 +130,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Sequence[str]]] = {
     "no counts": (
         ToyLM,
         table(Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o")), FEED_FORWARD),
-        ("the Attention 'attn'", "The forward pass reads num_heads=5, which local_attrs= does not list"),
+        ("the Attention 'attn'", "The forward pass reads num_heads=5, which local_attrs does not list"),
     ),
     "heads that tear": (
         with_attention(TornHeads),
@@ -196,7 +196,7 @@ def test_a_weight_that_gets_no_gradient_is_a_difference() -> None:
 
     reference = reduced_model.ReferenceGradients.of(ToyLM().double(), lambda model: model(ids))
     assert validation.validate_sharding(reference, shard, tensor=2) == (
-        "norm.weight has no gradient, unlike in the unsharded model"
+        "norm.weight has no gradient in the sharded model, unlike in the original"
     )
 
 
@@ -283,7 +283,7 @@ def squared(self: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("make", "policy", "why"),
     [
-        (Counting, ToyPolicy, "two forward passes of the model with the same batch return different outputs"),
+        (Counting, ToyPolicy, "the model is not deterministic: two forward passes with the same batch differ"),
         (Seeding, ToyPolicy, "the model draws random numbers"),
         (Casting, ToyPolicy, "the model computes in torch.bfloat16 internally"),
         (TwoTensors, ToyPolicy, "no copy of TwoTensors can be run"),
