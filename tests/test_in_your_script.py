@@ -68,7 +68,7 @@ def test_a_snippet_of_the_page_equals_the_plain_script(piece: str, family: str) 
     run_as_threads(do, tensor=2, in_turn=True)
 
 
-@pytest.mark.parametrize("piece", ["Gradient accumulation", "Clipping", "Loss scaling", "A schedule"])
+@pytest.mark.parametrize("piece", ["Gradient accumulation", "Clipping", "Loss scaling", "A learning rate schedule"])
 def test_on_data_ranks_it_equals_training_on_both_batches(piece: str) -> None:
     plain = first("llama")
     both = [{n: torch.cat([a[n], b[n]]) for n in a} for a, b in zip(batches_of(0), batches_of(1), strict=True)]

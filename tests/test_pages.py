@@ -63,7 +63,7 @@ def test_the_trainer_page_lists_every_event() -> None:
     from shardformer.training.hook import HOOK_METHODS
 
     said = (DOCS / "training.md").read_text(encoding="utf-8")
-    table = said[said.index("| moment |") : said.index("## When something fails")]
+    table = said[said.index("| method | called |") : said.index("## When something fails")]
     assert re.findall(r"`(\w+)(?:\([^)]*\))?`[,| ]", re.sub(r"\| [^|`]*\|\n", "|\n", table)) is not None
     places = [table.find(f"`{moment}`") for moment in HOOK_METHODS]
     assert -1 not in places

@@ -116,7 +116,7 @@ def test_json_round_trip_of_random_values(value: Any) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_json_refuses_code_and_large_tensors(value: Any) -> None:
-    with pytest.raises(InputError, match=r"extra.* cannot store"):
+    with pytest.raises(InputError, match=r"extra.* cannot be saved in a checkpoint"):
         to_json(value, "extra")
 
 

@@ -53,8 +53,8 @@ def test_other_samples_are_collated_by_default_collate() -> None:
         ([{"ids": []}, {"ids": [1]}], r"'ids' .* different shapes, \(0,\) and \(1,\)"),
         ([{"ids": [[1], [1, 2]]}], "'ids' .* cannot be converted to a tensor"),
         ([{"words": ["a"]}, {"words": ["a", "b"]}], r"'words' .* different shapes, \(1,\) and \(2,\)"),
-        ([{"a": 1}, {"a": 1, "b": 1}], r"different keys, \['a'\] and \['a', 'b'\]"),
-        ([{"a": 1, "b": 1}, {"a": 1}], r"different keys, \['a', 'b'\] and \['a'\]"),
+        ([{"a": 1}, {"a": 1, "b": 1}], r"different keys: \['a'\] and \['a', 'b'\]"),
+        ([{"a": 1, "b": 1}, {"a": 1}], r"different keys: \['a', 'b'\] and \['a'\]"),
     ],
 )
 def test_inconsistent_samples_raise(samples: list[dict[str, Any]], message: str) -> None:

@@ -30,28 +30,28 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
     "peft": (
         Refusal(
             'adapters with `tensor_parallel_mode` other than `"1d"`',
-            "Both dimensions of a weight are sharded",
+            "A tensor grid shards both dimensions of a weight",
             {"2d": ("tensor_parallel_mode other than '1d'",)},
         ),
         Refusal(
             "AdaLoRA, prompt tuning, p-tuning and prefix tuning with a `pipe` axis",
-            "They change the inputs or the loss of the full model",
+            "These methods change the inputs or the loss of the full model",
             {"AdaLoRA and pipe": ("AdaLoraModel", "pipe=2"), "prompt and pipe": ("prompt learning", "pipe=2")},
         ),
         Refusal(
             "BOFT, OFT and other methods that transform the weight, on a layer sharded by tensor parallelism",
-            "Each rank has only a slice of the weight; data parallelism, ZeRO and pipelines support them",
+            "Each rank has only a slice of the weight. Use data parallelism, ZeRO or a pipeline",
             {"boft": ("unknown layout",)},
         ),
         Refusal(
             "`target_parameters` (experts of a mixture) and `trainable_token_indices` on a layer sharded by tensor "
             "parallelism",
-            "The same",
+            "Each rank has only a slice of the weight. Use data parallelism, ZeRO or a pipeline",
             {"parameter": ("target_parameters",), "tokens": ("TrainableTokensWrapper",)},
         ),
         Refusal(
             "`modules_to_save` with a linear layer inside an attention module or MLP, under tensor parallelism",
-            "Use an adapter for it",
+            "Use an adapter for this layer",
             {"saved in a block": ("inside a block",)},
         ),
         Refusal(
@@ -70,13 +70,13 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             {"fused bias": ("a fused operation adds later",)},
         ),
         Refusal(
-            "dropout of an adapter on a replicated linear between the blocks with sequence parallelism",
-            "Each rank has different positions",
+            "dropout of an adapter on a replicated linear layer between blocks, with sequence parallelism",
+            "Each rank has different positions of the sequence",
             {"dropout": ("each tensor rank has different positions",)},
         ),
         Refusal(
-            "adding adapters after `shard_optimizer`, or to a model whose optimizer exists",
-            "The parameters belong to the optimizer",
+            "adding adapters after `shard_optimizer`, or after creating an optimizer",
+            "The optimizer would not update the adapters. Add them first",
             {"zero": ("after shard_optimizer",), "optimizer": ("An optimizer already contains",)},
         ),
         Refusal(
@@ -92,12 +92,12 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "`load_adapter` of transformers on a sharded model",
-            "It assigns full tensors. Use `PeftModel.from_pretrained`",
+            "`load_adapter` assigns full tensors. Use `PeftModel.from_pretrained`",
             {"transformers' load_adapter": ("load_adapter", "PeftModel.from_pretrained")},
         ),
         Refusal(
             "`add_weighted_adapter` on a sharded model",
-            "It combines all values of several adapters. Call it before sharding",
+            "`add_weighted_adapter` needs all values of the adapters. Call it before sharding",
             {"weighted adapter": ("add_weighted_adapter is not supported",)},
         ),
     ),
@@ -113,7 +113,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "`load_in_8bit=True` with a `tensor` or `sequence` axis",
-            "Its layers scale their input by the largest value of all features, and of all tokens if it is an outlier",
+            "8-bit layers scale their input by its largest value over all features. For outliers, they use all tokens",
             {
                 "int8 and tensor": ("q_proj is a quantized Linear8bitLt", "tensor=2"),
                 "int8 and sequence": ("q_proj is a quantized Linear8bitLt", "sequence=2"),
@@ -121,7 +121,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "other quantizers (GPTQ, AWQ, torchao, HQQ, fp8, mxfp4) with a `tensor` or `sequence` axis",
-            "Only the quantizer knows how its weights are stored",
+            "ShardFormer does not know how these quantizers store the weights",
             {
                 "subclass": ("q_proj is a quantized Linear, which", "tensor=2"),
                 "buffers": ("q_proj is a quantized IntegerLinear", "tensor=2"),
@@ -134,7 +134,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "`save_pretrained` and `export_pretrained` of the quantized base; `engine.reshard`",
-            "Save the adapters, or a checkpoint, which contain everything that trains",
+            "Save the adapters or a checkpoint. Both contain all trained parameters",
             {"save the base": ("save_pretrained does not include",), "reshard": ("already sharded or quantized",)},
         ),
         Refusal(
@@ -170,7 +170,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "`use_liger_kernel`",
-            "Its kernels replace modules of the model, and compute the loss from full logits",
+            "Kernels of Liger replace modules of the model, and compute the loss from full logits",
             {"liger": ("use_liger_kernel",)},
         ),
         Refusal(
@@ -180,7 +180,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             '`optim="lomo"`, `"adalomo"`, and layer-wise optimizers',
-            "They update parameters before the ranks have reduced the gradients",
+            "These optimizers update parameters before the gradients are reduced over the ranks",
             {"lomo": ("optim='lomo'", "during the backward pass")},
         ),
         Refusal(
@@ -202,7 +202,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "`max_grad_norm` of ParallelConfig",
-            "Set that of `TrainingArguments`",
+            "Set `max_grad_norm` of `TrainingArguments`",
             {"max_grad_norm": ("max_grad_norm=1.0", "TrainingArguments")},
         ),
         Refusal(
@@ -214,7 +214,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             },
         ),
         Refusal(
-            "`TrainingArguments` that found one process, but a layout for several",
+            "a layout for several processes, if `TrainingArguments` found only one process",
             "On machines without GPUs, pass `use_cpu=True`",
             {"one process": ("found one process", "use_cpu=True")},
         ),
@@ -225,7 +225,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "a sharded model in the plain Trainer",
-            "accelerate sends a different batch to each process",
+            "The plain Trainer passes different batches to all processes",
             {
                 "plain Trainer": ("sharded over", "shardformer.integrations.transformers.Trainer"),
                 "plain Trainer evaluates": ("sharded over", "shardformer.integrations.transformers.Trainer"),
@@ -245,13 +245,13 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "`dispatch_batches=True`",
-            "accelerate sends a different part of each batch to every process, but ranks that share a model need the "
-            "same part",
+            "accelerate sends a different part of each batch to every process, but the ranks of a sharded model need "
+            "the same part",
             {"dispatch_batches": ("dispatch_batches=True", "same part")},
         ),
         Refusal(
             "`pipe`",
-            "The loop calls the model and backward itself. Use `shardformer.initialize`",
+            "Your loop calls the forward and the backward pass separately. Use `shardformer.initialize`",
             {"pipe": ("pipe=2", "engine.train_step")},
         ),
         Refusal(
@@ -260,8 +260,8 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             {"other layout": ("data=2", "Pass the context of the model")},
         ),
         Refusal(
-            "a sharded model in accelerate's own `Accelerator`",
-            "accelerate sends a different batch to each process",
+            "a sharded model in the plain `Accelerator` of accelerate",
+            "The plain `Accelerator` passes different batches to all processes",
             {
                 "plain": ("sharded over", "shardformer.integrations.accelerate.Accelerator"),
                 "plain, evaluation": ("sharded over", "shardformer.integrations.accelerate.Accelerator"),
@@ -271,12 +271,12 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
     "lightning": (
         Refusal(
             "`pipe`",
-            "`training_step` runs the forward pass itself; use `shardformer.initialize`",
+            "`training_step` calls the model, but a pipeline must run the forward pass. Use `shardformer.initialize`",
             {"pipe": ("pipe=2",)},
         ),
         Refusal(
-            "`micro_batches`, `max_grad_norm`, `on_nonfinite` of ParallelConfig; `find_unused_parameters`",
-            "Use `accumulate_grad_batches`, `gradient_clip_val`; a sharded model needs no DDP option",
+            "`micro_batches`, `max_grad_norm` and `on_nonfinite` of ParallelConfig, and `find_unused_parameters`",
+            "Use `accumulate_grad_batches` and `gradient_clip_val`. A sharded model needs no options of DDP",
             {
                 "micro_batches": ("micro_batches=2",),
                 "max_grad_norm": ("max_grad_norm=1.0",),
@@ -286,12 +286,12 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "`automatic_optimization = False`",
-            "The loss that `training_step` returns is weighted by its labels",
+            "The strategy must weight the loss that `training_step` returns by its number of labels",
             {"automatic_optimization": ("automatic_optimization=False",)},
         ),
         Refusal(
-            "parameters in several attributes, or of the LightningModule itself",
-            "Put them into one `nn.Module`",
+            "parameters of the LightningModule that are not all in one attribute",
+            "Put all parameters into one `nn.Module`",
             {
                 "two models": ("belong to the attributes ['head', 'model']",),
                 "own parameter": ("belong to the attributes ['model', 'scale']",),
@@ -299,7 +299,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "`sync_batchnorm`, averaging callbacks, checkpoint plugins",
-            "They change or save copies of the module",
+            "These options change the module, or save copies of it",
             {
                 "sync_batchnorm": ("sync_batchnorm=True",),
                 "averaging": ("StochasticWeightAveraging",),

@@ -297,7 +297,7 @@ def test_full_gradient_and_global_norm() -> None:
         assert torch.allclose(clip_grad_norm_(model, 0.1), norm)
         assert torch.allclose(grad_norm(model), torch.tensor(0.1, dtype=torch.float64), atol=1e-5)
         assert torch.allclose(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01), grad_norm(model) * 10)
-        with pytest.raises(ConfigError, match="received parameters of a ZeroOptimizer"):
+        with pytest.raises(ConfigError, match="received the parameters of a ZeroOptimizer"):
             torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
         with pytest.raises(ConfigError, match=r"no gradient named 'd.weight'"):
             optimizer.full_gradient("d.weight")

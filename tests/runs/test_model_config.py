@@ -89,7 +89,7 @@ def test_inconsistent_values_raise(fields: dict[str, Any], words: str) -> None:
 
 
 def test_fields_of_a_nested_config_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"model.config.text_config has 'hiden_size'.*Did you mean 'hidden_size'"):
+    with pytest.raises(ConfigError, match=r"model.config.text_config sets 'hiden_size'.*Did you mean 'hidden_size'"):
         load_model_config(run_of("clip", {"text_config": {"hiden_size": 64}}))
 
 

@@ -92,7 +92,7 @@ def test_decay_biases_and_norms_decays_all_parameters() -> None:
     assert grouped(model, weight_decay=0.1, decay_biases_and_norms=True) == {0.1: set(dict(model.named_parameters()))}
     assert list(grouped(model, name="SGD")) == [0]
     with pytest.raises(
-        ConfigError, match=r"decay_biases_and_norms = true has no effect, because SGD has no weight_decay"
+        ConfigError, match=r"decay_biases_and_norms = true has no effect, because SGD has no weight decay"
     ):
         build_optimizer(OptimizerTable(name="SGD", decay_biases_and_norms=True))
 

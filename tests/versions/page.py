@@ -44,16 +44,16 @@ def page_of(rows: Sequence[tuple[tuple[str, str, str], Mapping[str, str]]]) -> s
     heads = ["Python", "torch", "transformers", *names]
     lines = [
         "# Versions\n",
-        "ShardFormer is tested with these versions of Python, torch and transformers. `make test-versions` makes an "
-        "environment for each row, runs the tests and writes this page.\n",
-        f"The oldest versions that are supported are torch {lower_bound('torch')} and transformers "
-        f"{lower_bound('transformers')}, on Python 3.11 or newer. `shardformer check` reports whether yours are among "
-        f"those tested. {NOT_RUN}: the step was not run in this row.\n",
+        f"ShardFormer supports Python 3.11, torch {lower_bound('torch')}, transformers {lower_bound('transformers')} "
+        "and newer versions. To find out whether your versions are tested, run `shardformer check`.\n",
+        "Each row of the table is a tested combination of versions, and each column is a test. `make test-versions` "
+        "creates an environment for each row, runs the tests and writes this page. The sign "
+        f"{NOT_RUN} means that the test was not run.\n",
         f"| {' | '.join(heads)} |",
         f"|{'---|' * len(heads)}",
     ]
     lines += [f"| {' | '.join([*versions, *(said.get(name, NOT_RUN) for name in names)])} |" for versions, said in rows]
-    lines += ["", "| column | what runs |", "|---|---|", *(f"| {step.name} | {step.about} |" for step in STEPS), ""]
+    lines += ["", "| column | tested |", "|---|---|", *(f"| {step.name} | {step.about} |" for step in STEPS), ""]
     return "\n".join([*lines, *_libraries()])
 
 
@@ -62,15 +62,15 @@ def _libraries() -> list[str]:
     oldest, newest = (_pins(name) for name in (OLDEST_PINS, NEWEST_PINS))
     return [
         "## Other libraries\n",
-        "The [integrations](integrations.md) are tested with the oldest supported releases of these libraries "
-        "(`make test-oldest`, with the oldest transformers) and with the newest ones (`make test-integrations`). An "
-        "older release raises an error that names the oldest supported one.\n",
+        "The [integrations](integrations.md) are tested with the oldest and the newest supported releases of these "
+        "libraries (`make test-oldest` and `make test-integrations`). If you have an older release, an error names "
+        "the oldest supported release.\n",
         "| library | oldest | newest |",
         "|---|---|---|",
         *(f"| {library} | {oldest[library]} | {newest[library]} |" for library in OLDEST_RELEASES),
         "",
-        "transformers' own `model.add_adapter` can need a newer release of PEFT. Older releases of TRL compute "
-        "log-probabilities in a way that does not support sharded heads.",
+        "The method `model.add_adapter` of transformers can require a newer release of PEFT. Older releases of TRL are "
+        "not supported, because they compute log-probabilities in a way that does not support sharded heads.",
         "",
     ]
 

@@ -110,15 +110,15 @@ def _shardformer(*arguments: str) -> tuple[str, ...]:
 
 STEPS = (
     Step("fast tests", "the fast tests", _pytest(*FAST)),
-    Step("policies", "the tests of the policies, of those that are derived too", _pytest(*POLICIES)),
+    Step("policies", "the tests of all policies, including derived policies", _pytest(*POLICIES)),
     Step("own loop", "`shard_model` in a loop, under torchrun", _program("own_loop", launcher=TORCHRUN)),
-    Step("run", "the same under `shardformer run`", _program("own_loop")),
-    Step("engine", "`initialize`, with ZeRO, and a checkpoint", _program("engine")),
+    Step("run", "`shard_model` in a loop, under `shardformer run`", _program("own_loop")),
+    Step("engine", "`initialize` with ZeRO, and a checkpoint", _program("engine")),
     Step("trainer", "`Trainer`", _program("trainer")),
     Step("train", "`shardformer train`", _shardformer("train", "--config", "run.toml")),
     Step("verify", f"`shardformer verify {' '.join(VERIFY)}`", _shardformer("verify", *VERIFY)),
     Step("demo", "`examples/demo.py`", ("{root}/examples/demo.py", "--steps", "4")),
-    Step("checkpoint", "the engine goes on from the checkpoint of the row above; the first row from the last one's",
+    Step("checkpoint", "the engine resumes from the checkpoint of the row above (in the first row, of the last row)",
          _program("checkpoint", "{before}/checkpoint")),
 )  # fmt: skip
 

@@ -200,6 +200,6 @@ def test_values_that_cannot_be_saved_raise_on_all_ranks_before_training(what: st
         return str(caught.value), engine.steps
 
     for message, steps in run_as_threads(do, data=2):
-        assert "which a checkpoint cannot store" in message
+        assert "which cannot be saved in a checkpoint" in message
         assert steps == 0
     assert steps_in(tmp_path) == []
