@@ -105,7 +105,9 @@ def test_dropout_can_be_disabled(bert: Path) -> None:
 
 def test_a_folder_without_weights_suggests_random_ones(bert: Path) -> None:
     (bert / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"no weights for BertForSeq.*For random weights, pass the path of the config\.json"):
+    with pytest.raises(
+        ConfigError, match=r"no weights for BertForSeq.*For random weights, pass the path of the config\.json"
+    ):
         find_model(str(bert)).model_fn()
 
 
