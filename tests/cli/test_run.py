@@ -381,10 +381,10 @@ def test_without_hosts_the_options_equal_those_of_torchrun() -> None:
 @pytest.mark.parametrize(
     ("arguments", "value"),
     [
-        ([], "has no script"),
-        (["--nproc_per_node", "2"], "has no script"),
+        ([], "No script was passed"),
+        (["--nproc_per_node", "2"], "No script was passed"),
         (["--frobnicate=2", "a.py"], "--frobnicate"),
-        (["--nproc", "2", "a.py"], "'--nproc' is incomplete"),
+        (["--nproc", "2", "a.py"], "'--nproc' is ambiguous"),
         (["--nproc_per_node", "many", "a.py"], "'many'"),
         (["--nproc_per_node", "0", "a.py"], "0 processes"),
         (["--nnodes", "none", "a.py"], "'none'"),

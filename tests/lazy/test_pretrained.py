@@ -229,7 +229,7 @@ def test_a_head_for_other_classes_is_initialized_as_in_transformers(tmp_path: Pa
 
 def test_missing_layers_are_refused(tmp_path: Path) -> None:
     save(BERT(), tmp_path)
-    with pytest.raises(ConfigError, match=r"no weights for bert.encoder.layer.2\..*number of saved layers"):
+    with pytest.raises(ConfigError, match=r"no weights for bert.encoder.layer.2\..*number of layers in the files"):
         from_pretrained(transformers.BertForMaskedLM, tmp_path, num_hidden_layers=3)
 
 

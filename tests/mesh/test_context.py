@@ -308,7 +308,9 @@ def test_missing_environment_variables_are_named(monkeypatch: pytest.MonkeyPatch
     for name in missing:
         monkeypatch.delenv(name)
     monkeypatch.delenv("SLURM_PROCID", raising=False)
-    with pytest.raises(LaunchError, match=f"{', '.join(missing)}, which a launcher sets, are missing.*shardformer run"):
+    with pytest.raises(
+        LaunchError, match=f"{', '.join(missing)} are missing, so no launcher has started this process.*shardformer run"
+    ):
         launch_from_torch()
 
 
