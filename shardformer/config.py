@@ -392,7 +392,7 @@ class ParallelConfig:
         self._check_fields_have_effect(("sequence_overlap",), self.sequence_parallel, "sequence_parallel=True")
 
     def _check_fields_have_effect(self, names: Sequence[str], is_used: bool, needed: str) -> None:
-        """Raise ConfigError if a field in ``names`` is set, but has no effect because another option is not."""
+        """Raise ConfigError if a field is set but has no effect, because the option that it depends on is not set."""
         changed = [f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) != _DEFAULTS[n]]
         if changed and not is_used:
             remedy = f"Set {needed}, or remove {' and '.join(n.partition('=')[0] for n in changed)}"

@@ -128,7 +128,7 @@ def check_int(name: str, value: object, least: int = 1, *, unit: str = "", examp
 def check_number(
     name: str, value: object, *, least: float | None = None, below: float | None = None, unit: str = "", example: float
 ) -> None:
-    """Raise ConfigError unless ``value`` is a number within the limits, which is above 0 by default.
+    """Raise ConfigError unless ``value`` is a number in the allowed range, by default any number above 0.
 
     >>> check_number("timeout_s", 0, unit="seconds", example=600)
     Traceback (most recent call last):

@@ -68,7 +68,7 @@ def get_at(owner: object, path: str) -> Any:
 
 
 def parent_of(model: object, path: str) -> tuple[Any, str]:
-    """Split a dotted path, and return the object that has its last attribute (or None) and the attribute's name."""
+    """Return the object that owns the last attribute of a dotted path (or None), and the name of the attribute."""
     at, _, name = path.rpartition(".")
     return get_at(model, at), name
 
@@ -106,7 +106,7 @@ def module_exists(module: nn.Module, path: str, where: str = "") -> bool:
 
 
 def existing_paths(names: Sequence[str], prefix: str, layer: nn.Module, path: str) -> list[str]:
-    """Return those of the paths at which a layer has a submodule. Raises PolicyError if the layer has none of them."""
+    """Return the paths in ``names`` at which a layer has a submodule. Raises PolicyError if the layer has none."""
     paths = [resolve_path(prefix, name) for name in names]
     out = [name.rstrip("?") for name in paths if module_exists(layer, name, path)]
     if not out:

@@ -137,7 +137,7 @@ class RandomUseDetector:
         self._before = None if self.seen else state_digest(self._device)
 
     def end(self) -> None:
-        """Set ``seen`` to whether random numbers were drawn since ``begin``."""
+        """Set ``seen`` to True if random numbers were drawn since ``begin``, and otherwise to False."""
         if self._before is not None:
             self.seen = self._before != state_digest(self._device)
             self._before = None

@@ -60,7 +60,7 @@ def print_help(usage: str, about: str, sections: Sequence[Section], example: str
 
 
 def option_row(option: Any) -> tuple[str, str]:
-    """Return the help row of a Typer option or argument: its name with the metavar, and its help with the default."""
+    """Format an option or argument of a Typer command as a row of the help screen, which includes its default."""
     if option.param_type_name == "argument":
         return str(option.metavar or option.name.upper()), str(option.help or "")
     value = "" if option.is_flag else f" {option.metavar or str(option.name).rpartition('_')[2].upper()}"

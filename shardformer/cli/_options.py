@@ -25,7 +25,7 @@ T = TypeVar("T", bound="DataclassInstance")
 def options_from_dataclass(
     kind: type[T], flags: Mapping[str, str] | None = None
 ) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Return a decorator that turns a function of one dataclass into a Typer command with one option per field.
+    """Return a decorator that turns a function that takes a dataclass into a Typer command with one option per field.
 
     The fields of ``kind`` are ``Annotated`` with their help, a ``typer.Option`` or a ``typer.Argument``. A boolean
     field becomes a switch ``--name`` without ``--no-name``.

@@ -108,7 +108,7 @@ def _check_versions() -> list[CheckResult]:
 
 
 def _version(name: str, found: str, remedy: str) -> CheckResult:
-    """Compare an installed version with the tested versions. Older versions fail, and newer ones are ``untested``."""
+    """Check whether an installed version was tested. Older versions have failed, newer ones are ``untested``."""
     major, minor = (int(part) for part in found.split(".")[:2])
     oldest, newest = TESTED[name]
     if (major, minor) < oldest:

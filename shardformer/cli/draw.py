@@ -133,7 +133,8 @@ def _check_fits_picture(stages: int, micro_batches: int, chunks: int) -> None:
             f"{micro_batches} micro-batches over {stages} stages"
             + (f" of {chunks} chunks each" if chunks > 1 else "")
             + " are too many to draw.",
-            rule=f"A chart has at most {MAX_CELLS} cells. It has one row per stage and one column per action.",
+            rule=f"A chart has at most {MAX_CELLS} cells. It has one row per stage, and its columns include warm-up "
+            "and cool-down.",
             remedy="Use fewer stages, such as --stages 16, or fewer chunks.",
         )
 
@@ -191,7 +192,7 @@ def _parse_durations(text: str, schedule: Schedule) -> dict[ActionKind, float]:
 
 
 def _color_schedule(text: str, schedule: Schedule) -> Text:
-    """Print the schedule in the colors of the saved chart. If the output is not a terminal, rich omits the colors."""
+    """Return the printed schedule in the colors of the saved chart. Outside a terminal, rich prints no colors."""
     from rich.style import Style
     from rich.text import Text
 

@@ -42,7 +42,7 @@ FLAGS = {
     "shape of a grid of ranks, such as 4x2 or 2x2x2.",
     "tensor_parallel_mode": "",
     "data": "Data parallel size. Default: 1.",
-    "pipe": "Pipeline parallel size: the number of stages. A small random model gets as many layers as they need.",
+    "pipe": "Pipeline parallel size (number of stages). A small random model gets as many layers as the stages need.",
     **dict.fromkeys(
         ("schedule", "num_model_chunks", "micro_batches", "partition", "recompute_layers", "zero_stage"), ""
     ),
@@ -96,7 +96,8 @@ class VerifyOptions:
         str,
         typer.Option(
             metavar="FILE",
-            help="Sharding policy: my_policy.py, my_policy.py:MyPolicy or module:MyPolicy. Default: set by the family.",
+            help="Sharding policy: my_policy.py, my_policy.py:MyPolicy or module:MyPolicy. Default: the policy of the "
+            "model family.",
         ),
     ] = ""
     parallel: Mapping[str, Any] = field(default_factory=dict)
@@ -106,7 +107,10 @@ class VerifyOptions:
     gradient_accumulation_steps: Annotated[
         int,
         typer.Option(
-            metavar="N", min=1, max=2**14, help="Number of batches per optimizer step, whose gradients are accumulated."
+            metavar="N",
+            min=1,
+            max=2**14,
+            help="Number of batches whose gradients are accumulated for an optimizer step.",
         ),
     ] = 1
     activation_checkpointing: Annotated[bool, "Use activation checkpointing in the sharded model."] = False
@@ -125,7 +129,7 @@ class VerifyOptions:
     head: Annotated[
         str, typer.Option(metavar="CLASS", help="Model class of transformers, such as BertForTokenClassification.")
     ] = ""
-    all_heads: Annotated[bool, "Verify every model class with a head in this family, one after another."] = False
+    all_heads: Annotated[bool, "Verify all model classes of the family that have a head, one after another."] = False
     batch: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Samples per batch. Default: 4, or more if the layout needs more."),

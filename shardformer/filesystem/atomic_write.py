@@ -200,7 +200,7 @@ def write_new(path: Path, data: bytes, *, to_disk: bool = False) -> None:
 
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to. The temporary file replaces ``path`` if the block raises no error.
+    """Yield a temporary path, and rename the file there to ``path`` if the ``with`` block raises no error.
 
     The temporary path has the same suffix. Readers see either the old or the new file. If the block raises, ``path`` is
     unchanged. A symbolic link is replaced, not followed.
@@ -215,7 +215,7 @@ def replace_atomically(path: Path) -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str, *, to_disk: bool = True) -> None:
-    """Replace the content of a file atomically by ``text``, optionally after a sync to disk."""
+    """Replace the content of a file with ``text`` atomically. By default, the text is first synced to disk."""
     with replace_atomically(path) as hidden:
         write_new(hidden, text.encode(), to_disk=to_disk)
 

@@ -208,7 +208,7 @@ def _owns_lock_file(lock: _Lock) -> bool:
 
 
 def _is_stale(path: Path) -> bool:
-    """Return whether a lock file is not refreshed by its owner within the next 30 s."""
+    """Wait for the owner of a lock file to refresh it, and return True if this does not happen within 30 s."""
     before, end = _refresh_stamp(path), time.monotonic() + STALE_S
     while time.monotonic() < end:
         time.sleep(min(REFRESH_S / 10, 0.5))

@@ -63,7 +63,7 @@ def fake_context(
 
 
 class FakeWorld:
-    """World in which only one rank is real. Its collectives return the values of that rank."""
+    """Simulated world of ranks in which only one rank exists. Collectives return the values of that rank."""
 
     store = thread = None
 

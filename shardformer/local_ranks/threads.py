@@ -30,7 +30,7 @@ class PeerFailed(Exception):
 
 
 class MessageKey(NamedTuple):
-    """Key under which a message is stored in the mailbox, which includes the operation and the sending rank."""
+    """Key of a message in the mailbox: the operation, the channel with a number, and the sending rank."""
 
     what: str
     place: Hashable

@@ -277,7 +277,7 @@ class Worker:
 
 
 def _fork_server_context(imports: Sequence[str]) -> Any:
-    """Return a context whose fork server imports torch and ``imports`` once, so that workers start quickly.
+    """Return a multiprocessing context whose fork server imports torch only once, so that workers start quickly.
 
     The server also imports the transformers models that the parent has imported, if they are few.
     """

@@ -80,11 +80,11 @@ class RemoteFailure:
 
 @dataclass(frozen=True)
 class RemoteReply:
-    """Reply of a worker with the pickled result or the failure of a call. ``regroup``: recreate process groups."""
+    """Reply of a worker to a function call, with the pickled result or the failure of the call."""
 
     result: bytes
     failure: RemoteFailure | None
-    regroup: bool
+    regroup: bool  # whether process groups must be recreated
 
 
 class _Pickler(pickle.Pickler):

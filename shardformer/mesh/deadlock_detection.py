@@ -182,7 +182,7 @@ class DeadlockMonitor:
         return 0
 
     def find_blocked_ranks(self, ranks: Collection[int], since: int) -> dict[int, str]:
-        """Return a description of the status of each rank that has ended or waits for other ranks.
+        """Return a dict that describes the status of each rank which has ended or waits for other ranks.
 
         Args:
             since: ignore reports for requests before this number.

@@ -252,7 +252,7 @@ def launch_from_torch(
     seed: int | None = None,
     timeout_s: float | None = None,
 ) -> ParallelContext:
-    """Connect the launched processes and arrange them in a mesh with the parallel axes.
+    """Connect the launched processes and arrange them in a mesh of parallel axes.
 
     By default, all processes are on the tensor axis. Works under ``shardformer run``, torchrun and SLURM (srun).
 
@@ -347,7 +347,7 @@ def launch(
 
 
 def launch_from_slurm(config: Mapping[str, Any] | str | None = None, **kwargs: Any) -> ParallelContext:
-    """Call ``launch_from_torch`` in a SLURM job, which reads the environment variables of srun."""
+    """Call ``launch_from_torch``, which reads the environment variables of srun in a SLURM job."""
     return launch_from_torch(config, **kwargs)
 
 

@@ -45,7 +45,7 @@ REST_S = 5.0
 
 @dataclass(frozen=True)
 class ProcessWorld:
-    """World of launched processes, which are identified by their global ranks."""
+    """Launched processes that are the ranks of a mesh, identified by their global ranks."""
 
     ranks: tuple[int, ...]
     thread: ClassVar[None] = None
@@ -95,7 +95,7 @@ class ProcessGroupTransport:
         get_deadlock_monitor(get_default_store(), dist.get_rank()).carriers.append(weakref.ref(self))
 
     def count_messages(self) -> dict[str, int]:
-        """Return how many messages this process has sent and received over the group, as in ``Report.begun``."""
+        """Return how many messages this process has sent to each rank and received, by the keys of ``Report``."""
         name = name_of_group(self.group)
         sent = {message_key(name, rank): count for rank, count in zip(self._ranks, self._sent, strict=True) if count}
         if self._sends_uncounted:
@@ -108,7 +108,7 @@ class ProcessGroupTransport:
         return ProcessWorld(tuple(self._ranks))
 
     def _is_staged(self, x: Tensor) -> bool:
-        """Return whether a tensor must be copied to host memory, because gloo sends it from a GPU.
+        """Return whether a GPU tensor must be copied to host memory before gloo can send it.
 
         gloo accepts CUDA tensors in some collectives only, and not in sends and receives. Staging all of them allows
         two ranks to train on one GPU, which NCCL refuses.
@@ -353,7 +353,7 @@ class Axis:
 
     @staticmethod
     def by_key(key: str) -> Axis:
-        """Return the axis to which a graph of torch.compile refers by ``key``."""
+        """Return the axis with this key. Graphs of torch.compile refer to an axis by its key."""
         return _AXES[key]
 
     @property

@@ -109,7 +109,7 @@ class MonitoredWork:
 
 
 class ReceivedWork(MonitoredWork):
-    """Work handle of a receive that counts the received messages.
+    """Work handle of a receive operation, which counts the received messages.
 
     Args:
         arrived: number of received messages per peer, which this class updates.

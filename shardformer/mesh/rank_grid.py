@@ -154,7 +154,7 @@ class RankGrid:
         return coords
 
     def _fixed_axes(self, names: Sequence[str]) -> list[str]:
-        """Return the axes on which ranks have equal coordinates if they are in the same group over ``names``."""
+        """Return the axes on which all ranks of a group have the same coordinate, for groups along ``names``."""
         self.check(*names)
         named = set(names)
         views = [v for v in self.views if named & v.sizes.keys() and not named.issuperset(v.of)]

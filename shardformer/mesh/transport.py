@@ -117,10 +117,10 @@ class Work(Protocol):
 
 
 class AnnouncedCall(NamedTuple):
-    """Collective call that a rank has reached. ``is_step``: the ranks compare numbers at this call."""
+    """Collective call that a rank has reached, as it is announced to the other ranks."""
 
     call: str
-    is_step: bool
+    is_step: bool  # whether the ranks compare numbers at this call
 
 
 class AnnouncedCalls(NamedTuple):

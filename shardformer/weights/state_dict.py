@@ -56,7 +56,7 @@ def _first_names(model: nn.Module, state: ShardingMetadata) -> dict[str, str]:
 def _add_tied_names(
     state_dict: Mapping[str, Any], here: Mapping[str, Tensor], firsts: Mapping[str, str]
 ) -> Mapping[str, Any]:
-    """Add tied weights of this pipeline stage to a state dict that has only their names on other stages."""
+    """Add the tied weights of this pipeline stage to a state dict that has them under their names on other stages."""
     values = {firsts[name]: value for name, value in state_dict.items() if name in firsts}
     tied = {name: first for name in here if name not in state_dict and (first := firsts.get(name)) in values}
     return {**state_dict, **{name: values[first] for name, first in tied.items()}}
@@ -107,7 +107,7 @@ def _check_tensor_types(state_dict: Mapping[str, Any]) -> None:
 
 
 def _is_full_tensor(name: str, value: Tensor, local: Tensor, spec: ShardSpec) -> bool | None:
-    """Return whether a state dict contains the full tensor or a shard, or None if both have the same shape."""
+    """Return True for a full tensor and False for a shard, or None if both have the same shape."""
     if value.shape == local.shape:
         return None if spec.shape == tuple(local.shape) else False
     if tuple(value.shape) == spec.shape:
