@@ -252,9 +252,9 @@ def launch_from_torch(
     seed: int | None = None,
     timeout_s: float | None = None,
 ) -> ParallelContext:
-    """Connect the launched processes and arrange them in a mesh of parallel axes.
+    """Connect the launched processes in a mesh of parallel axes. By default, all of them are on the tensor axis.
 
-    By default, all processes are on the tensor axis. Works under ``shardformer run``, torchrun and SLURM (srun).
+    Works under ``shardformer run``, torchrun and SLURM (srun).
 
     Args:
         config: a dict, or a Python file whose names are its keys, with ``parallel = dict(tensor=2, data=2)`` or

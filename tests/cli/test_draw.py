@@ -135,7 +135,7 @@ def test_a_grid_lists_the_shards_of_each_rank(
     [
         (["--grid", "2x2", "--tensor-parallel-mode", "3d"], "Pass three sizes"),
         (["--grid", "ax2"], "--grid 4 or --grid 2x2"),
-        (["--grid", "200x200"], "at most 1024 rows"),
+        (["--grid", "200x200"], "at most 1024 ranks"),
         (["--grid", "99999999999999999999x2"], "ranks per axis"),
         (["--grid", "2x2", "--out", "grid.png"], "--out has no effect with --grid"),
         (["--grid", "2x2", "--stages", "4"], "--stages has no effect with --grid"),

@@ -79,7 +79,9 @@ def test_functions_of_a_notebook_cannot_be_sent_to_workers(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "__main__", main)
     model_fn.__module__, model_fn.__qualname__ = "__main__", "model_fn"
     main.model_fn = model_fn  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="model_fn of a notebook or interactive session cannot be sent"):
+    with pytest.raises(
+        ConfigError, match="model_fn is defined in a notebook or interactive session and cannot be sent"
+    ):
         RemoteCall.of(model_fn, (), {})
     main.__file__ = "script.py"
     RemoteCall.of(model_fn, (), {})
