@@ -236,10 +236,10 @@ def test_the_exported_byte_tokenizer_has_the_tokens_of_the_run(text: str, adds_e
         ("generate {run} ''", "The prompt '' is empty"),
         (
             "generate {run} hi --max-new-tokens 1023",
-            "exceeds the 1024 positions of the model. Use --max-new-tokens 1022",
+            "exceed the maximum sequence length of the model, 1024 tokens. Use --max-new-tokens 1022",
         ),
-        ("generate {run} hi --top-p 1.5", "--top-p 1.5 is not above 0 and up to 1"),
-        ("generate {run} hi --temperature 0", "--temperature 0.0 is not above 0"),
+        ("generate {run} hi --top-p 1.5", "--top-p 1.5 is not a number above 0 and up to 1"),
+        ("generate {run} hi --temperature 0", "--temperature 0.0 is not a number above 0"),
         ("generate {run}/none hi", "is not a trained model"),
         ("export {run}/model out", "is already a model folder that from_pretrained can load"),
         ("export {run} {run}", "is not an export of ShardFormer"),

@@ -68,7 +68,7 @@ def test_what_cannot_be_launched_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(LaunchError, match="has used CUDA"):
             notebook_launcher(print)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(LaunchError, match="already one of several ranks"):
+    with pytest.raises(LaunchError, match="already a rank of a distributed run"):
         notebook_launcher(print)
 
 
