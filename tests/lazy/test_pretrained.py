@@ -175,7 +175,7 @@ def test_files_may_be_overwritten_after_materialization(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no config.*Correct the path"):
+    with pytest.raises(ConfigError, match=r"cannot read the config.*Correct the path"):
         from_pretrained(transformers.BertModel, tmp_path / "nowhere")
 
 
