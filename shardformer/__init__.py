@@ -1,4 +1,4 @@
-"""Train your existing model across many devices, with the same results as on one.
+"""Train an existing PyTorch model across many devices, with the same results as on a single device.
 
     import shardformer
 

@@ -1,4 +1,4 @@
-"""Public names of ColossalAI's ShardFormer and of earlier versions of this package, for existing scripts."""
+"""Names from ColossalAI's ShardFormer and from earlier versions of this package, so that old scripts still work."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ RENAMED_SHARD_FIELDS = {"watch": "check_consistency", "stream": "activation_layo
 
 
 class ShardOptions(TypedDict, total=False):
-    """Types of the options of ``shard_model``: the fields of ``ShardConfig`` without ``context``."""
+    """Keyword arguments of ``shard_model``, which are the fields of ``ShardConfig`` without ``context``."""
 
     tensor_parallel_process_group: dist.ProcessGroup | None
     pipeline_stage_manager: PipelineStageManager | None
@@ -55,7 +55,7 @@ class ShardOptions(TypedDict, total=False):
 class ShardConfig:
     """Options that specify how a model is sharded.
 
-    ``ParallelConfig.shard_config(context)`` creates them, or you write them directly as in ColossalAI.
+    Create them with ``ParallelConfig.shard_config(context)``, or write them directly as in ColossalAI.
 
     Args:
         tensor_parallel_process_group: the process group of the tensor axis. None: all processes.
@@ -110,8 +110,8 @@ class ShardConfig:
         for name, other in (("enable_sequence_overlap", on), (on, needed)):
             if getattr(self, name) and not getattr(self, other):
                 raise ConfigError(
-                    f"{name}=True needs {other}=True.",
-                    rule="Sequence parallelism shards activations over the tensor axis, and the overlap hides its "
+                    f"{name}=True requires {other}=True.",
+                    rule="Sequence parallelism shards activations over the tensor axis, and sequence overlap hides its "
                     "communication.",
                     remedy=f"Set {other}=True, or remove {name}.",
                 )
@@ -147,7 +147,7 @@ class ShardConfig:
             check_int(name, value, unit="bytes") if name == "bucket_bytes" else check_bool(name, value)
 
     def resolve_activation_layout(self) -> ActivationLayout:
-        """Return the layout of the activations between transformer blocks."""
+        """Return how the activations between transformer blocks are sharded."""
         from shardformer.layout import activation_layout as layouts
 
         if self.activation_layout is not None:
@@ -161,7 +161,7 @@ class ShardConfig:
 
     @property
     def uses_context_parallel(self) -> bool:
-        """Whether context parallelism shards the sequence dimension over the sequence axis."""
+        """Whether context parallelism is enabled, which shards the sequence dimension over the sequence axis."""
         manager = self.pipeline_stage_manager
         context = self.context if manager is None or self.context is not None else manager.context
         return self.activation_layout is None and context is not None and context.sequence.size > 1
@@ -177,7 +177,7 @@ class ShardConfig:
         return self.tensor_parallel_mode != "1d" and self.enable_tensor_parallelism
 
     def resolve_context(self) -> ParallelContext:
-        """Return the context that was passed, or create one for the tensor parallel group or for all processes."""
+        """Return the parallel context that was passed, or create one from the tensor parallel process group."""
         context = self._select_context()
         sizes = context.sizes
         if self.tensor_parallel_mode == "1d" and "row" in sizes and sizes["tensor"] > 1:
@@ -185,12 +185,13 @@ class ShardConfig:
             raise ConfigError(
                 f"tensor_parallel_mode='1d' cannot be combined with a tensor axis that is a grid of {grid}.",
                 rule="Only the modes 2d, 2.5d and 3d use rows and columns.",
-                remedy="Write tensor_parallel_mode='2d', or pass a single number as tensor=.",
+                remedy="Write tensor_parallel_mode='2d', or pass a single number as the tensor size.",
             )
         if sizes["sequence"] > 1 and all(s.axis != "sequence" for s in self.resolve_activation_layout().shards):
             raise ConfigError(
-                f"activation_layout={self.activation_layout} does not use the axis sequence={sizes['sequence']}.",
-                remedy="Remove activation_layout, or the sequence axis.",
+                f"activation_layout={self.activation_layout} does not shard activations over the axis "
+                f"sequence={sizes['sequence']}.",
+                remedy="Remove activation_layout, or remove the sequence axis.",
             )
         return context
 
@@ -203,13 +204,13 @@ class ShardConfig:
         if (manager is not None and context is not manager.context) or (context is not None and group is not None):
             raise ConfigError(
                 "ShardConfig received more than one of context, tensor_parallel_process_group, pipeline_stage_manager.",
-                rule="A context has a tensor group, and a pipeline_stage_manager has a context.",
+                rule="A context contains a tensor parallel group, and a pipeline_stage_manager contains a context.",
                 remedy="Pass only one of them.",
             )
         return ParallelContext.from_group(group) if context is None else context
 
     def options(self) -> dict[str, bool | str]:
-        """Return the options that affect the sharding, by name, for the plan's hash and description."""
+        """Return the options that affect how a model is sharded, for the hash and description of a sharding plan."""
         names = [n for n in self.__dataclass_fields__ if n.startswith("enable_")]
         modes = (
             ("tensor_parallel_mode", "context_parallel") if self.uses_context_parallel else ("tensor_parallel_mode",)
@@ -241,7 +242,7 @@ RENAMED_FIELDS = {
 @renamed_arguments(RENAMED_FIELDS, {"partition": RENAMED_METHODS}, {**RENAMED_FIELDS, "fit": "fit_to"})
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Configuration of distributed training: layout, kernels, pipeline, memory and optimizer step.
+    """Configuration of distributed training, such as the parallel axes, the pipeline schedule and the ZeRO stage.
 
     The command line flags, the table ``[parallel]`` of a run configuration and their documentation are generated from
     these fields. ``to_dict`` and ``from_dict`` convert to and from values that JSON and TOML can represent.
@@ -249,7 +250,9 @@ class ParallelConfig:
     Raises ConfigError for values and combinations that are not supported.
     """
 
-    data: Annotated[int | None, "Data parallel size. None: the number of processes divided by all other sizes."] = None
+    data: Annotated[
+        int | None, "Data parallel size. None: the number of processes divided by the sizes of the other axes."
+    ] = None
     pipe: Annotated[int, "Pipeline parallel size: the number of stages."] = 1
     sequence: Annotated[
         int | Sequence[int], "Context parallel size. Two numbers: the sizes of the ring and of a Ulysses group."
@@ -257,40 +260,52 @@ class ParallelConfig:
     tensor: Annotated[
         int | Sequence[int], "Tensor parallel size. Two or three numbers: the shape of a grid of ranks."
     ] = 1
-    tensor_parallel_mode: Annotated[str, 'Mode of tensor parallelism: "1d", or on a grid "2d", "2.5d" or "3d".'] = "1d"
-    sequence_parallel: Annotated[bool, "Shard activations between blocks over the tensor axis, by sequence."] = False
-    sequence_overlap: Annotated[bool, "Overlap the communication of `sequence_parallel` with matrix products."] = False
+    tensor_parallel_mode: Annotated[str, 'Tensor parallel mode: "1d", or "2d", "2.5d" or "3d" for a grid.'] = "1d"
+    sequence_parallel: Annotated[
+        bool, "Shard the activations between blocks along the sequence dimension, over the tensor axis."
+    ] = False
+    sequence_overlap: Annotated[
+        bool, "Overlap the communication of `sequence_parallel` with matrix multiplications."
+    ] = False
     context_parallel: Annotated[
         str,
-        'Method of context-parallel attention: "ring" passes keys and values between ranks, "ulysses" '
+        'Attention method of context parallelism: "ring" passes keys and values between ranks, "ulysses" '
         'exchanges heads for positions, "gather" all-gathers keys and values, "auto" selects the cheapest method.',
     ] = "auto"
     flash_attention: Annotated[bool, "Use torch's fused attention, or flash-attn if it supports the model."] = False
     fused_normalization: Annotated[bool, "Use torch's fused layer norm and RMS norm."] = False
-    fused_activation: Annotated[bool, "Fuse the activation of an MLP with its bias and gate."] = False
+    fused_activation: Annotated[bool, "Fuse the activation function of an MLP with its bias and its gate."] = False
     compile: Annotated[
         bool | str, "Compile each layer with torch.compile: true for its default backend, or the name of a backend."
     ] = False
     schedule: Annotated[str, 'Pipeline schedule: "gpipe", "1f1b", "interleaved", "interleaved_zb" or "zbv".'] = "1f1b"
     num_model_chunks: Annotated[
-        int | None, "Virtual stages per rank. None: 2 for interleaved, interleaved_zb and zbv, otherwise 1."
+        int | None, "Number of virtual stages per rank. None: 2 for interleaved, interleaved_zb and zbv, otherwise 1."
     ] = None
     partition: Annotated[
         str | Sequence[int],
-        'How to divide the layers into stages: "balanced" by cost, "uniform" by number, or the number of each stage.',
+        'How the layers are divided into stages: "balanced" by cost, "uniform" by number, or a list with the number '
+        "of layers of each stage.",
     ] = "balanced"
     layer_costs: Annotated[
-        Sequence[float] | None, "Cost of each layer, in any unit. None: estimated from the weights used per token."
+        Sequence[float] | None,
+        "Relative cost of each layer. None: estimated from the number of weights that a token uses.",
     ] = None
     recompute_layers: Annotated[
         int | Sequence[int] | None,
-        "Number of layers with activation checkpointing in each virtual stage, or a list of numbers per stage.",
+        "Number of layers with activation checkpointing in each virtual stage, or a list with one number per stage.",
     ] = None
     activation_offload: Annotated[
-        str, 'Where activations are stored: "device", "host", "tensor" (sharded over that axis) or "tensor+host".'
+        str,
+        'Where activations are stored until the backward pass: "device", "host", "tensor" (sharded over the tensor '
+        'axis) or "tensor+host".',
     ] = "device"
-    micro_batches: Annotated[int | None, "Micro-batches per batch of a rank. None: the number of stages."] = None
-    micro_batch_size: Annotated[int | None, "Samples per micro-batch, instead of `micro_batches`."] = None
+    micro_batches: Annotated[
+        int | None, "Number of micro-batches in the batch of each rank. None: the number of pipeline stages."
+    ] = None
+    micro_batch_size: Annotated[
+        int | None, "Number of samples in a micro-batch. Use it instead of `micro_batches`."
+    ] = None
     zero_stage: Annotated[
         int | None,
         "ZeRO stage: 1 shards the optimizer state over the data axis, 2 also the gradients, 3 also the parameters. "
@@ -298,32 +313,36 @@ class ParallelConfig:
     ] = None
     precision: Annotated[
         str | MixedPrecision,
-        'Precision of parameters: "fp32", or "bf16" or "fp16" with fp32 master weights. In Python also a '
-        "`MixedPrecision`.",
+        'Precision of the parameters: "fp32", or "bf16" or "fp16" with fp32 master weights. In Python, it may also be '
+        "a `MixedPrecision`.",
     ] = "fp32"
     offload: Annotated[
         str | OffloadConfig | None,
-        'Where master weights and optimizer state are stored: "cpu" or "nvme:DIR". In Python also an `OffloadConfig`.',
+        'Where master weights and optimizer state are stored: "cpu" or "nvme:DIR". In Python, it may also be an '
+        "`OffloadConfig`.",
     ] = None
     keep_frozen: Annotated[bool, "ZeRO stage 3: do not shard frozen parameters."] = True
     reshard_after_forward: Annotated[
         bool | int | str | None,
-        "ZeRO stage 3: free the full parameters of a layer after its forward pass. False: gather once per step. A size "
-        'in bytes, or "free" for the free GPU memory: keep that much of the last layers. None: false in a pipeline.',
+        "ZeRO stage 3: free the gathered parameters of a layer after its forward pass. False: gather them only once "
+        'per step. A number of bytes, or "free" for the free GPU memory: keep up to this size of the last layers. '
+        "None: true, or false in a pipeline.",
     ] = None
     bucket_bytes: Annotated[int | None, "Size of a gradient bucket in bytes. None: 25 MB."] = None
-    max_grad_norm: Annotated[float | None, "Maximum norm of all gradients. Clip larger gradients."] = None
+    max_grad_norm: Annotated[float | None, "Maximum norm of all gradients. Larger gradients are clipped."] = None
     on_nonfinite: Annotated[
         str,
-        'Action if gradients are not finite: "raise", "skip" or "ignore". Without ZeRO, they are checked when their '
-        "norm is computed.",
+        'What to do if gradients are NaN or infinite: "raise", "skip" or "ignore". Without ZeRO, gradients are checked '
+        "when their norm is computed.",
     ] = "raise"
-    check_inputs: Annotated[bool, "Compare the inputs of ranks that must receive the same batch."] = True
-    check_consistency: Annotated[bool, "Detect ranks with diverging batches, modes, optimizers or weights."] = True
+    check_inputs: Annotated[bool, "Check that all ranks of a data parallel replica receive the same batch."] = True
+    check_consistency: Annotated[
+        bool, "Check that the batches, training modes, optimizers and weights of the ranks do not diverge."
+    ] = True
     average_loss_over: Annotated[
         str,
         '"tokens": each label (or sample) has the same weight in the loss, as on one device. "ranks": the loss is the '
-        "mean of the losses of the data ranks.",
+        "mean of the losses of the data parallel ranks.",
     ] = "tokens"
 
     def __post_init__(self) -> None:
@@ -373,7 +392,7 @@ class ParallelConfig:
         self._check_fields_have_effect(("sequence_overlap",), self.sequence_parallel, "sequence_parallel=True")
 
     def _check_fields_have_effect(self, names: Sequence[str], is_used: bool, needed: str) -> None:
-        """Raise ConfigError for fields that are set but have no effect without the option ``needed``."""
+        """Raise ConfigError if a field is set but has no effect, because the option that it depends on is not set."""
         changed = [f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) != _DEFAULTS[n]]
         if changed and not is_used:
             remedy = f"Set {needed}, or remove {' and '.join(n.partition('=')[0] for n in changed)}"
@@ -381,7 +400,7 @@ class ParallelConfig:
 
     @classmethod
     def of(cls, value: Any) -> ParallelConfig:
-        """Create a ParallelConfig from the ``parallel`` argument of ``initialize``: a config, a dict, or None."""
+        """Convert a ParallelConfig, a dict of its fields, or None to a ParallelConfig."""
         if value is None or isinstance(value, cls):
             return value or cls()
         rule, remedy = "It must be a ParallelConfig or a dict of its fields", "Write parallel=ParallelConfig(tensor=2)"
@@ -405,7 +424,7 @@ class ParallelConfig:
         return cls(**found)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as a dict of values that JSON can represent."""
+        """Return all fields as a dict that can be saved as JSON."""
         return {each.name: _to_json_value(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
@@ -418,14 +437,14 @@ class ParallelConfig:
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """Sizes of the mesh axes by name. The size of the data axis may be None."""
+        """Size of each mesh axis, by the name of the axis. The size of the data axis may be None."""
         from shardformer.mesh.rank_grid import num_ranks
 
         composite = {name: num_ranks(getattr(self, name), name) for name in ("sequence", "tensor")}
         return {"data": self.data, "pipe": self.pipe, **composite}
 
     def describe(self, sizes: Mapping[str, int]) -> str:
-        """Describe the layout by the axis sizes and the options that differ from the defaults.
+        """Describe the parallel layout by its axis sizes and the options that differ from their defaults.
 
         Args:
             sizes: size of each mesh axis. The size of the data axis may be None in the configuration.
@@ -438,7 +457,7 @@ class ParallelConfig:
         return ", ".join(f"{name}={value}" for name, value in {**axes, **options}.items()) or "one process"
 
     def fit_to(self, num_processes: int) -> ParallelConfig:
-        """Return the most similar parallel layout for another number of processes.
+        """Return a copy of this configuration that is adapted to another number of processes.
 
         The axes that shard the model keep their sizes, or get a divisor of them, so that heads and layers remain
         divisible. The data axis gets the remaining processes.
@@ -483,7 +502,7 @@ class ParallelConfig:
         return {"stage": self.effective_zero_stage or 0, **{name: getattr(self, name) for name in names}}
 
     def shard_config(self, context: ParallelContext) -> ShardConfig:
-        """Create the ``ShardConfig`` of this configuration for the mesh of a ``ParallelContext``."""
+        """Create a ``ShardConfig`` from this configuration and the mesh of ``context``."""
         from shardformer.pipeline.stage_manager import PipelineStageManager
 
         manager = PipelineStageManager(context, **self.stage_options()) if context.pipe.size > 1 else None
@@ -491,7 +510,7 @@ class ParallelConfig:
 
     @property
     def effective_zero_stage(self) -> int | None:
-        """ZeRO stage in use: ``zero_stage``, 0 if only ``precision`` or ``offload`` needs it, or None without ZeRO."""
+        """ZeRO stage in use, or None without ZeRO. It is 0 if only ``precision`` or ``offload`` requires ZeRO."""
         from shardformer.offload.host import OffloadConfig
         from shardformer.zero.mixed_precision import MixedPrecision
 
@@ -500,7 +519,7 @@ class ParallelConfig:
 
 
 def check_compile(value: Any) -> None:
-    """Raise ConfigError if ``value`` is neither a bool nor a name. Backends are looked up when a model is compiled."""
+    """Raise ConfigError if the option ``compile`` is neither a bool nor a name. The backend is looked up later."""
     rule, remedy = "It must be a bool or the name of a backend of torch.compile", "Write compile=True"
     check_argument("compile", value, isinstance(value, bool | str) and value != "", rule, remedy)
 

@@ -1,4 +1,4 @@
-"""Error classes of the package, and functions that validate arguments and raise these errors.
+"""Error classes of ShardFormer, and functions that validate arguments and raise these errors.
 
 An error states what happened, with the value that was passed, and what to do about it. The rule is included if it is
 not obvious.
@@ -20,7 +20,7 @@ TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
 
 
 def wants_traceback() -> bool:
-    """Return whether the environment variable ``SHARDFORMER_TRACEBACK`` is set, so that errors show full tracebacks."""
+    """Return whether errors are shown with a full traceback, because ``SHARDFORMER_TRACEBACK`` is set."""
     return os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0")
 
 
@@ -29,9 +29,9 @@ DOCUMENTATION = Path(__file__).resolve().parents[1] / "docs" / "policies.md"
 
 
 def locate_pages(text: str) -> str:
-    """Replace paths such as docs/policies.md where they do not exist, because the package was installed from a wheel.
+    """Replace paths such as docs/policies.md by web addresses if the package was installed without these files.
 
-    The replacement is the address of the page, if the project has an URL named Documentation, or its name.
+    Without a project URL named Documentation, the replacement is the name of the page.
     """
     if "docs/" not in text or DOCUMENTATION.is_file():
         return text
@@ -73,23 +73,23 @@ class ShardFormerError(Exception):
 
 
 class ConfigError(ShardFormerError):
-    """An option, or a combination of options, is not supported."""
+    """Error for an option, or a combination of options, that is not supported."""
 
 
 class LaunchError(ShardFormerError):
-    """The processes, their environment or their process groups do not match the layout."""
+    """Error for processes, environment variables or process groups that do not match the parallel layout."""
 
 
 class PolicyError(ShardFormerError):
-    """A policy does not match its model: a rule matches no module, or no rule covers a weight."""
+    """Error for a policy that does not match its model, for example because a rule matches no module."""
 
 
 class InputError(ShardFormerError):
-    """A batch is invalid: token ids or labels exceed the vocabulary, or ranks received different data."""
+    """Error for invalid input, such as token ids outside the vocabulary or different data on different ranks."""
 
 
 class WorkerError(ShardFormerError):
-    """A worker process died, hung or raised an error."""
+    """Error for a worker process that died, hung or raised an exception."""
 
 
 def check_argument(name: str, value: object, is_valid: bool, rule: str, remedy: str) -> None:
@@ -131,7 +131,7 @@ def check_int(name: str, value: object, least: int = 1, *, unit: str = "", examp
 def check_number(
     name: str, value: object, *, least: float | None = None, below: float | None = None, unit: str = "", example: float
 ) -> None:
-    """Raise ConfigError unless ``value`` is a number of at least ``least`` (by default above 0) and below ``below``.
+    """Raise ConfigError unless ``value`` is a number in the allowed range, by default any number above 0.
 
     >>> check_number("timeout_s", 0, unit="seconds", example=600)
     Traceback (most recent call last):
@@ -147,7 +147,7 @@ def check_number(
 
 
 def check_choice(name: str, value: object, choices: Iterable[object], rule: str = "") -> None:
-    """Raise ConfigError, and suggest similar choices, unless ``value`` is one of ``choices``.
+    """Raise ConfigError unless ``value`` is one of ``choices``. The error message suggests similar choices.
 
     >>> check_choice("schedule", "1f1d", ["gpipe", "1f1b"])
     Traceback (most recent call last):
@@ -179,7 +179,7 @@ def check_bool(name: str, value: object) -> None:
 
 
 def check_names(given: Iterable[object], known: Iterable[str], what: str, rule: str) -> None:
-    """Raise ConfigError for the first unknown name, and suggest similar known names.
+    """Raise ConfigError if ``given`` contains an unknown name. The error message suggests similar names.
 
     >>> check_names(["tensr"], ["tensor", "data"], "There is no axis", "The axes are tensor and data")
     Traceback (most recent call last):
@@ -227,7 +227,7 @@ def first_line(error: BaseException) -> str:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return a suggestion such as ``Did you mean 'tensor'?`` for a misspelled name, or a list of known names."""
+    """Return a suggestion such as ``Did you mean 'tensor'?``, or the known names if none of them is similar."""
     names, text = sorted(set(known)), str(name)
     same = [n for n in names if n.lower() == text.lower()]
     close = same or get_close_matches(text, names, n=3, cutoff=0.7 if len(text) <= 4 else 0.4)
@@ -244,12 +244,12 @@ _HINT = re.compile(r"Did you mean [^?]*\?\s*")
 
 
 def format_exception(error: ShardFormerError) -> str:
-    """Format an error for the terminal: its class and message, then the rule and the remedy on indented lines."""
+    """Format an error for the terminal, with the rule and the remedy on indented lines below the message."""
     return format_error(type(error).__name__, error.what, error.rule, error.remedy)
 
 
 def format_error(kind: str, what: str, rule: str, remedy: str) -> str:
-    """Format the class name, message, rule and remedy of an error for the terminal, as ``format_exception`` does."""
+    """Format an error for the terminal from its class name, message, rule and remedy."""
     hint = _HINT.search(remedy)
     meant = hint[0].strip() if hint else ""
     rest = _HINT.sub("", remedy, count=1).strip(" ")
@@ -266,7 +266,7 @@ def _with_full_stop(part: str) -> str:
 
 
 def import_optional(module: str, what: str, extra: str, instead: str = "", library: str | None = None) -> Any:
-    """Import a module of an optional library. Raises ConfigError if the library is not installed.
+    """Import a module of an optional dependency. Raises ConfigError if the dependency is not installed.
 
     Args:
         what: what needs the library.
@@ -285,7 +285,7 @@ def import_optional(module: str, what: str, extra: str, instead: str = "", libra
 
 
 def format_bytes(value: float) -> str:
-    """Format a number of bytes with a unit, as in 2.1 GB for 2.1e9."""
+    """Format a number of bytes with a unit, for example 2.1e9 as 2.1 GB."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if value >= scale:
             return f"{value / scale:,.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Forward hooks that this package registers on the modules of a model, in a fixed order.
+"""Register the forward hooks of several features on a module, so that they run in a fixed order.
 
 Several features wrap the same forward pass: the recorder, ZeRO stage 3, activation offload, context parallelism,
 sequence parallelism, tensor-parallel blocks, casts. ``HookOrder`` lists them from the outermost to the innermost, and
@@ -13,8 +13,8 @@ sequence parallelism, tensor-parallel blocks, casts. ``HookOrder`` lists them fr
 Hooks of users and other libraries keep their places. Orders before ``CHECKS`` run before the pre-hooks that were on the
 module when it was sharded, all others run after them.
 
-Not in the family: a replaced ``module.forward``, which runs inside all hooks; hooks of parameters, which run in the
-backward pass; and hooks of ``discovery`` on its own copies of a model, which no other feature changes.
+Some code does not use this order: a replaced ``module.forward``, which runs inside all hooks; hooks of parameters,
+which run in the backward pass; and hooks of ``discovery`` on its own copies of a model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Positions = dict[int, tuple["HookOrder", int]]
 
 
 class HookOrder(IntEnum):
-    """Position of a hook around a forward pass, from the outermost to the innermost."""
+    """Order in which forward hooks are nested around a module, from the outermost to the innermost."""
 
     RECORDER = auto()
     """Records the module that runs, with the communication of all other hooks, and measures the time of layers."""
@@ -96,7 +96,7 @@ def register_forward_hooks(
     with_kwargs: bool = False,
     always_call: bool = False,
 ) -> Callable[[], None]:
-    """Register hooks around a module's forward pass at position ``order``. Return a function that removes them.
+    """Register a pre-hook and a hook around a module's forward pass. Return a function that removes them.
 
     Hooks of equal order nest in the order of their registration: the last one is the innermost, and the outermost for
     orders before ``CHECKS``.
@@ -129,7 +129,7 @@ def _remove(handles: list[RemovableHandle], positions: Positions) -> None:
 
 
 def _sort_own_hooks(hooks: Any, positions: Positions, *, reverse: bool) -> None:
-    """Sort the hooks of this package within the table of all hooks. All other hooks keep their positions."""
+    """Sort ShardFormer's hooks in a module's dict of hooks. The hooks of other libraries keep their positions."""
     own = [key for key in hooks if key in positions]
     ranked = sorted(own, key=positions.__getitem__, reverse=reverse)
     if ranked != own:

@@ -1,4 +1,4 @@
-"""Functions that join and resolve dotted paths of submodules, and raise errors for paths that do not exist."""
+"""Functions for dotted paths of submodules, such as ``model.layers.0``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIBRARIES = ("torch", "transformers", "timm", "shardformer")
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether a linear layer stores its weight as (in_features, out_features), as transformers' Conv1D does."""
+    """Return whether a linear layer stores its weight as (in_features, out_features), like transformers' Conv1D."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
@@ -23,7 +23,7 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_transposed(module)
 
 
-OPTIONAL_HINT = " Where some models lack it, end the path with a ?, or give the block or stack optional=True"
+OPTIONAL_HINT = " If some models lack this module, end the path with a ?, or set optional=True on the block or stack"
 
 
 def join_path(*parts: str) -> str:
@@ -35,18 +35,18 @@ def resolve_path(prefix: str, name: str) -> str:
 
 
 def list_named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return (name, tensor) of all parameters and buffers of a model, without duplicates."""
+    """Return all parameters and buffers of a model as (name, tensor) pairs, without duplicates."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 
 def find_configs(model: nn.Module) -> list[Any]:
-    """Return the distinct ``config`` objects of all modules in a model."""
+    """Return the ``config`` objects of all modules in a model, without duplicates."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     return list({id(config): config for config in configs if hasattr(config, "__dict__")}.values())
 
 
 def as_path_list(paths: str | Sequence[str]) -> Sequence[str]:
-    """Return the paths as a list, even if a single string was passed."""
+    """Return a list of paths. A single string is converted to a list with one path."""
     return [paths] if isinstance(paths, str) else paths
 
 
@@ -68,13 +68,13 @@ def get_at(owner: object, path: str) -> Any:
 
 
 def parent_of(model: object, path: str) -> tuple[Any, str]:
-    """Split a dotted path into the object that owns its last attribute (None if missing) and that attribute's name."""
+    """Return the object that owns the last attribute of a dotted path (or None), and the name of the attribute."""
     at, _, name = path.rpartition(".")
     return get_at(model, at), name
 
 
 def match_paths(path: str, names: Iterable[str]) -> list[str]:
-    """Return the module names that match a path pattern, in which ``*`` matches a layer index.
+    """Return all module names that match a path pattern. A ``*`` in the pattern matches the index of a layer.
 
     >>> match_paths("layers.*.blocks", ["layers.0", "layers.0.blocks", "layers.1.blocks", "layers.0.down.blocks"])
     ['layers.0.blocks', 'layers.1.blocks']
@@ -98,7 +98,7 @@ def get_module(module: nn.Module, path: str, where: str = "", hint: str = OPTION
 
 
 def module_exists(module: nn.Module, path: str, where: str = "") -> bool:
-    """Return whether a submodule exists at ``path``. Raise PolicyError if not, unless ``path`` ends in ``?``."""
+    """Return whether a submodule exists at ``path``. Raises PolicyError if it is missing and has no final ``?``."""
     there = find_module(module, path.rstrip("?")) is not None
     if not there and not path.endswith("?"):
         raise module_not_found_error(where, path, module)
@@ -106,7 +106,7 @@ def module_exists(module: nn.Module, path: str, where: str = "") -> bool:
 
 
 def existing_paths(names: Sequence[str], prefix: str, layer: nn.Module, path: str) -> list[str]:
-    """Return the paths in ``names`` at which the layer has a submodule. Raises PolicyError if there is none."""
+    """Return the paths in ``names`` at which a layer has a submodule. Raises PolicyError if the layer has none."""
     paths = [resolve_path(prefix, name) for name in names]
     out = [name.rstrip("?") for name in paths if module_exists(layer, name, path)]
     if not out:

@@ -1,4 +1,4 @@
-"""Lazy imports of public names, and deprecated names of arguments, attributes and modules.
+"""Import public names of a package when they are first used, and support deprecated names.
 
 A package lists its public names as imports under ``if TYPE_CHECKING:``, for type checkers and editors, and gets its
 ``__getattr__`` from here. Importing the package therefore imports none of their modules.
@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def lazy_names(package: str, renamed: Mapping[str, str] | None = None) -> tuple[Callable[[str], Any], list[str]]:
-    """Return ``__getattr__`` and ``__all__`` for a package that imports its public names on first use.
+    """Return a ``__getattr__`` and an ``__all__`` with which a package imports public names on first use.
 
     Args:
         package: its ``__name__``.
@@ -60,7 +60,7 @@ def lazy_names(package: str, renamed: Mapping[str, str] | None = None) -> tuple[
 
 
 def _suggest(package: str, name: str, found: Mapping[str, tuple[str, str]], renamed: Mapping[str, str]) -> str:
-    """Suggest the subpackage that has the public name ``name``, or names of the package that are similar."""
+    """Suggest the subpackage that contains an unknown name, or similar public names of the package."""
     for full_name in (f"{package}.{each}" for each, (module, _) in found.items() if module == package):
         spec = find_spec(full_name)
         if spec and spec.origin and name in _parse_lazy_imports(Path(spec.origin).read_text(encoding="utf-8")):
@@ -73,7 +73,7 @@ def renamed_arguments(
     values: Mapping[str, Mapping[Any, str]] | None = None,
     attributes: Mapping[str, str] | None = None,
 ) -> Callable[[type[T]], type[T]]:
-    """Class decorator that accepts deprecated names of arguments and attributes, with a DeprecationWarning.
+    """Return a class decorator that keeps deprecated names of arguments and attributes, with a DeprecationWarning.
 
     Args:
         names: earlier name of an argument -> its name.
@@ -103,7 +103,7 @@ def renamed_arguments(
 
 
 def renamed_parameters(names: Mapping[str, str], earlier_order: Sequence[str] = ()) -> Callable[[F], F]:
-    """Decorator of functions that accepts deprecated argument names and orders, with a DeprecationWarning.
+    """Return a function decorator that keeps deprecated names and orders of arguments, with a DeprecationWarning.
 
     Args:
         names: earlier name of an argument -> its name.
@@ -135,7 +135,7 @@ def _is_model(value: Any) -> bool:
 
 
 def _pop_renamed(owner: str, given: dict[str, Any], names: Mapping[str, str]) -> list[tuple[str, Any]]:
-    """Remove arguments with deprecated names from ``given``, and return (current name, value) pairs."""
+    """Remove arguments with deprecated names from ``given``, and return them as pairs (current name, value)."""
     found = []
     for old in [name for name in given if name in names]:
         new = names[old]
@@ -156,7 +156,7 @@ def _renamed_attribute(message: str, new: str) -> property:
 
 
 def _parse_lazy_imports(source: str) -> dict[str, tuple[str, str]]:
-    """Parse the imports under ``if TYPE_CHECKING:`` into a dict from public names to (module, name in that module)."""
+    """Parse the imports under ``if TYPE_CHECKING:``. Return a dict from public names to (module, name in module)."""
     return {
         alias.asname or alias.name: (statement.module or "", alias.name)
         for node in ast.parse(source).body
@@ -168,7 +168,7 @@ def _parse_lazy_imports(source: str) -> dict[str, tuple[str, str]]:
 
 
 class RenamedModules(MetaPathFinder, Loader):
-    """Import hook that imports modules under deprecated names, with a DeprecationWarning.
+    """Import hook for renamed modules, which can still be imported by their old name with a DeprecationWarning.
 
     Args:
         names: earlier full name -> the module that replaces it. Parents of nested names are listed too.
@@ -178,7 +178,7 @@ class RenamedModules(MetaPathFinder, Loader):
         self._names = names
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return an import spec for a deprecated module name, or None for any other name."""
+        """Return an import spec for the deprecated name of a module, or None for all other names."""
         return ModuleSpec(fullname, self, is_package=True) if fullname in self._names else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -190,4 +190,4 @@ class RenamedModules(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: the forwarding module has no code to execute."""
+        """Do nothing, because the forwarding module has no code to execute."""

@@ -1,6 +1,6 @@
 """Functions that read, seed and restore the random number generators of torch, NumPy and Python.
 
-Data loading draws from separate generators, so that it is the same in any layout.
+Data loading uses separate random states, so that the data order is the same under any layout.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _GENERATORS = threading.RLock()  # generators are shared by all threads of a pro
 
 
 def random_states(device: torch.device = CPU) -> RandomStates:
-    """Return the states of the random generators: torch on CPU and device, NumPy, and Python."""
+    """Return the random states of torch (on the CPU and ``device``), NumPy and Python."""
     return [g.get_state() for g in random_generators(device)], numpy.random.get_state(), random.getstate()
 
 
 def set_random_states(states: RandomStates, device: torch.device = CPU) -> None:
-    """Set the random generators of torch, NumPy and Python to states that ``random_states`` returned."""
+    """Restore random states of torch, NumPy and Python that ``random_states`` has returned."""
     of_torch, of_numpy, of_python = states
     for generator, state in zip(random_generators(device), of_torch, strict=True):
         generator.set_state(state)
@@ -51,7 +51,7 @@ def random_generators(device: torch.device) -> list[torch.Generator]:
 
 
 def seed_random(seed: int, *, cuda: bool = True) -> None:
-    """Seed the random generators of torch, NumPy and Python with one number."""
+    """Seed the random number generators of torch, NumPy and Python with the same seed."""
     torch.default_generator.manual_seed(seed)
     if cuda and torch.cuda.is_available():
         torch.cuda.manual_seed(seed)
@@ -60,18 +60,18 @@ def seed_random(seed: int, *, cuda: bool = True) -> None:
 
 
 def hash_seed(*seed_parts: object) -> int:
-    """Hash numbers and strings to a seed that is the same in every process."""
+    """Compute a seed from numbers and strings. The seed is the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(seed_parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def seed_generators(*seed_parts: object) -> None:
-    """Seed the CPU random generators with a hash of the arguments."""
+    """Seed the random number generators on the CPU with a hash of the arguments."""
     seed_random(hash_seed(*seed_parts), cuda=False)
 
 
 @contextmanager
 def fork_random_state(device: torch.device = CPU) -> Iterator[None]:
-    """Run the block, then restore the random states from before it."""
+    """Restore the previous random states at the end of the ``with`` block, as ``torch.random.fork_rng`` does."""
     states = random_states(device)
     try:
         yield
@@ -81,7 +81,7 @@ def fork_random_state(device: torch.device = CPU) -> Iterator[None]:
 
 @contextmanager
 def restore_random_state_on_error(device: torch.device) -> Iterator[None]:
-    """Restore the random states from before the block if the block raises an exception."""
+    """Restore the previous random states if the ``with`` block raises an exception."""
     states = random_states(device)
     try:
         yield
@@ -92,7 +92,7 @@ def restore_random_state_on_error(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def fixed_seed(seed: int) -> Iterator[None]:
-    """Seed the CPU random generators, and restore their states when the block ends."""
+    """Seed the random number generators on the CPU, and restore their states at the end of the ``with`` block."""
     with fork_random_state():
         seed_random(seed, cuda=False)
         yield
@@ -100,10 +100,10 @@ def fixed_seed(seed: int) -> Iterator[None]:
 
 @contextmanager
 def restore_cpu_generators() -> Iterator[None]:
-    """Restore the states of the CPU random generators when the block ends, except in a DataLoader worker process.
+    """Restore the random states of the CPU at the end of the ``with`` block, except in a DataLoader worker.
 
-    Such a worker uses random numbers only for samples. A lock that another thread of its parent held during the fork
-    would never be released in it.
+    A DataLoader worker uses random numbers only for samples. A lock that another thread of its parent held during the
+    fork would never be released in the worker.
     """
     if get_worker_info() is not None:
         yield
@@ -114,7 +114,7 @@ def restore_cpu_generators() -> Iterator[None]:
 
 @contextmanager
 def seeded(*seed_parts: object) -> Iterator[None]:
-    """Seed the CPU random generators with a hash of the arguments, and restore them when the block ends."""
+    """Seed the CPU's generators with a hash of the arguments, and restore them at the end of the ``with`` block."""
     with restore_cpu_generators():
         seed_generators(*seed_parts)
         yield
@@ -133,11 +133,11 @@ class RandomUseDetector:
         self.seen: bool | None = None
 
     def begin(self) -> None:
-        """Start to observe the random generators, unless an earlier block has already drawn random numbers."""
+        """Record the current random states, unless the use of random numbers has already been detected."""
         self._before = None if self.seen else state_digest(self._device)
 
     def end(self) -> None:
-        """Set ``seen`` to whether random numbers were drawn since ``begin``."""
+        """Set ``seen`` to True if random numbers were drawn since ``begin``, and otherwise to False."""
         if self._before is not None:
             self.seen = self._before != state_digest(self._device)
             self._before = None
@@ -145,7 +145,7 @@ class RandomUseDetector:
 
 @without_fake_tensors()
 def state_digest(device: torch.device) -> list[int]:
-    """Return hashes of the random states of torch, NumPy and Python, to compare them between ranks."""
+    """Return hashes of the random states of torch, NumPy and Python, which can be compared between ranks."""
     _, keys, *of_numpy = cast(tuple[Any, ...], numpy.random.get_state())
     of_torch = (zlib.crc32(generator.get_state().numpy().tobytes()) for generator in random_generators(device))
     _, words, gauss = random.getstate()
@@ -154,12 +154,12 @@ def state_digest(device: torch.device) -> list[int]:
 
 
 def local_seed(seed: int, rank: int) -> int:
-    """Derive the seed of one rank from a shared seed. Rank -1 uses the shared seed itself, reduced to its range."""
+    """Derive a different seed for each rank from a shared seed. For rank -1, return the shared seed modulo 2**63."""
     return (seed + SPLITMIX64[0] * (rank + 1)) % 2**63
 
 
 class LocalRandomState:
-    """Replaces the shared random state by a separate one for each rank between ``enter`` and ``leave``.
+    """Gives each rank a random state of its own between ``enter`` and ``leave``, for example for dropout.
 
     With ``share``, switches from one random state per rank to a shared one. This broadcasts one number.
 
@@ -199,7 +199,7 @@ class LocalRandomState:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Use the outer random state in this context, even between ``enter`` and ``leave``."""
+        """Use the outer random state in the ``with`` block, even between ``enter`` and ``leave``."""
         if self.is_in_graph and torch.compiler.is_compiling():
             torch.ops.shardformer.swap_random_state()
             try:
@@ -219,7 +219,7 @@ class LocalRandomState:
 
 
 class ContinuedRandomState:
-    """Random state that continues from one ``with`` block to the next, independent of the process's random state."""
+    """Separate random state that continues from one ``with`` block to the next."""
 
     def __init__(self, *seed_parts: object) -> None:
         self._seed_parts = seed_parts
@@ -239,7 +239,7 @@ class ContinuedRandomState:
 
 
 class SharedEpochRandomness:
-    """Makes a sampler, dataset or data loader draw the same random numbers on all ranks in one epoch."""
+    """Makes a sampler, dataset or data loader draw the same random numbers on all ranks in an epoch."""
 
     def __init__(self, source: Any, epoch: int, seed: int) -> None:
         parts = {id(p): p for p in (source, *(getattr(source, name, None) for name in ("sampler", "dataset")))}
@@ -254,7 +254,7 @@ class SharedEpochRandomness:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Replace the ``generator`` of sampler and dataset by one with the epoch's seed for the block."""
+        """Use the seed of the epoch for the generators of the sampler and the dataset in the ``with`` block."""
         before = [(part, part.generator) for part, _ in self._generators]
         try:
             for part, own in self._generators:
@@ -267,7 +267,7 @@ class SharedEpochRandomness:
 
 
 def uses_dropout(model: nn.Module) -> bool:
-    """Return whether the forward pass of a model may draw random numbers in training, for example for dropout.
+    """Return whether the forward pass of a model may use random numbers in training, for example for dropout.
 
     For classes of ``LIBRARIES``, this follows from dropout modules, ``drop_prob`` and config fields. Any other class
     may call a dropout function.

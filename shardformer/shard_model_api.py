@@ -66,10 +66,10 @@ def shard_in_place(
     finish: Callable[[nn.Module], object] = lambda _: None,
     example: Example = lambda: None,
 ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-    """Shard a model in place: find and validate its policy, apply the policy, and replace methods of the model.
+    """Shard a model in place with its policy, which is validated first.
 
-    Adapters that PEFT added to the model are sharded too. The wrapper of ``torch.compile(model)`` is removed, and the
-    layers of the sharded model are compiled with its arguments.
+    Some methods of the model are replaced. Adapters that PEFT added to the model are sharded too. The wrapper of
+    ``torch.compile(model)`` is removed, and the layers of the sharded model are compiled with its arguments.
 
     Args:
         model: the plain model, identical on every rank. If weights differ, rank 0's are used.
@@ -149,7 +149,7 @@ NO_POLICY, DERIVED = "no policy", "a derived and validated policy"
 
 
 def _find_and_bind_policy(sharder: Sharder, policy: Policy | type[Policy] | None, example: Example) -> ResolvedPolicy:
-    """Find the policy of a model and plan the sharding with it.
+    """Find the policy of a model, and create the plan to shard the model with it.
 
     Returns a policy without rules if none is found and only data parallelism is used.
     """
@@ -168,7 +168,7 @@ def _find_and_bind_policy(sharder: Sharder, policy: Policy | type[Policy] | None
 
 
 def _validate_layout(sharder: Sharder, resolved: ResolvedPolicy, *, is_user_policy: bool) -> None:
-    """Validate the policy and the parallel layout on a reduced model, and store the results in ``resolved``.
+    """Validate the policy under the parallel layout on a reduced model, and store the results in ``resolved``.
 
     Raises PolicyError if the user's policy is wrong, ConfigError if the model does not support the layout.
     """
@@ -182,7 +182,7 @@ def _validate_layout(sharder: Sharder, resolved: ResolvedPolicy, *, is_user_poli
             raise ConfigError(
                 f"tensor_parallel_mode={sharder.grid.mode!r} does not work for {type(model).__name__}: "
                 f"{found.failure}.",
-                rule="A reduced model must give the same results on the grid as in one process.",
+                rule="A reduced model must produce the same results on the grid as in one process.",
                 remedy="Use tensor_parallel_mode='1d' or another mode for this model.",
             )
         resolved.samples, resolved.unvalidated = found.samples, found.unproven
@@ -194,15 +194,15 @@ def _validate_layout(sharder: Sharder, resolved: ResolvedPolicy, *, is_user_poli
         if learned.failure is not None:
             raise ConfigError(
                 f"sequence={context.sequence.size} does not work for {type(model).__name__}: {learned.failure}.",
-                rule="A reduced model must give the same results with a sharded sequence as in one process.",
-                remedy="Remove the sequence axis. enable_sequence_parallelism=True shards the sequence between the "
-                "blocks of tensor parallelism instead.",
+                rule="A reduced model must produce the same results with a sharded sequence as in one process.",
+                remedy="Remove the sequence axis. To shard only the activations between blocks, use tensor parallelism "
+                "with enable_sequence_parallelism=True.",
             )
         resolved.context = learned.findings
 
 
 class ModelSharder:
-    """Shards one model in place. Legacy interface: use ``shard_model`` in new code.
+    """Shards one model in place. This is a legacy interface. Use ``shard_model`` in new code.
 
     Args:
         model: the plain model, identical on every rank. If weights differ, rank 0's are used.
@@ -221,7 +221,7 @@ class ModelSharder:
         self.model, self.shard_config, self._policy = model, _require_shard_config(shard_config), policy
 
     def shard(self) -> list[dict[int, Tensor]]:
-        """Shard the model and return the parameters that several pipeline stages share (see ``Sharder.shard``)."""
+        """Shard the model, and return the parameters that several pipeline stages share (see ``Sharder.shard``)."""
         self.model, shared_params = shard_in_place(self.model, self.shard_config, self._policy)
         return shared_params
 
@@ -234,23 +234,23 @@ def _require_shard_config(config: Any) -> ShardConfig:
     if config is not None and not isinstance(config, ShardConfig):
         raise ConfigError(
             f"The configuration {config!r:.80} is not a ShardConfig.",
-            remedy="Pass ShardConfig(...), for example ShardConfig(enable_sequence_parallelism=True), or omit it.",
+            remedy="Pass an instance, such as ShardConfig(enable_sequence_parallelism=True), or omit the argument.",
         )
     return config or ShardConfig()
 
 
 class ShardedModel(tuple[nn.Module, list[dict[int, Tensor]]]):
-    """Tuple (model, shared_params) with a ``to`` method that moves the model."""
+    """Result of ``ShardFormer.optimize``: a tuple (model, shared_params) with a method to move the model."""
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedModel:
-        """Move the model to a device or dtype with ``nn.Module.to``."""
+        """Move the model to another device or convert it to another dtype, like ``nn.Module.to``."""
         return ShardedModel((self[0].to(*args, **kwargs), self[1]))
 
 
 class ShardFormer:
-    """Shards models in place, by default over all processes as tensor parallel ranks.
+    """Shards models in place. By default, all processes are tensor parallel ranks.
 
-    ``ShardConfig`` specifies another layout.
+    Pass a ``ShardConfig`` for another layout.
 
     >>> shard_former = ShardFormer(ShardConfig(enable_sequence_parallelism=True))          # doctest: +SKIP
     >>> model, shared_params = shard_former.optimize(model)                                # doctest: +SKIP
@@ -260,7 +260,7 @@ class ShardFormer:
         self.shard_config = _require_shard_config(shard_config)
 
     def optimize(self, model: nn.Module, policy: Policy | type[Policy] | None = None) -> ShardedModel:
-        """Shard ``model`` in place with ``policy``, or with the registered or derived policy.
+        """Shard ``model`` in place with a policy, by default with the policy that is registered for its family.
 
         Returns:
             (model, shared_params).
@@ -280,7 +280,7 @@ def shard_model(
     config: ShardConfig | None = None,
     **options: Unpack[ShardOptions],
 ) -> M:
-    """Shard a model in place, by default over all processes as tensor parallel ranks.
+    """Shard a model in place. By default, all processes are tensor parallel ranks.
 
     ``loss.backward()`` averages the gradients over the data parallel ranks, because only your loop knows how many
     labels its loss counts. If their number differs between ranks, call ``Pipeline(model, 1).step(batch)`` instead,
@@ -308,7 +308,7 @@ def shard_model(
     if config is not None and (options or context is not None):
         raise ConfigError(
             f"shard_model received both config and {', '.join(options) or 'context'}.",
-            remedy="Put all options into ShardConfig(...), or omit config.",
+            remedy="Pass all options in the ShardConfig, or omit config.",
         )
     config = config or ShardConfig.of({"context": context, **options})
     return cast(M, shard_in_place(model, _require_shard_config(config), policy)[0])
@@ -322,8 +322,9 @@ def measure_pipeline_costs(
     *,
     repeats: int = 3,
 ) -> list[float]:
-    """Measure the forward time of each layer in seconds, for ``PipelineStageManager(layer_costs=...)``.
+    """Measure the time of each layer's forward pass in seconds, to divide a model into balanced pipeline stages.
 
+    Pass the result as ``PipelineStageManager(layer_costs=...)``.
     Run this in one process before sharding, and pass the result to all processes. The first and last entries include
     the modules before and after the layers. The model keeps its training mode, buffers and random state.
 
@@ -357,7 +358,7 @@ def resolve_policy(
     may_run_copy: bool = False,
     example: Example = lambda: None,
 ) -> tuple[Policy, str]:
-    """Return the policy to shard a model with, and text that describes where the policy comes from.
+    """Find the policy to shard a model with. Return the policy and a description of its origin.
 
     Args:
         tensor: the tensor parallel size, if known. With size 1 every model has a policy.
@@ -410,7 +411,7 @@ def _derive_policy(model: nn.Module, example: Example) -> RolePolicy:
 
 
 def _is_only_for_submodel(model: nn.Module, policy: Policy) -> bool:
-    """Return whether a policy fits only a transformers model inside ``model``, a wrapper with the same config."""
+    """Return whether a policy does not fit ``model`` itself, but only a transformers model inside it."""
     config, library = getattr(model, "config", None), type(model).__module__.partition(".")[0]
     has_submodel = any(module is not model and getattr(module, "config", None) is config for module in model.modules())
     if not has_submodel or is_user_registered(model) or library in ("transformers", "timm"):

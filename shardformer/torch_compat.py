@@ -1,4 +1,4 @@
-"""Wrappers of all private torch functions that shardformer uses, and differences between versions of torch."""
+"""Wrappers of private functions of torch, and of functions that differ between versions of torch."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def top_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], 
 
 
 def tensor_hooks_of(x: Tensor) -> list[Any]:
-    """Return the gradient hooks that were registered on a tensor."""
+    """Return all gradient hooks that are registered on a tensor."""
     tables = (x._backward_hooks, getattr(x, "_post_accumulate_grad_hooks", None))
     return [hook for table in tables for hook in (table or {}).values()]
 
@@ -96,7 +96,7 @@ def active_ddp_module() -> nn.Module | None:
 
 
 def is_dynamo_loaded() -> bool:
-    """Return whether ``torch._dynamo`` has been imported, without which ``torch.compile`` cannot have been used."""
+    """Return whether ``torch._dynamo`` has been imported. If not, ``torch.compile`` has not been used."""
     return "torch._dynamo" in sys.modules
 
 
@@ -104,7 +104,7 @@ COMPILED_CALL = "_compiled_call_impl"  # attribute of a module with the compiled
 
 
 def state_when_made(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
-    """Return the optimizer state that the constructor creates for a parameter, or {} if ``step`` creates it.
+    """Return the state that an optimizer's constructor creates for a parameter, or {} if ``step`` creates it.
 
     In torch 2.11 Adagrad creates its state only in the constructor, so its step raises KeyError for a parameter that is
     added to a group later.
@@ -121,7 +121,7 @@ def state_when_made(optimizer: Optimizer, group: dict[str, Any], param: nn.Param
 
 
 def call_with_state_dict_hooks(optimizer: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run an optimizer's ``state_dict`` pre-hooks, then ``make``, then the post-hooks, and return the state dict."""
+    """Create a state dict with ``make``, and run an optimizer's ``state_dict`` hooks before and after it."""
     for hook in list(optimizer._optimizer_state_dict_pre_hooks.values()):
         hook(optimizer)
     found = make()
@@ -132,7 +132,7 @@ def call_with_state_dict_hooks(optimizer: Any, make: Callable[[], dict[str, Any]
 
 
 def call_with_load_hooks(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
-    """Run an optimizer's ``load_state_dict`` pre-hooks, then ``load``, then the post-hooks."""
+    """Load a state dict with ``load``, and run an optimizer's ``load_state_dict`` hooks before and after it."""
     for hook in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):
         other = hook(optimizer, state_dict)
         state_dict = state_dict if other is None else other
@@ -142,7 +142,7 @@ def call_with_load_hooks(optimizer: Any, state_dict: dict[str, Any], load: Calla
 
 
 def wrapped_module_attribute(module: nn.Module) -> str | None:
-    """Return the name of the attribute in which a torch wrapper stores its module, or None if it is no wrapper.
+    """Return the name of the attribute in which a torch wrapper stores its module, or None for any other module.
 
     The wrappers are those of activation checkpointing, activation offload and ``torch.compile``. Their classes are
     private or slow to import, so they are only looked up in modules that are already imported.
@@ -155,12 +155,12 @@ def wrapped_module_attribute(module: nn.Module) -> str | None:
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Return whether a module is the wrapper that ``torch.compile(module)`` returns."""
+    """Return whether a module is a wrapper that was returned by ``torch.compile(module)``."""
     return _is_instance_of_loaded_class(module, "torch._dynamo.eval_frame", "OptimizedModule")
 
 
 def unwrap_compiled(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the module inside the wrapper that ``torch.compile(module)`` returns, and the wrapper's arguments.
+    """Return the module inside a wrapper of ``torch.compile(module)``, and the arguments of ``torch.compile``.
 
     The arguments are those of ``module.compile()``: the backend, which includes the mode and the options, and
     ``dynamic``. They are empty for a module without a wrapper, or if the wrapper disables compilation.
@@ -188,7 +188,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def count_started_collectives() -> dict[str, int]:
-    """Return for each gloo process group, by name, the number of collectives that this process has started on it.
+    """Return how many collectives this process has started on each gloo process group, by the name of the group.
 
     Only gloo counts all collectives. Point-to-point messages are not counted.
     """
@@ -201,18 +201,18 @@ def count_started_collectives() -> dict[str, int]:
 
 
 def num_started_collectives(group: Any) -> int:
-    """Return the number of collectives that this process has started on a gloo process group."""
+    """Return how many collectives this process has started on a gloo process group."""
     return int(group._get_sequence_number_for_group())
 
 
 def name_of_group(group: dist.ProcessGroup | None) -> str:
-    """Return the name of a process group (None: the default group). It is empty in processes outside the group."""
+    """Return the name of a process group, or of the default group for None. It is empty outside the group."""
     group = distributed_c10d._get_default_group() if group is None else group
     return str(distributed_c10d._world.pg_names.get(group, ""))
 
 
 def counts_all_collectives(group: dist.ProcessGroup) -> bool:
-    """Return whether a process group counts all of its collectives, because gloo is its only backend."""
+    """Return whether a process group counts all its collectives, which is true if gloo is its only backend."""
     return {pair.partition(":")[2] for pair in dist.get_backend_config(group).split(",")} == {"gloo"}
 
 
@@ -222,7 +222,7 @@ def _is_instance_of_loaded_class(module: nn.Module, module_name: str, class_name
 
 
 def has_data(x: Tensor) -> bool:
-    """Return whether a tensor stores values, which meta tensors and fake tensors do not."""
+    """Return whether a tensor stores values. Meta tensors and fake tensors do not store values."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
@@ -233,18 +233,18 @@ apply_to_tensors = nn.Module._apply
 
 
 def is_wrapper_tensor(x: Tensor) -> bool:
-    """Return whether a tensor is of a class that wraps other tensors, and has no memory of its own."""
+    """Return whether a tensor is a subclass instance that wraps other tensors and has no memory of its own."""
     return hasattr(type(x), "__tensor_flatten__")
 
 
 def has_meta_tensors(model: nn.Module) -> bool:
-    """Return whether a parameter or buffer of a model is on the meta device."""
+    """Return whether any parameter or buffer of a model is on the meta device."""
     with DisableTorchFunction():  # inside LazyInit tensors report another device
         return any([t.is_meta for t in (*model.parameters(), *model.buffers())])
 
 
 def to_list(x: Tensor) -> Any:
-    """Return ``x.tolist()``, or nested lists of ones for a meta or fake tensor."""
+    """Return ``x.tolist()``. For a meta or fake tensor, which has no values, return nested lists of ones."""
     if has_data(x):
         return x.tolist()
     ones: Any = 1
@@ -254,7 +254,7 @@ def to_list(x: Tensor) -> Any:
 
 
 def is_true(x: Tensor) -> bool:
-    """Return ``bool(x)``, or True for a meta or fake tensor, so that checks pass while a step is traced."""
+    """Return ``bool(x)``. For a meta or fake tensor, return True, so that checks pass while a step is traced."""
     return bool(x) if has_data(x) else True
 
 
@@ -267,7 +267,7 @@ def storage_use_count(x: Tensor) -> int:
 
 
 def memory_of(x: Tensor) -> int:
-    """Return a unique id of a tensor's storage. This includes meta and fake tensors, which have no data pointer."""
+    """Return a unique ID of a tensor's storage, even for meta and fake tensors, which have no data pointer."""
     return storage_id(x.untyped_storage())
 
 
@@ -278,13 +278,13 @@ Node = Any  # torch.autograd.graph.Node, whose subclasses have different additio
 
 
 def gradient_shape(edge: GradientEdge) -> tuple[int, ...]:
-    """Return the shape of the gradient that an edge of the autograd graph carries."""
+    """Return the shape of the gradient that flows along an edge of the autograd graph."""
     node: Any = edge.node
     return tuple(node._input_metadata[edge.output_nr].shape)
 
 
 def run_at_position_of(node: Node, other: Node) -> None:
-    """Schedule an autograd node at the position of another node in the backward pass."""
+    """Make an autograd node run at the same position in the backward pass as another node."""
     node._set_sequence_nr(other._sequence_nr())
 
 
@@ -293,7 +293,7 @@ def as_tuple(given: Any) -> Any:
 
 
 def custom_function_of(node: Node) -> Any:
-    """Return the ``torch.autograd.Function`` class that created a graph node, or None for a built-in operation."""
+    """Return the ``torch.autograd.Function`` that created an autograd node, or None for a built-in operation."""
     return getattr(node, "_forward_cls", None)
 
 
@@ -303,7 +303,7 @@ def saved_tensor_names(kind: Any) -> tuple[str, ...]:
 
 
 def saved_tensors_of(node: Node) -> Iterator[Any]:
-    """Yield the ``SavedTensor`` objects that the forward pass stored in an autograd node."""
+    """Yield the ``SavedTensor`` objects that the forward pass has stored in an autograd node."""
     kind: Any = type(node)
     for name in saved_tensor_names(kind):
         saved = getattr(node, name)
@@ -311,12 +311,12 @@ def saved_tensors_of(node: Node) -> Iterator[Any]:
 
 
 def has_unpack_hooks(node: Node) -> bool:
-    """Return whether an autograd node saved tensors under unpack hooks, as in activation checkpointing."""
+    """Return whether the saved tensors of an autograd node have unpack hooks, as in activation checkpointing."""
     return any(getattr(saved, "unpack_hook", None) is not None for saved in saved_tensors_of(node))
 
 
 def release_saved_tensors(nodes: Iterable[Node]) -> None:
-    """Free the saved tensors of autograd nodes whose backward pass has run, before the graph itself is freed."""
+    """Free the saved tensors of autograd nodes after their backward pass, even if the graph is still alive."""
     for node in nodes:
         for saved in saved_tensors_of(node):
             try:
@@ -326,18 +326,18 @@ def release_saved_tensors(nodes: Iterable[Node]) -> None:
 
 
 def raise_released(_: object) -> Tensor:
-    raise RuntimeError("backward_of_inputs has already freed the saved tensors of this graph.")
+    raise RuntimeError("Trying to backward through a graph whose saved tensors backward_of_inputs has already freed.")
 
 
 def compile_errors() -> type[Exception]:
-    """Return the base class of the errors of torch.compile, for example for code that it cannot trace."""
+    """Return the base class of all errors that ``torch.compile`` raises, such as for code that cannot be traced."""
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException
 
 
 def recompile_limit_error() -> type[Exception]:
-    """Return the error that a function compiled with ``fullgraph=True`` raises after too many recompilations."""
+    """Return the class of the error that a function compiled with ``fullgraph=True`` raises at its recompile limit."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     return FailOnRecompileLimitHit
@@ -346,7 +346,7 @@ def recompile_limit_error() -> type[Exception]:
 def backend_compiler(
     backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
 ) -> Callable[..., Any]:
-    """Return the function that compiles a graph for its inputs. Raises if torch.compile has no such backend."""
+    """Return the function with which a backend of ``torch.compile`` compiles a graph. Raises for an unknown backend."""
     if backend == "inductor":
         compiler: Callable[..., Any] = torch._TorchCompileInductorWrapper(mode, options, dynamic)
         return compiler
@@ -357,14 +357,14 @@ def backend_compiler(
 
 
 def name_of_backend(backend: str | Callable[..., Any]) -> str:
-    """Return the name of a backend of torch.compile. That of ``unwrap_compiled`` has the name as an attribute."""
+    """Return the name of a backend of ``torch.compile``, which may be a name or a function."""
     if isinstance(backend, str):
         return backend
     return str(getattr(backend, "compiler_name", getattr(backend, "__name__", "a function")))
 
 
 def reason_of_recompilation(call: Callable[[], Any]) -> str:
-    """Run ``call``, which reaches the recompilation limit, and return the reason that torch.compile logs."""
+    """Run a function that reaches the recompile limit, and return the reason that ``torch.compile`` logs."""
     reasons: list[str] = []
 
     def note(entry: logging.LogRecord) -> bool:
@@ -384,7 +384,7 @@ def reason_of_recompilation(call: Callable[[], Any]) -> str:
 
 
 def view_as_bytes(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor as a vector of bytes, which shares its memory if it is contiguous.
+    """Return a one-dimensional tensor with the bytes of a tensor, without a copy if the tensor is contiguous.
 
     A tensor of one element is contiguous with any stride, such as 0 after ``expand``, but a view of another element
     size requires stride 1.
@@ -394,5 +394,5 @@ def view_as_bytes(tensor: Tensor) -> Tensor:
 
 
 def is_dtensor(value: object) -> bool:
-    """Return whether a tensor or parameter is a DTensor, without importing that class, which is slow."""
+    """Return whether a tensor or parameter is a DTensor, without importing the DTensor class, which is slow."""
     return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)

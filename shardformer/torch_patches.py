@@ -1,4 +1,4 @@
-"""Registry that installs, lists and removes the patches of torch and transformers.
+"""Install, list and remove the patches of functions in torch and transformers.
 
 A feature that replaces a function of torch or transformers, or registers a global hook, calls ``install`` with a
 ``Patch`` and a function that applies it. ``installed()`` lists the patches of this process, and ``uninstall()`` reverts
@@ -30,7 +30,7 @@ Apply = Callable[[], Undo]
 
 @dataclass(frozen=True)
 class Patch:
-    """Description of a function that is replaced in torch or transformers, and of the reason.
+    """Description of a function of torch or transformers that ShardFormer replaces, with the reason.
 
     Args:
         name: the replaced function, or the table that gets an entry.
@@ -49,18 +49,18 @@ _BLOCKS: dict[Patch, int] = {}  # number of active ``temporarily`` blocks of eac
 
 
 def installed() -> tuple[Patch, ...]:
-    """Return the patches of torch and transformers in this process, in the order of installation."""
+    """Return the patches of torch and transformers that are installed in this process, oldest first."""
     with _LOCK:
         return tuple(_INSTALLED)
 
 
 def install(patch: Patch, apply: Apply) -> None:
-    """Apply a patch unless it is already installed in this process."""
+    """Install a patch in this process, unless it is already installed."""
     install_all({patch: apply})
 
 
 def install_all(patches: Mapping[Patch, Apply]) -> None:
-    """Apply the patches that are not yet installed in this process."""
+    """Install all patches that are not yet installed in this process."""
     with _LOCK:
         for patch, apply in patches.items():
             if patch not in _INSTALLED:
@@ -68,11 +68,11 @@ def install_all(patches: Mapping[Patch, Apply]) -> None:
 
 
 def uninstall() -> None:
-    """Remove all patches in reverse order, except the patches of an active ``temporarily`` block.
+    """Remove all patches of torch and transformers, except those of an active ``temporarily`` block.
 
     Sharded models need the patches, so do not continue to train them.
 
-    Raises ConfigError if another library has patched the same function later. This patch and older ones then stay.
+    Raises ConfigError if another library has patched the same function later. That patch and older ones then remain.
     """
     with _LOCK:
         for patch, undo in reversed(list(_INSTALLED.items())):
@@ -83,7 +83,7 @@ def uninstall() -> None:
 
 @contextmanager
 def temporarily(patch: Patch, apply: Apply) -> Iterator[None]:
-    """Install a patch for the duration of a block. Threads share the patch, and the last block removes it."""
+    """Install a patch for the duration of a ``with`` block. Threads share it, and the last block removes it."""
     with _LOCK:
         install(patch, apply)
         _BLOCKS[patch] = _BLOCKS.get(patch, 0) + 1
@@ -98,7 +98,7 @@ def temporarily(patch: Patch, apply: Apply) -> Iterator[None]:
 
 
 def replace_attribute(owner: Any, name: str, new: Any) -> Undo:
-    """Replace an attribute of a module or class. Return a function that restores the original."""
+    """Replace an attribute of a module or class, and return a function that restores the original."""
     original = getattr(owner, name)
     setattr(owner, name, new)
 
@@ -106,8 +106,8 @@ def replace_attribute(owner: Any, name: str, new: Any) -> Undo:
         if getattr(owner, name) is not new:
             where = f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
             raise ConfigError(
-                f"{where} was patched by another library after shardformer had patched it: {getattr(owner, name)!r}.",
-                remedy="Remove the other patch first, then call shardformer.torch_patches.uninstall().",
+                f"{where} cannot be restored, because another library has patched it later: {getattr(owner, name)!r}.",
+                remedy="Remove the patch of the other library first, then call shardformer.torch_patches.uninstall().",
             )
         setattr(owner, name, original)
 
@@ -115,7 +115,7 @@ def replace_attribute(owner: Any, name: str, new: Any) -> Undo:
 
 
 class ImportFinder(MetaPathFinder):
-    """Entry of ``sys.meta_path`` that calls a function after a module was imported.
+    """Import hook for ``sys.meta_path`` that calls a function after the import of a module.
 
     Args:
         name: the module.
@@ -146,7 +146,7 @@ class ImportFinder(MetaPathFinder):
 
 
 def call_after_import(name: str, patch: Patch, call: Callable[[], object]) -> None:
-    """Call a function now if a module was imported, or else after its import.
+    """Call a function after the import of a module, or immediately if the module is already imported.
 
     Args:
         name: the module.
@@ -165,7 +165,7 @@ def call_after_import(name: str, patch: Patch, call: Callable[[], object]) -> No
 
 
 def replace_decorated(function: Any, make: Callable[[Any], Any], *places: tuple[Any, str]) -> Undo:
-    """Replace the function that a decorator wraps, even for scripts that already imported the decorated function.
+    """Replace the function inside a decorated function, even for code that has imported the decorated function.
 
     Args:
         function: the decorated function.

@@ -35,7 +35,7 @@ def load_transformers() -> Any:
 
 
 def save_code(model: Any, folder: str | os.PathLike[str], config: Any) -> None:
-    """Copy the Python files of a ``trust_remote_code`` model to a folder, as ``save_pretrained`` does.
+    """Copy the Python files of a ``trust_remote_code`` model into a folder, like ``save_pretrained``.
 
     Args:
         config: the config whose ``auto_map`` is updated.
@@ -47,7 +47,7 @@ def save_code(model: Any, folder: str | os.PathLike[str], config: Any) -> None:
 
 
 def uninitialized_weights() -> AbstractContextManager[Any]:
-    """Return a context in which models are built without initializing weights and without tying them.
+    """Return a context manager in which models are built without initializing or tying their weights.
 
     Under fake tensors, some initializations of torch (``trunc_normal_``) fail, because they read values.
     """
@@ -58,7 +58,7 @@ def uninitialized_weights() -> AbstractContextManager[Any]:
 
 
 def config_classes_of(kind: Any) -> Collection[type] | None:
-    """Return the config classes that an ``AutoModel`` class supports, or None for any other class."""
+    """Return the config classes that an Auto class of transformers supports, or None for any other class."""
     found: Collection[type] | None = getattr(kind, "_model_mapping", None)
     return found
 
@@ -80,14 +80,15 @@ def _disable_auto_docstring() -> None:
 
 
 def _skip_docstring(decorated: Any = None, **options: Any) -> Any:
-    """Replacement for transformers' ``auto_docstring`` decorator that returns the class unchanged."""
+    """Return a class unchanged. This decorator replaces ``auto_docstring`` of transformers."""
     return (lambda later: later) if decorated is None else decorated
 
 
 def is_cache(value: Any) -> bool:
     """Return whether an argument or output of a model is a key-value cache.
 
-    It is a ``Cache`` of transformers, a class with its methods, or in the older form a tuple of tensors per layer.
+    A cache is a ``Cache`` of transformers, an object with its methods, or, in older models, one tuple of tensors per
+    layer.
     """
     if not isinstance(value, Tensor) and hasattr(type(value), "get_seq_length"):
         return True
@@ -100,7 +101,7 @@ def _is_tuple_of_tensors(layer: tuple[Any, ...]) -> bool:
 
 
 def caches_in(values: Iterable[Any]) -> list[Any]:
-    """Return the key-value caches among the arguments of `forward`."""
+    """Return all arguments of a forward pass that are key-value caches."""
     return [value for value in values if is_cache(value)]
 
 
@@ -111,7 +112,7 @@ def holds_tokens(cache: Any) -> bool:
 
 
 def forward_without_checkpointing(forward: Any) -> Any:
-    """Return the function that ``forward`` of a layer class checkpoints, or ``forward`` itself.
+    """Return a layer's ``forward`` without the wrapper that transformers adds for activation checkpointing.
 
     transformers 5.20 and later wrap the `forward` of each class of layers that supports activation checkpointing.
     Earlier releases wrap ``__call__``.
@@ -122,18 +123,18 @@ def forward_without_checkpointing(forward: Any) -> Any:
 
 
 def checkpointing_function(layer: nn.Module) -> Any:
-    """Return the function that runs a layer's forward with activation checkpointing, or None if it is not enabled."""
+    """Return the function that runs a layer with activation checkpointing, or None if it is not enabled."""
     is_enabled = layer.training and getattr(layer, "gradient_checkpointing", False)
     return getattr(layer, "_gradient_checkpointing_func", None) if is_enabled else None
 
 
 def arguments_of(model: nn.Module) -> frozenset[str]:
-    """Return the names of the arguments of a model's forward pass."""
+    """Return the names of the arguments of a model's ``forward`` method."""
     return frozenset(inspect.signature(model.forward).parameters)
 
 
 def accepted_keywords(model: nn.Module) -> frozenset[str] | None:
-    """Return the names of the keyword arguments that a model's forward pass accepts, or None if it accepts any name.
+    """Return the names of all keyword arguments that a model's ``forward`` accepts, or None if it accepts any name.
 
     transformers declares the content of ``**kwargs`` by a ``TypedDict``. Wrappers such as adapters accept the arguments
     of the wrapped model.
@@ -157,7 +158,7 @@ def accepted_keywords(model: nn.Module) -> frozenset[str] | None:
 
 
 def forward_arguments(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return the values of a batch that a model's forward pass accepts, without others such as the loss's target."""
+    """Return the entries of a batch that a model's ``forward`` accepts as keyword arguments."""
     names = accepted_keywords(model)
     return {name: value for name, value in batch.items() if names is None or name in names}
 
@@ -189,7 +190,7 @@ def prepare_batch_without_cache(batch: Mapping[str, Any], model: nn.Module, *, i
 
 
 def without_caches(output: Any, arguments: Collection[str]) -> Any:
-    """Return a model's output without its key-value caches, or None if it has no cache.
+    """Return a copy of a model's output without key-value caches, or None if the output has no cache.
 
     Args:
         output: the output of the forward pass.
@@ -208,7 +209,7 @@ def without_caches(output: Any, arguments: Collection[str]) -> Any:
 
 
 def synchronize_generation(model: nn.Module, begin: Callable[[], None], any_rank: Callable[[bool], bool]) -> None:
-    """Patch ``generate`` of a model to continue until the sequences of all ranks are finished.
+    """Make ``generate`` of a model continue on every rank until the sequences of all ranks are finished.
 
     transformers has a mode for this (``synced_gpus``), in which a finished rank continues with forward passes whose
     tokens are discarded. The mode checks all processes of torch.distributed. Here it calls ``any_rank`` instead.
@@ -243,7 +244,7 @@ def _has_unfinished_on_any_rank(self: Any, this_peer_finished: bool, *args: Any,
 
 
 def get_uniform_field(config: Any, name: str) -> Any:
-    """Return a field of a config, or None if it is missing or its value differs between layers."""
+    """Return the value of a config field, or None if the field is missing or its value differs between layers."""
     try:
         return getattr(config, name, None)
     except Exception:  # transformers raises an error for a value that differs between layers

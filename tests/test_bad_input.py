@@ -614,8 +614,8 @@ def _use(how: str) -> Refusal:
         ("different shapes", InputError, ("2 tensor ranks received different batches", "context.data.rank")),
         ("attentions", ConfigError, ("output_attentions=True", "Set output_attentions=False")),
         ("hidden states", ConfigError, ("output_hidden_states=True", "each rank has a shard of the sequence")),
-        ("resize", ConfigError, ("resize_token_embeddings", "Resize the plain model, then shard it")),
-        ("resize inside", ConfigError, ("resize_token_embeddings", "Resize the plain model, then shard it")),
+        ("resize", ConfigError, ("resize_token_embeddings", "Resize the embeddings of the plain model")),
+        ("resize inside", ConfigError, ("resize_token_embeddings", "Resize the embeddings of the plain model")),
         ("save inside", ConfigError, ("save_pretrained is not supported on a GPT2Model", "Save the full model")),
     ],
 )

@@ -118,7 +118,10 @@ def test_later_patches_of_other_libraries_are_not_overwritten() -> None:
     library, patch = SimpleNamespace(function=max), Patch("library.function", "test", "a test")
     torch_patches.install(patch, lambda: torch_patches.replace_attribute(library, "function", min))
     library.function = sum
-    with pytest.raises(ConfigError, match=r"function was patched by another library .*built-in function sum"):
+    with pytest.raises(
+        ConfigError,
+        match=r"function cannot be restored, because another library has patched it .*built-in function sum",
+    ):
         torch_patches.uninstall()
     assert patch in torch_patches.installed()
     library.function = min

@@ -1,4 +1,4 @@
-"""Command line interface, in which each module ``cli/<command>.py`` defines the command of that name.
+"""Command line interface of ShardFormer. Each module ``cli/<command>.py`` defines one command.
 
 A command imports torch and other parts of the package inside its function, so that ``shardformer --help`` is fast. A
 module may define ``CONTEXT_SETTINGS`` (to receive its arguments unparsed), ``RENAMED_OPTIONS``, and ``OPTION_GROUPS``,
@@ -40,12 +40,12 @@ OLD_NAMES = {"infer": "derive_policy"}
 
 
 def command_names() -> list[str]:
-    """Return the names of the commands in alphabetical order, from the modules of this package."""
+    """Return the names of all commands in alphabetical order. Each module of this package is a command."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
 def build_app() -> typer.Typer:
-    """Build the typer application with all commands."""
+    """Build the Typer application that contains all ``shardformer`` commands."""
     app = typer.Typer(
         name="shardformer",
         cls=CommandGroup,
@@ -74,7 +74,7 @@ def build_app() -> typer.Typer:
 
 
 class CommandGroup(TyperGroup):
-    """The command ``shardformer``, whose help lists the commands by purpose and shows a typical session."""
+    """Top-level ``shardformer`` command, with a help screen that groups the subcommands by purpose."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         about = {
@@ -92,7 +92,7 @@ class CommandGroup(TyperGroup):
 
 
 def _make_command_class(renamed: Mapping[str, str], groups: Groups) -> type[TyperCommand]:
-    """Return a typer command class with grouped options, which raises ConfigError for a renamed option."""
+    """Return a Typer command class that groups options in its help and raises ConfigError for renamed options."""
 
     class Command(TyperCommand):
         def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -120,7 +120,7 @@ def _global_options(
         bool, typer.Option("--version", help="Show the version and exit.", callback=lambda on: _print_version(on))
     ] = False,
 ) -> None:
-    """Receive the options that precede the command, such as ``--version``."""
+    """Declare the options of ``shardformer`` itself, such as ``--version``."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -130,7 +130,7 @@ def _print_version(wanted: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. A ``ShardFormerError`` is printed without traceback, with exit status 2."""
+    """Run the command line interface. A ``ShardFormerError`` is printed without traceback, and the exit status is 2."""
     try:
         build_app()(None if arguments is None else list(arguments), prog_name="shardformer")
     except ShardFormerError as error:

@@ -1,4 +1,4 @@
-"""Help screens, with a title for each group of options. The options that a new user needs come first."""
+"""Print help screens that group the options under titles. The options that a new user needs come first."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def print_help(usage: str, about: str, sections: Sequence[Section], example: str
 
 
 def option_row(option: Any) -> tuple[str, str]:
-    """Return the name of an option or argument of a typer command with its metavar, and its help with the default."""
+    """Format an option or argument of a Typer command as a row of the help screen, which includes its default."""
     if option.param_type_name == "argument":
         return str(option.metavar or option.name.upper()), str(option.help or "")
     value = "" if option.is_flag else f" {option.metavar or str(option.name).rpartition('_')[2].upper()}"
@@ -78,7 +78,7 @@ def option_row(option: Any) -> tuple[str, str]:
 
 
 def group_options(options: Sequence[Any], groups: Groups) -> list[Section]:
-    """Return the options by group, in the order of the groups, then the options without a group."""
+    """Sort options into the sections of a help screen. Options that are in no group form the last section."""
     by_name = {str(option.name): option for option in options if not getattr(option, "hidden", False)}
     found: list[Section] = [
         (title, [option_row(by_name.pop(name)) for name in names if name in by_name]) for title, names in groups.items()

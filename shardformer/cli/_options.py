@@ -1,4 +1,4 @@
-"""Command line options that are generated from dataclass fields, and checks shared by several commands."""
+"""Helpers for commands: options that are generated from dataclass fields, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T", bound="DataclassInstance")
 def options_from_dataclass(
     kind: type[T], flags: Mapping[str, str] | None = None
 ) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Decorator that turns a function with one dataclass argument into a typer command with an option for each field.
+    """Return a decorator that turns a function that takes a dataclass into a Typer command with one option per field.
 
     The fields of ``kind`` are ``Annotated`` with their help, a ``typer.Option`` or a ``typer.Argument``. A boolean
     field becomes a switch ``--name`` without ``--no-name``.
@@ -67,7 +67,7 @@ def _field_parameter(field: Field[Any], hint: Any) -> Parameter:
 
 
 def _parallel_flag(name: str, text: str) -> Parameter:
-    """Create the parameter of a flag for a ``ParallelConfig`` field. Its default is None, or False for a switch."""
+    """Create the Typer parameter for a flag that sets a ``ParallelConfig`` field. By default, the field is not set."""
     kind, _ = ParallelConfig.described_fields()[name]
     plain = next((each for each in (bool, int) if kind in (each, each | None)), str)
     option = parallel_option(name, text, *([f"--{name.replace('_', '-')}"] if plain is bool else []))
@@ -83,7 +83,7 @@ METAVARS = {
 
 
 def parallel_option(name: str, text: str = "", *names: str) -> Any:
-    """Create the ``typer.Option`` for a ``ParallelConfig`` field, with the field's description as default help."""
+    """Create a ``typer.Option`` that sets a ``ParallelConfig`` field. By default, its help describes the field."""
     default = getattr(ParallelConfig, name, None)
     is_number = ParallelConfig.described_fields()[name][0] in (int, int | None)
     return typer.Option(
@@ -116,7 +116,7 @@ def _parse_parallel_value(name: str, value: Any) -> Any:
 
 
 def check_model_directory(model: str) -> None:
-    """Raise ConfigError if the argument MODEL is a folder without a config.json."""
+    """Raise ConfigError if ``model`` is a folder that does not contain a config.json."""
     from shardformer.verify.small_models import SMALL_CONFIGS
 
     folder = Path(model).expanduser()
@@ -124,8 +124,8 @@ def check_model_directory(model: str) -> None:
         return
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
     raise ConfigError(
-        f"The folder {model!r} has no config.json.",
-        rule="A model folder is written by save_pretrained.",
+        f"The folder {model!r} does not contain a config.json.",
+        rule="Model folders are written by save_pretrained.",
         remedy=f"Pass {str(Path(model, inside[0]))!r}" if inside else "Correct the path, or save the model there",
     )
 
@@ -135,7 +135,7 @@ ARGUMENTS = "shardformer.arguments"
 
 
 def silence_transformers() -> None:
-    """Disable warnings and progress bars of transformers on this process. Call this before importing transformers.
+    """Turn off the warnings and progress bars of transformers. Call this function before you import transformers.
 
     Environment variables of the user have precedence.
     """
@@ -147,12 +147,12 @@ MAX_PROCESSES_PER_CORE = 128
 
 
 def check_num_processes(option: str, count: int) -> None:
-    """Raise LaunchError if an option starts more than 128 processes per core of this machine."""
+    """Raise LaunchError if ``count`` exceeds the limit of 128 processes per CPU core of this machine."""
     cores = os.cpu_count() or 1
     limit = MAX_PROCESSES_PER_CORE * cores
     if count > limit:
         raise LaunchError(
             f"{option} starts {count} processes" if len(str(count)) < 20 else f"{option:.60} starts too many processes",
             rule=f"The limit is {MAX_PROCESSES_PER_CORE} processes per core, and this machine has {cores} cores.",
-            remedy=f"Use at most {limit}, preferably no more than the machine has devices or cores.",
+            remedy=f"Use at most {limit} processes. One process per device or per core is usually fastest.",
         )

@@ -1,4 +1,4 @@
-"""Command ``shardformer check``, which reports whether this machine can train, and what is missing."""
+"""The ``shardformer check`` command, which reports whether this machine is ready to train, and what is missing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _GROUP_TITLES = {
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Result of one check, printed as a row of the table. Only the status ``failed`` prevents training.
+    """Result of one environment check, such as the version of torch. Only the status ``failed`` prevents training.
 
     ``missing`` is for optional parts, ``untested`` for versions that are newer than the tested ones, and for optional
     packages that are too old.
@@ -69,7 +69,10 @@ class CheckResult:
 
 
 def check(as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False) -> None:
-    """Show versions, devices, backends and optional packages, and run a two-process all-reduce."""
+    """Check whether this machine is ready for distributed training.
+
+    Shows the versions, devices, communication backends and optional packages, and runs a two-process all-reduce.
+    """
     findings = [
         *_check_versions(),
         *_list_devices(),
@@ -105,7 +108,7 @@ def _check_versions() -> list[CheckResult]:
 
 
 def _version(name: str, found: str, remedy: str) -> CheckResult:
-    """Compare a version with the tested ones: older versions are ``failed``, newer ones ``untested``."""
+    """Check whether an installed version was tested. Older versions have failed, newer ones are ``untested``."""
     major, minor = (int(part) for part in found.split(".")[:2])
     oldest, newest = TESTED[name]
     if (major, minor) < oldest:
@@ -141,7 +144,7 @@ def _list_devices() -> list[CheckResult]:
 
 
 def _host_memory_gib() -> tuple[float, float] | None:
-    """Return the total and the available memory of this machine in GiB, or None where the system does not report it."""
+    """Return the total and the available host memory in GiB, or None if the operating system does not report them."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         sizes_kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
@@ -175,7 +178,7 @@ def _check_all_reduce() -> CheckResult:
 
 
 def measure_all_reduce(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> float:
-    """Start processes that all-reduce 1 MB over gloo, and return the median time in milliseconds.
+    """Return the median time in milliseconds of a 1 MB all-reduce over gloo between new processes.
 
     Raises WorkerError if a process fails or times out. All processes are ended.
     """
@@ -198,8 +201,8 @@ def measure_all_reduce(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> 
         except subprocess.TimeoutExpired as error:
             raise WorkerError(
                 f"{num_processes} processes did not finish an all-reduce within {timeout_s:g} s.",
-                rule="Processes on one machine communicate over its loopback device.",
-                remedy="Check the firewall and container settings.",
+                rule="Processes on one machine communicate over its loopback network interface.",
+                remedy="Check whether a firewall or container blocks this interface.",
             ) from error
         finally:
             for process in processes:
@@ -211,13 +214,13 @@ def measure_all_reduce(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> 
             last_line = (stderr.strip().splitlines() or ["no message"])[-1]
             raise WorkerError(
                 f"Rank {rank} exited with code {process.returncode} during an all-reduce: {last_line}.",
-                remedy="For more output, run only the check: shardformer check.",
+                remedy="Run shardformer check to repeat the test.",
             )
     return float(outputs[0][0].split()[-1])
 
 
 def time_all_reduce(rank: int, num_processes: int, store: str) -> None:
-    """Run the all-reduces of one rank, verify their sums, and print the median time in milliseconds."""
+    """Take part in several all-reduces as one rank, verify the sums, and print the median time in milliseconds."""
     import datetime
     from statistics import median
 
@@ -238,7 +241,7 @@ def time_all_reduce(rank: int, num_processes: int, store: str) -> None:
         distributed.all_reduce(numbers)
         times_s.append(time.perf_counter() - start)
         if not bool((numbers == num_processes * (num_processes + 1) / 2).all()):
-            raise ArithmeticError(f"the sum over ranks is wrong: {numbers[0].item()}")
+            raise ArithmeticError(f"all_reduce returned a wrong sum: {numbers[0].item()}")
     destroy_process_group()
     print(1e3 * median(times_s[5:]))
 

@@ -1,4 +1,4 @@
-"""Command ``shardformer derive-policy``, which derives the policy of a model and prints it as Python code."""
+"""The ``shardformer derive-policy`` command, which derives a sharding policy for a model as Python code."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ def derive_policy(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A family (bert, gpt2, ...), a folder written by save_pretrained, a config.json, or a name on "
-            "the Hugging Face hub; or module:function, which returns a model, (model_fn, batch_fn) or a dict of both.",
+            help="A model family such as gpt2, a folder written by save_pretrained, a config.json, or a name on the "
+            "Hugging Face Hub. For your own model, module:function, where the function returns a model, "
+            "(model_fn, batch_fn) or a dict of both.",
         ),
     ],
-    name: Annotated[str, typer.Option(metavar="NAME", help="Class name of the policy.")] = "MyPolicy",
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the generated policy class.")] = "MyPolicy",
     as_json: Annotated[bool, typer.Option("--json", help="Print the class name and the code as JSON.")] = False,
 ) -> None:
-    """Derive a policy for MODEL, validate it on a reduced model, and print it as a table of roles."""
+    """Derive a sharding policy for MODEL, validate it on a reduced model, and print it as Python code."""
     from shardformer.discovery.derive_policy import derive_policy as infer_policy
     from shardformer.discovery.derive_policy import format_policy
     from shardformer.verify.model_source import call_user_function, find_model
 
     if not name.isidentifier() or iskeyword(name):
-        raise ConfigError(f"--name {name!r} is not a valid Python class name.", remedy="Write --name MyPolicy.")
+        raise ConfigError(
+            f"--name {name!r} is not a valid Python class name.", remedy="Pass a class name, such as MyPolicy."
+        )
     check_model_directory(model)
     source = find_model(model, dropout=False)
     if source.config is None:

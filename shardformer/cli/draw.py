@@ -1,4 +1,4 @@
-"""Command ``shardformer draw``, which draws a pipeline schedule or the shards of a tensor grid."""
+"""The ``shardformer draw`` command, which draws a pipeline schedule or the shards of a tensor parallel grid."""
 
 from __future__ import annotations
 
@@ -38,37 +38,35 @@ def draw(
     context: typer.Context,
     schedule: Annotated[str, parallel_option("schedule")] = "1f1b",
     stages: Annotated[int, typer.Option(metavar="N", help="Number of pipeline stages.")] = 4,
-    micro_batches: Annotated[int, typer.Option(metavar="N", help="Micro-batches per batch.")] = 8,
+    micro_batches: Annotated[int, typer.Option(metavar="N", help="Number of micro-batches per batch.")] = 8,
     num_model_chunks: Annotated[int | None, parallel_option("num_model_chunks")] = None,
     durations: Annotated[
         str,
         typer.Option(
             metavar="F=1,B=2",
-            help="Duration of a forward pass (F) and a full backward pass (B), and for interleaved_zb and zbv of "
-            "the backward pass for inputs (I) and for weights (W). Default: F=1, B=2, I=1, W=1.",
+            help="Relative durations of a forward pass (F) and a backward pass (B). The schedules interleaved_zb and "
+            "zbv split B into the gradients of inputs (I) and of weights (W). Default: F=1, B=2, I=1, W=1.",
         ),
     ] = "",
     send: Annotated[
-        float, typer.Option(metavar="TIME", help="Time to send the output of a stage to the next rank.")
+        float, typer.Option(metavar="TIME", help="Time to send activations to the next rank (see --durations).")
     ] = 0.0,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also save a chart, as .svg or .png.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also save an .svg or .png chart.")] = None,
     grid: Annotated[
         str | None,
-        typer.Option(
-            metavar="ROWSxCOLS",
-            help="Draw the shards of a tensor grid of this shape: rows and columns, or three sizes.",
-        ),
+        typer.Option(metavar="ROWSxCOLS", help="Draw the shards of a tensor parallel grid, such as 2x4 or 2x2x2."),
     ] = None,
     tensor_parallel_mode: Annotated[
-        str | None, parallel_option("tensor_parallel_mode", "Mode of the tensor grid: 2d (the default), 2.5d or 3d.")
+        str | None,
+        parallel_option("tensor_parallel_mode", "Tensor parallel mode of the grid: 2d (default), 2.5d or 3d."),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the actions with their times, or the shards, as JSON.")
+        bool, typer.Option("--json", help="Print the schedule with its times, or the shards of the grid, as JSON.")
     ] = False,
 ) -> None:
-    """Draw a pipeline schedule: the actions of each rank over time, its idle time and its stored activations.
+    """Draw what each rank does over time in a pipeline schedule, with its idle time and stored activations.
 
-    With --grid, show which shards of activations and weights each rank of a tensor grid holds.
+    With --grid, show which shards of activations and weights each rank of a tensor parallel grid stores.
     """
     from rich.console import Console
 
@@ -101,7 +99,7 @@ def _print_schedule(console: Console, schedule: Schedule, timeline: Timeline) ->
     text = schedule_as_text(schedule, timeline, console.width)
     console.print(_color_schedule(text, schedule))
     if "is not shown" in text:
-        console.print("\nA wider terminal or --out FILE.svg shows the whole schedule.", soft_wrap=True)
+        console.print("\nUse a wider terminal or --out FILE.svg to see the whole schedule.", soft_wrap=True)
 
 
 def _is_passed(context: typer.Context, name: str) -> bool:
@@ -110,7 +108,7 @@ def _is_passed(context: typer.Context, name: str) -> bool:
 
 
 def _check_option_has_effect(passed: list[str]) -> None:
-    """Raise ConfigError for options of schedules with ``--grid``, and for options of grids without it."""
+    """Raise ConfigError if schedule options were passed with ``--grid``, or grid options without it."""
     has_grid = "grid" in passed
     for name in passed:
         if name != "as_json" and has_grid != (name in GRID_OPTIONS):
@@ -124,9 +122,9 @@ def _check_option_has_effect(passed: list[str]) -> None:
 def _check_fits_picture(stages: int, micro_batches: int, chunks: int) -> None:
     if stages > 0 and micro_batches * stages > MAX_MICRO_BATCHES:
         raise ConfigError(
-            f"{micro_batches} micro-batches over {stages} stages are too many for one picture.",
-            rule=f"A picture has at most {MAX_MICRO_BATCHES} micro-batches over all stages, because their "
-            "pattern repeats.",
+            f"{micro_batches} micro-batches over {stages} stages are too many to draw.",
+            rule=f"The number of stages times the number of micro-batches may be at most {MAX_MICRO_BATCHES}. "
+            "Larger schedules repeat the same pattern.",
             remedy=f"Use --micro-batches {max(MAX_MICRO_BATCHES // stages, 1)} or fewer.",
         )
 
@@ -134,8 +132,9 @@ def _check_fits_picture(stages: int, micro_batches: int, chunks: int) -> None:
         raise ConfigError(
             f"{micro_batches} micro-batches over {stages} stages"
             + (f" of {chunks} chunks each" if chunks > 1 else "")
-            + " do not fit into a picture.",
-            rule=f"The limit is {MAX_CELLS} cells: a row per stage, and columns that include warm-up and cool-down.",
+            + " are too many to draw.",
+            rule=f"A chart has at most {MAX_CELLS} cells. It has one row per stage, and its columns include warm-up "
+            "and cool-down.",
             remedy="Use fewer stages, such as --stages 16, or fewer chunks.",
         )
 
@@ -150,14 +149,14 @@ def _draw_grid(console: Console, grid: str, mode: str, as_json: bool) -> None:
     sizes = parse_axis_size(grid, "grid")
     if (ranks := num_ranks(sizes, "grid")) > MAX_ROWS:
         raise ConfigError(
-            f"--grid {grid} has {ranks} ranks, but the table has at most {MAX_ROWS} rows.",
-            remedy="Draw a smaller grid with the same pattern, such as 4x4.",
+            f"--grid {grid} has {ranks} ranks, but the table shows at most {MAX_ROWS} ranks.",
+            remedy="Use a smaller grid, such as 4x4, which has the same pattern.",
         )
     if as_json:
         all_shards = [asdict(shards) for shards in describe_grid_shards(mode, sizes)]
         print(json.dumps({"mode": mode, "ranks": all_shards, "sent_per_layer": dict(grid_communication(mode, sizes))}))
         return
-    table = Table(box=SIMPLE_HEAD, caption_justify="left", caption="Each as: index of the shard / number of shards.")
+    table = Table(box=SIMPLE_HEAD, caption_justify="left", caption="Each cell: number of the shard / number of shards.")
     third = "row, column" if mode == "2d" else "row, column, depth"
     for name in ("rank", third, "between blocks:\nsamples, hidden", "in a block:\nsamples, heads"):
         table.add_column(name)
@@ -165,14 +164,14 @@ def _draw_grid(console: Console, grid: str, mode: str, as_json: bool) -> None:
     for shards in describe_grid_shards(mode, sizes):
         table.add_row(str(shards.rank), shards.place, shards.between, shards.inside, shards.weights)
     console.print(table)
-    console.print("Numbers sent per rank for one layer, forward and backward, with N tokens,")
-    console.print("H hidden features and W weights (V: features inside its blocks, E: those at their exits):")
+    console.print("Elements that each rank sends for one layer, in the forward and backward pass, with N tokens,")
+    console.print("H hidden features and W weights (V: features inside a block, E: features at the end of a block):")
     for layout, numbers in grid_communication(mode, sizes):
         console.print(f"  {layout:20} {numbers}")
 
 
 def _parse_durations(text: str, schedule: Schedule) -> dict[ActionKind, float]:
-    """Parse durations such as ``F=1,B=2``. Raises ConfigError for actions that are not in the schedule."""
+    """Parse the durations of pipeline actions, such as ``F=1,B=2``. Raises ConfigError for an unknown action."""
     kinds = {str(action.kind): action.kind for order in schedule.actions for action in order}
     found = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -187,13 +186,13 @@ def _parse_durations(text: str, schedule: Schedule) -> dict[ActionKind, float]:
             found[kinds[name]] = float(value)
         except ValueError as error:
             raise ConfigError(
-                f"The entry {part!r} of --durations {text} has no number.", remedy=f"Write {name}=1.5."
+                f"--durations {text} contains {part!r}, which is not a duration.", remedy=f"Write {name}=1.5."
             ) from error
     return found
 
 
 def _color_schedule(text: str, schedule: Schedule) -> Text:
-    """Color the printed schedule like the chart. Without a terminal, rich prints no colors."""
+    """Return the printed schedule in the colors of the saved chart. Outside a terminal, rich prints no colors."""
     from rich.style import Style
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""Command ``shardformer evaluate``, which computes loss and metrics on validation data."""
+"""The ``shardformer evaluate`` command, which computes the loss and metrics of a model on validation data."""
 
 from __future__ import annotations
 
@@ -25,25 +25,28 @@ def evaluate(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="The folder of a run or a checkpoint. With --config, also a folder written by save_pretrained or "
-            "a name on the Hugging Face hub.",
+            help="Folder of a training run or of a checkpoint. With --config, also a folder written by "
+            "save_pretrained, or a name on the Hugging Face Hub.",
         ),
     ],
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", metavar="FILE", help="A run configuration with the data and task.")
+        Path | None,
+        typer.Option("--config", "-c", metavar="FILE", help="Run configuration that specifies the data and the task."),
     ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Override a key, such as data.validation=test.jsonl. Can be repeated."
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override a configuration key, such as data.validation=test.jsonl. Can be repeated.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the values as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
 ) -> None:
-    """Compute the loss and the metrics of a trained model on the validation data of its run.
+    """Compute the loss and metrics of a trained model on its validation data.
 
-    The layout is that of the run: --set parallel.tensor=2 changes it. All layouts give the same values. ZeRO is not
-    used, because there is no optimizer.
+    The model is sharded as in training. To change the layout, use --set, for example --set parallel.tensor=2. The
+    results do not depend on the layout. ZeRO is not used, because there is no optimizer.
     """
     silence_transformers()
     from shardformer.train_command.trained_model import evaluate_model
@@ -52,7 +55,7 @@ def evaluate(
     assert found.run is not None
     if not found.run.data.has_validation:
         raise ConfigError(
-            f"The run of {model!r} has no validation data.",
+            f"The run configuration of {model!r} has no validation data.",
             remedy="Specify the validation data, for example with --set data.validation=test.jsonl.",
         )
     launch_processes(context, prod(size or 1 for size in found.run.layout.sizes.values()))
@@ -70,15 +73,15 @@ def _find_model(model: str, config: Path | None, changes: list[str]) -> TrainedM
     found = find_trained_model(model)
     if found.run is not None and config is not None:
         raise ConfigError(
-            f"--config {config} has no effect, because {model!r} contains its run configuration.",
-            remedy="Use --set to change keys of the run.",
+            f"--config {config} has no effect, because {model!r} has its own run configuration.",
+            remedy="Remove --config. To change keys of the run configuration, use --set.",
         )
     if found.run is not None:
         return found.with_changes(changes)
     if config is None:
         raise ConfigError(
-            f"{model!r} has no run configuration, so the data and the task are unknown.",
-            remedy="Add --config FILE, or pass the folder of a run.",
+            f"{model!r} has no run configuration, so the validation data and the task are unknown.",
+            remedy="Pass a run configuration with --config FILE, or pass the folder of a training run as MODEL.",
         )
     model_keys = [f"model.name={json.dumps(found.name)}", "model.random=", "model.config="]
     return replace(found, run=load_train_config(config, [*changes, *model_keys]))

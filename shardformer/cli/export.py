@@ -1,4 +1,4 @@
-"""Command ``shardformer export``, which writes the model of a checkpoint for ``from_pretrained``."""
+"""The ``shardformer export`` command, which converts a checkpoint to a model folder for ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ OPTION_GROUPS = {"Layout": ("tensor", "pipe"), "Output": ("as_json",)}
 def export(
     context: typer.Context,
     checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="The folder of a run, of its checkpoints, or one checkpoint.")
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT", help="Folder of a training run, of its checkpoints, or of one checkpoint."
+        ),
     ],
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The folder to which the model is written.")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder to which the model is written.")],
     tensor: Annotated[
         int,
         typer.Option(metavar="N", min=1, help="Tensor parallel size: the number of shards of every layer."),
@@ -31,10 +34,10 @@ def export(
     ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Write the newest checkpoint of a run as a folder for from_pretrained, with its tokenizer.
+    """Convert a checkpoint to a model folder that from_pretrained can load, including the tokenizer.
 
-    The checkpoint may have any layout. One process needs the memory of the full model, unless you pass --tensor or
-    --pipe.
+    For a training run, the newest checkpoint is exported. The checkpoint may have been saved under any layout. One
+    process needs memory for the full model, unless you pass --tensor or --pipe.
     """
     silence_transformers()
     from shardformer.config import ParallelConfig
@@ -44,8 +47,8 @@ def export(
     found = find_trained_model(checkpoint)
     if found.checkpoint is None:
         raise ConfigError(
-            f"{checkpoint!r} is already a model for from_pretrained.",
-            remedy="Pass the folder of a run or of a checkpoint.",
+            f"{checkpoint!r} is already a model folder that from_pretrained can load.",
+            remedy="Pass the folder of a training run or of a checkpoint.",
         )
     check_target(output)
     processor = found.load_processor()

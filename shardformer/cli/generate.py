@@ -1,4 +1,4 @@
-"""Command ``shardformer generate``, which continues a prompt with a trained model."""
+"""The ``shardformer generate`` command, which generates text from a prompt with a trained model."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="The folder of a run, a checkpoint, a folder written by save_pretrained, or a name on the Hugging Face "
-        "hub.",
+        help="Folder of a training run or of a checkpoint, a folder written by save_pretrained, or a name on the "
+        "Hugging Face Hub.",
     ),
 ]
 PromptArgument = Annotated[
     str,
-    typer.Argument(metavar="PROMPT", help="The text to continue. For a run on conversations: the message to answer."),
+    typer.Argument(
+        metavar="PROMPT", help="Text to continue. For a model trained on conversations: the message to answer."
+    ),
 ]
 
 
@@ -42,22 +44,23 @@ def generate(
     model: ModelArgument,
     prompt: PromptArgument,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Pass PROMPT to the model unchanged, without the chat template of the run.")
+        bool, typer.Option("--raw", help="Pass PROMPT to the model unchanged, without the chat template.")
     ] = False,
     system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="System message before PROMPT, for a run on conversations.")
+        str | None,
+        typer.Option(metavar="TEXT", help="System message before PROMPT, for a model trained on conversations."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of new tokens.")] = 64,
     temperature: Annotated[
         float | None,
-        typer.Option(metavar="T", help="Sample with temperature T. Default: take the most likely token."),
+        typer.Option(metavar="T", help="Sample with temperature T. Default: always take the most likely token."),
     ] = None,
     top_k: Annotated[int | None, typer.Option(metavar="K", min=1, help="Sample from the K most likely tokens.")] = None,
     top_p: Annotated[
         float | None,
         typer.Option(metavar="P", help="Sample from the smallest set of tokens with a total probability of P."),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="SEED", min=0, help="Random seed of the samples.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="SEED", min=0, help="Random seed for sampling.")] = 0,
     tensor: Annotated[
         int,
         typer.Option(metavar="N", min=1, help="Tensor parallel size: the number of shards of every layer."),
@@ -66,10 +69,10 @@ def generate(
         bool, typer.Option("--json", help="Print the prompt, the model input, the text and its tokens as JSON.")
     ] = False,
 ) -> None:
-    """Continue PROMPT with a trained model, which may be sharded over several processes.
+    """Generate text that continues PROMPT, with a trained model that may be sharded over several processes.
 
-    If the model was trained on conversations, PROMPT is inserted into the chat template as a message of the user, and
-    the answer is printed. The tokens equal those of generate() of transformers in one process.
+    If the model was trained on conversations, PROMPT is inserted into the chat template as a user message, and the
+    answer is printed. The generated tokens are the same as those of transformers' generate() in one process.
     """
     silence_transformers()
     from shardformer.config import ParallelConfig
@@ -98,20 +101,20 @@ def _print_result(result: dict[str, Any], as_json: bool, is_answer: bool) -> Non
         print(json.dumps(result), flush=True)
         return
     if result["chat_template"]:
-        note = "The prompt is a user message in the chat template. --raw continues it as it is."
+        note = "The prompt was inserted into the chat template as a user message. Use --raw to continue it unchanged."
         print(note, file=sys.stderr, flush=True)
     print(result["text"] if is_answer else f"{result['prompt']}{result['text']}", flush=True)
 
 
 def _render(found: TrainedModel, tokenizer: Any, prompt: str, system: str | None, raw: bool) -> tuple[bool, str]:
-    """Return whether the prompt is a message in the chat template, and the text that the model continues."""
+    """Apply the chat template to the prompt. Return whether the template was applied, and the input text."""
     if not prompt:
-        raise InputError("The prompt '' is empty.", remedy="Pass a text to continue.")
+        raise InputError("The prompt '' is empty.", remedy="Pass the text that the model should continue.")
     if raw or found.chat_template is None:
         if system is not None:
             raise ConfigError(
                 f"--system {system!r:.60} has no effect without a chat template.",
-                rule="It is applied to a run on conversations, unless --raw is set.",
+                rule="A chat template is applied if the model was trained on conversations, unless --raw is set.",
                 remedy="Remove --raw" if raw else "Remove --system, or pass the folder of a run on conversations",
             )
         return False, prompt
@@ -127,13 +130,13 @@ def _apply_template(tokenizer: Any, messages: list[dict[str, str]], add_generati
         return found
     except Exception as error:  # templates raise their own errors
         raise InputError(
-            f"The chat template does not accept the messages {messages!r:.120}: {first_line(error)}.",
-            remedy="Remove --system, or write the text of the conversation yourself and add --raw.",
+            f"The chat template of the model rejected the messages {messages!r:.120}: {first_line(error)}.",
+            remedy="Remove --system, or pass the complete text of the conversation as PROMPT with --raw.",
         ) from error
 
 
 def _end_of_answer(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Return the options of ``generate`` that stop after the text with which the chat template ends an answer."""
+    """Return options of ``generate`` that stop the generation where the chat template ends an answer."""
     ask, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     prompt, whole = _apply_template(tokenizer, [ask], True), _apply_template(tokenizer, [ask, answer], False)
     end = whole.removeprefix(f"{prompt}b").strip() if whole.startswith(f"{prompt}b") else ""
@@ -146,18 +149,18 @@ def _end_of_answer(model: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 def _check_sampling(values: dict[str, float | None]) -> dict[str, Any]:
-    """Return the options that were passed. Raise ConfigError for a value outside its range."""
+    """Return the sampling options that were passed. Raises ConfigError for a value outside its range."""
     options = {name: value for name, value in values.items() if value is not None}
     for name, most in (("temperature", float("inf")), ("top_p", 1.0)):
         if name in options and not 0 < options[name] <= most:
             flag = f"--{name.replace('_', '-')}"
-            limit = "above 0" if most > 1 else "above 0 and up to 1"
+            limit = "a number above 0" if most > 1 else "a number above 0 and up to 1"
             raise ConfigError(f"{flag} {options[name]} is not {limit}.", remedy=f"Use {flag} 0.8, or remove it.")
     return options
 
 
 def _encode(tokenizer: Any, prompt: str, model_config: Any, max_new_tokens: int, is_chat: bool) -> Any:
-    """Return the token ids of a prompt (1, S). Raises InputError if it is too long."""
+    """Tokenize a prompt into token ids of shape (1, S). Raises InputError if the prompt is too long."""
     from shardformer.train_command.build import max_positions
 
     if not hasattr(tokenizer, "decode"):
@@ -167,8 +170,8 @@ def _encode(tokenizer: Any, prompt: str, model_config: Any, max_new_tokens: int,
     most = max_positions(model_config)
     if most is not None and not model_config.is_encoder_decoder and ids.shape[1] + max_new_tokens > most:
         raise InputError(
-            f"The prompt has {ids.shape[1]} tokens, and --max-new-tokens {max_new_tokens} exceeds the {most} positions "
-            "of the model.",
+            f"The prompt of {ids.shape[1]} tokens and --max-new-tokens {max_new_tokens} exceed the maximum sequence "
+            f"length of the model, {most} tokens.",
             remedy=f"Use --max-new-tokens {most - ids.shape[1]}" if ids.shape[1] < most else "Use a shorter prompt",
         )
     return ids

@@ -1,4 +1,4 @@
-"""Command ``shardformer init``, which writes a commented run configuration to start from."""
+"""The ``shardformer init`` command, which creates a commented run configuration from a template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardformer.errors import ConfigError, did_you_mean
 
 
 def load_templates() -> dict[str, str]:
-    """Return the text of each template by name, in alphabetical order."""
+    """Return all templates of run configurations as a dict from name to TOML text, in alphabetical order."""
     folder = files("shardformer") / "run_templates"
     found = [file for file in folder.iterdir() if file.name.endswith(".toml")]
     return {
@@ -23,7 +23,7 @@ def load_templates() -> dict[str, str]:
 
 
 def describe_template(text: str) -> str:
-    """Return the description in the first line of a template."""
+    """Return the description of a template, which is the comment in its first line."""
     return text.partition("\n")[0].lstrip("# ")
 
 
@@ -36,17 +36,17 @@ def init(
         str | None,
         typer.Argument(
             metavar="[TEMPLATE]",
-            help="Name of the template. Without a name, the templates are listed.",
+            help="Name of a template. If it is omitted, all templates are listed.",
             autocompletion=_complete_template,
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The file to write. Default: TEMPLATE.toml in this folder.")
+        Path | None, typer.Option(metavar="FILE", help="File to write. Default: TEMPLATE.toml in the current folder.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Without TEMPLATE: list the templates as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="List the templates as JSON. Only without TEMPLATE.")] = False,
 ) -> None:
-    """Write a commented run configuration to start from, or list the templates."""
+    """Create a commented run configuration from a template, or list the templates."""
     templates = load_templates()
     if template is None:
         _check_no_effect({"--out": out is not None, "--force": force}, "without a template")
@@ -57,7 +57,7 @@ def init(
         raise ConfigError(f"There is no template {template!r}.", remedy=did_you_mean(template, templates))
     file = out if out is not None else Path(f"{template}.toml")
     if file.is_dir():
-        raise ConfigError(f"--out {file} is a folder.", remedy=f"Write --out {file / f'{template}.toml'}.")
+        raise ConfigError(f"--out {file} is a folder.", remedy=f"Pass a file: --out {file / f'{template}.toml'}.")
     if file.exists() and not force:
         raise ConfigError(
             f"The file {str(file)!r} already exists.", remedy="Pass --out FILE, or --force to overwrite it."
@@ -84,5 +84,5 @@ def _list_templates(templates: dict[str, str], as_json: bool) -> None:
         return
     from shardformer.cli._help import print_help
 
-    text = "Templates of run configurations. The file is written into this folder, as TEMPLATE.toml."
+    text = "Templates for run configurations. The command writes TEMPLATE.toml into the current folder."
     print_help("shardformer init TEMPLATE", text, [("Templates", list(about.items()))])

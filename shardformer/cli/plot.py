@@ -1,4 +1,4 @@
-"""Command ``shardformer plot``, which prints and plots the metrics of training runs."""
+"""The ``shardformer plot`` command, which prints and plots the metrics of training runs."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def plot(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The .png or .svg file to write. Default: curves.png in the folder of the run, or for several runs "
-            "in the working directory.",
+            help="The .png or .svg file to write. Default: curves.png in the folder of the run, or in the working "
+            "directory if you pass several runs.",
         ),
     ] = None,
     values: Annotated[
         str, typer.Option(metavar="NAMES", help="Metrics to plot, such as loss,grad_norm. Default: all metrics.")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON, with all metrics.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all metrics as JSON instead of a table.")] = False,
 ) -> None:
-    """Print a table of the metrics of one or more runs, and plot their loss, tokens per second and memory."""
+    """Print the metrics of one or more training runs as a table, and plot them in a chart."""
     from rich.console import Console
 
     from shardformer.pipeline.schedule_chart import check_chart_file
@@ -51,8 +51,8 @@ def plot(
     found = read_runs(runs)
     if not list_metrics(found):
         raise ConfigError(
-            f"No metrics are recorded in {', '.join(map(str, runs))}.",
-            remedy="Wait for the first step, or pass another run.",
+            f"No metrics have been recorded in {', '.join(map(str, runs))}.",
+            remedy="Wait until the run has finished its first step, or pass another run.",
         )
     names = [name.strip() for name in values.split(",")] if values else []
     selected = check_metric_names(names, found, "--values")
@@ -104,7 +104,7 @@ def _print_tables(console: Console, runs: Runs) -> None:
 
 
 def _make_metrics_table(rows: list[dict[str, str]], columns: list[str], is_transposed: bool = False) -> Table:
-    """Create a table with a row per run or, if transposed for narrow terminals, a column per run."""
+    """Create a table of metrics with one row per run. If it is transposed, it has one column per run."""
     from rich.table import Table
     from rich.text import Text
 
@@ -129,6 +129,6 @@ def _print_line(console: Console, text: str, wraps: bool = False) -> None:
 
 
 def _escape_unprintable(console: Console, text: str) -> str:
-    r"""Replace characters that the terminal cannot print by escapes such as ``\u20ac``."""
+    r"""Replace characters that the terminal cannot print with escape sequences such as ``\u20ac``."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return shown.encode(console.encoding, "backslashreplace").decode(console.encoding)

@@ -1,4 +1,4 @@
-"""Command ``shardformer run``, which starts processes like torchrun, and also supports host files."""
+"""The ``shardformer run`` command, which starts processes like torchrun and also supports host files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAX_TIMEOUT_S = 24 * 3600
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raise LaunchError for invalid values of torchrun options: processes, nodes, timeouts, signals, addresses."""
+    """Raise LaunchError if the value of a torchrun option, such as ``--nnodes``, is invalid."""
     _check_counts(options)
     _check_timeouts(options)
     _check_signals(options.signals_to_handle)
@@ -57,12 +57,12 @@ def _check_counts(options: argparse.Namespace) -> None:
     except ValueError as error:
         raise LaunchError(
             f"--nproc_per_node {options.nproc_per_node!r} is not valid: {error}.",
-            remedy="Use a number of processes, or a kind of device of this machine: auto, cpu or gpu.",
+            remedy="Use a number of processes, or auto, cpu or gpu for a number that matches this machine.",
         ) from error
     if num_processes < 1:
         raise LaunchError(
             f"--nproc_per_node {options.nproc_per_node} starts {num_processes} processes.",
-            remedy="Use at least one process, as in --nproc_per_node 2.",
+            remedy="Start at least one process, for example with --nproc_per_node 2.",
         )
     check_num_processes(f"--nproc_per_node {options.nproc_per_node}", num_processes)
     try:
@@ -98,7 +98,8 @@ def _check_timeouts(options: argparse.Namespace) -> None:
         if not (seconds > 0 or (seconds == 0 and name != "--monitor-interval")) or not seconds <= MAX_TIMEOUT_S:
             value = os.environ[name] if name == SHUTDOWN_TIMEOUT_VARIABLE else f"{seconds:g}"
             raise LaunchError(
-                f"{name} {value} is not a number of seconds up to {MAX_TIMEOUT_S}.",
+                f"{name} {value} is not a valid number of seconds.",
+                rule=f"The maximum is {MAX_TIMEOUT_S} seconds.",
                 remedy=f"Use {name} {1 if name == '--monitor-interval' else 60}, or remove it.",
             )
 
@@ -108,7 +109,7 @@ def _check_signals(names: str) -> None:
     for name in names.split(","):
         if name.strip() not in known:
             raise LaunchError(
-                f"--signals-to-handle {names!r} is not a list of signals that a process can handle.",
+                f"--signals-to-handle {names!r} contains {name.strip()!r}, which is not a signal that can be handled.",
                 remedy=f"Write --signals-to-handle SIGTERM,SIGINT. {did_you_mean(name.strip(), known)}",
             )
 
@@ -118,11 +119,11 @@ CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": F
 
 USAGE = "shardformer run [OPTIONS] SCRIPT [ARGS]..."
 DESCRIPTION = """
-Start one process per rank, with the environment variables of torch.distributed. Takes all options of torchrun, with -
-or with _. On one machine, a free port is selected unless a port or a rendezvous is specified.
+Start one process per rank, and set the environment variables of torch.distributed. All options of torchrun are
+accepted, with - or _ in their names. On one machine, a free port is used unless you pass a port or a rendezvous.
 
-On several machines, run the same command on each of them: --hostfile lists the machines, the first one is the master,
-and each machine finds its own entry.
+To use several machines, list them in a file and run the same command with --hostfile on each of them. The first
+machine is the master.
 """
 HELP_GROUPS = {
     "Processes": ("nproc_per_node", "module", "max_restarts", "shutdown_timeout"),
@@ -134,11 +135,11 @@ HELP_GROUPS = {
 HELP_TEXTS = {
     "nproc_per_node": ("N", "Processes on each machine: a number, or auto, cpu or gpu. Default: 1."),
     "nnodes": ("N", "Number of machines, or a range such as 1:4 for an elastic run. Default: 1."),
-    "node_rank": ("N", "Number of this machine, from 0."),
+    "node_rank": ("N", "Rank of this machine, starting from 0."),
     "master_addr": ("NAME", "Name or address of the first machine."),
-    "master_port": ("PORT", "Port on the first machine. By default a free one on a single machine, or 29500."),
-    "module": ("", "SCRIPT is the name of a module, as for python -m."),
-    "max_restarts": ("N", "Restarts of all processes after one fails. Default: 0."),
+    "master_port": ("PORT", "Port on the first machine. Default: a free port on one machine, 29500 on several."),
+    "module": ("", "Run SCRIPT as a Python module, like python -m."),
+    "max_restarts": ("N", "Maximum number of restarts of all processes after one fails. Default: 0."),
     "shutdown_timeout": ("SECONDS", "Time in which the processes must end after a signal. Default: 30."),
     "signals_to_handle": ("NAMES", "Signals to forward. Default: SIGTERM,SIGINT,SIGHUP,SIGQUIT."),
     "help": ("", "Show this message and exit."),
@@ -151,12 +152,12 @@ shardformer run --hostfile hosts.txt train.py   # on every machine
 
 
 def run(arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] SCRIPT [ARGS]...")] = None) -> None:
-    """Start a script in several processes, with torchrun's options and host files."""
+    """Start a script in several processes, with the options of torchrun and support for host files."""
     sys.exit(launch(arguments or []))
 
 
 def launch(arguments: Sequence[str], command: str = "run") -> int:
-    """Start the processes of a script, wait for them, and return the exit status.
+    """Start a script in several processes, wait for them, and return the exit status.
 
     Args:
         command: the name of the command in messages.
@@ -168,9 +169,9 @@ def launch(arguments: Sequence[str], command: str = "run") -> int:
 
 
 def launch_processes(context: typer.Context, count: int) -> None:
-    """Run the command in ``count`` processes and exit with their status, unless this process is one of them.
+    """Restart the current command in ``count`` processes, unless this process is already one of them.
 
-    Raises ConfigError if a launcher started another number of processes.
+    Exits with the status of these processes. Raises ConfigError if a launcher started another number of processes.
     """
     from shardformer.mesh.init_distributed import launcher_variable
     from shardformer.training.initialize import num_processes
@@ -178,7 +179,7 @@ def launch_processes(context: typer.Context, count: int) -> None:
     if launcher_variable() is not None:
         if num_processes() != count:
             raise ConfigError(
-                f"The layout needs {count} processes, but the launcher started {num_processes()}.",
+                f"The parallel layout needs {count} processes, but the launcher started {num_processes()}.",
                 remedy=f"Start {count} processes, or run the command without a launcher.",
             )
     elif count > 1:
@@ -195,20 +196,20 @@ class _RunParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if "training_script" in message:
-            raise LaunchError("The command has no script.", remedy=f"Add the script, or -m and a module: {USAGE}.")
+            raise LaunchError("No script was passed.", remedy=f"Add a script, or -m and a module: {USAGE}.")
         short, could, names = message.removeprefix("ambiguous option: ").partition(" could match ")
         if could:
             # torch defines each option twice, with - and with _
             wanted = sorted({name.replace("_", "-") for name in names.split(", ")})
             raise LaunchError(
-                f"The option {short.partition('=')[0]!r} is incomplete.",
+                f"The option {short.partition('=')[0]!r} is ambiguous.",
                 remedy=f"Did you mean {' or '.join(wanted)}?",
             )
         raise LaunchError(message[:1].upper() + message[1:], rule=f"Usage: {USAGE}.", remedy=f"See {self.prog} --help.")
 
 
 def _help_row(action: argparse.Action) -> tuple[str, str]:
-    """Return the names of an option with its metavar, and its help."""
+    """Return the help row of an option: its names with the metavar, and its description."""
     names = sorted({name.replace("_", "-") for name in action.option_strings}, key=lambda name: name.startswith("--"))
     usual = (action.metavar or action.dest.rpartition("_")[2].upper(), action.help or "")
     metavar, text = HELP_TEXTS.get(action.dest, usual)
@@ -216,7 +217,7 @@ def _help_row(action: argparse.Action) -> tuple[str, str]:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the options of torchrun and ``--hostfile`` and ``--host``, which set the nodes and the master address."""
+    """Parse torchrun's options, and ``--hostfile`` and ``--host``, which set the machines and the master address."""
     parser = _RunParser(
         prog="shardformer run",
         usage=USAGE,
@@ -225,7 +226,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     ours = parser.add_argument_group("hosts")
     ours.add_argument("--hostfile", metavar="FILE", help="File with one machine per line: NAME, or NAME slots=4.")
-    ours.add_argument("--host", metavar="A,B", help="Names of machines. With --hostfile, a subset of its machines.")
+    ours.add_argument(
+        "--host", metavar="A,B", help="Names of machines, with commas. With --hostfile: a subset of its machines."
+    )
 
     # torch's defaults are applied last, to detect options that were passed or set in torch's PET_ variables
     defaults = {name: parser.get_default(name) for name in ("nnodes", "nproc_per_node", "node_rank", "master_addr")}
@@ -244,7 +247,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _check_ignored_options(options: argparse.Namespace) -> None:
-    """Raise LaunchError for address options that torch's launcher ignores with a rendezvous or ``--standalone``."""
+    """Raise LaunchError for options such as ``--master-addr`` if torch's launcher would ignore them."""
     rendezvous = "--standalone" if options.standalone else f"--rdzv-backend {options.rdzv_backend}"
     if not options.standalone and options.rdzv_backend == "static":
         return
@@ -267,8 +270,8 @@ def _make_torchrun_parser() -> argparse.ArgumentParser:
     except ValueError as error:
         raise LaunchError(
             f"An environment variable PET_... has an invalid value: {first_line(error)}.",
-            rule="An environment variable with the name PET_ plus a torchrun option sets the default of this "
-            "option (0 or 1 for a switch).",
+            rule="torchrun reads the default of each option from a variable such as PET_NNODES. The values of a switch "
+            "are 0 and 1.",
             remedy="Correct or unset the variable.",
         ) from error
 
@@ -276,14 +279,14 @@ def _make_torchrun_parser() -> argparse.ArgumentParser:
 def _set_options_from_hosts(options: argparse.Namespace) -> None:
     if options.standalone or options.rdzv_endpoint or options.rdzv_backend != "static":
         raise LaunchError(
-            "The hosts were specified together with --standalone or a rendezvous.",
-            remedy="Use either --hostfile or --host, or the rendezvous options of torch.",
+            "--hostfile and --host cannot be combined with --standalone or a rendezvous.",
+            remedy="Remove the hosts, or remove --standalone and the rendezvous options.",
         )
     hosts = read_hostfile(options.hostfile) if options.hostfile is not None else None
     chosen = select_hosts(options.host, hosts) if options.host is not None else hosts or []
     if options.nnodes is not None and options.nnodes != str(len(chosen)):
         raise LaunchError(
-            f"--nnodes {options.nnodes} differs from the number of hosts, {len(chosen)}.",
+            f"--nnodes {options.nnodes} does not match the number of hosts, {len(chosen)}.",
             remedy="Remove --nnodes, or select machines with --host.",
         )
     if options.nproc_per_node is None:
@@ -337,7 +340,7 @@ def _check_script(options: argparse.Namespace) -> None:
 
 
 def _set_num_threads(options: argparse.Namespace) -> None:
-    """Set OMP_NUM_THREADS to the cores per process, unless it is already set."""
+    """Set OMP_NUM_THREADS to the number of CPU cores per process, unless the variable is already set."""
     from torch.distributed.run import determine_local_world_size
 
     num_processes = determine_local_world_size(options.nproc_per_node)
@@ -347,7 +350,7 @@ def _set_num_threads(options: argparse.Namespace) -> None:
 
 
 def _report_missing_nodes(options: argparse.Namespace, endpoint: str) -> AbstractContextManager[None]:
-    """Return a context that reports missing machines while the launchers wait for each other."""
+    """Return a context manager that reports which machines have not connected while the others wait for them."""
     from shardformer.mesh.rank_failures import Rendezvous
 
     host, _, port = endpoint.rpartition(":")
@@ -359,7 +362,7 @@ def _report_missing_nodes(options: argparse.Namespace, endpoint: str) -> Abstrac
 
 
 def _run_processes(options: argparse.Namespace, command: str = "run") -> int:
-    """Run the processes and return the exit status. After a failure, print its cause."""
+    """Run the script with torch's launcher and return the exit status. After a failure, print its cause."""
     from torch.distributed import DistNetworkError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -395,13 +398,13 @@ def _run_processes(options: argparse.Namespace, command: str = "run") -> int:
         raise LaunchError(
             f"The machines could not connect to each other at {torchrun.get_rdzv_endpoint(options)}: "
             f"{first_line(error)}.",
-            rule="All machines run the same command, and connect to the first machine.",
+            rule="Run the same command on all machines. They connect to the first machine.",
             remedy="Check --master_addr, --master_port (use another port if it is taken) and the firewall of the "
             "first machine.",
         ) from error
     except Exception as error:  # invalid values of torch's options. Errors of the script are ChildFailedError
         raise LaunchError(
-            f"The launcher of torch cannot start the run: {type(error).__name__}: {first_line(error)}.",
-            remedy="See shardformer run --help.",
+            f"torch's launcher could not start the processes: {type(error).__name__}: {first_line(error)}.",
+            remedy="Check the options with shardformer run --help.",
         ) from error
     return 0

@@ -1,4 +1,4 @@
-"""Command ``shardformer train``, which trains a model as a configuration file specifies."""
+"""The ``shardformer train`` command, which trains a model from a configuration file."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ OPTION_GROUPS = {
 
 
 def train(
-    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The run configuration, in TOML.")],
+    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="Run configuration, in TOML format.")],
     changes: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Override a key, such as parallel.tensor=2. KEY= without a value removes the key. Can be repeated.",
+            help="Override a configuration key, such as parallel.tensor=2. KEY= removes the key. Can be repeated.",
         ),
     ] = None,
     processes: Annotated[
@@ -55,18 +55,20 @@ def train(
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="Maximum time to finish the step and save after SIGINT or SIGTERM. Default: no limit.",
+            help="Maximum time to finish the step and save a checkpoint after SIGINT or SIGTERM. Default: no limit.",
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print how the model is sharded and the memory per rank. Do not train.")
+        bool,
+        typer.Option("--dry-run", help="Print the layout and the memory per rank, without training."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print the report as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report of --dry-run as JSON.")] = False,
 ) -> None:
-    """Train a model as a configuration file specifies: model, data, layout, optimizer, schedule and hooks.
+    """Train a model from a configuration file.
 
-    Ctrl-C finishes the step and saves. Run the command again to resume from the last checkpoint. Under a launcher
-    (shardformer run, srun) the command is one of the processes; otherwise it starts them.
+    The file specifies the model, data, layout, optimizer, schedule and hooks. Press Ctrl-C to finish the current step
+    and save a checkpoint. Run the command again to resume from it. Under a launcher (shardformer run, srun), the
+    command is one of the processes. Otherwise, it starts them.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every process would print the same warnings
     from shardformer.train_command.config_schema import load_train_config
@@ -113,7 +115,7 @@ def _train_here(found: TrainConfig) -> None:
 
 
 def _print_resume(found: TrainConfig, exit_code: Any) -> None:
-    """Print where the checkpoint is and how to resume, if a signal ended the run."""
+    """If a signal ended the run, print the path of its checkpoint and how to resume."""
     from shardformer.train_command.summary import describe_resume
 
     if exit_code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
@@ -150,25 +152,26 @@ def _reason_not_to_launch(dry_run: bool) -> str | None:
 
 
 def _check_process_options_unused(reason: str, options: dict[str, int | None]) -> None:
-    """Raise ConfigError for process options such as ``--max-restarts`` if this command starts no processes."""
+    """Raise ConfigError if options such as ``--max-restarts`` were passed but the command starts no processes."""
     for name, value in options.items():
         if value is not None:
             raise ConfigError(
                 f"{name} {value} has no effect {reason}.",
-                rule="This option configures the processes that the command starts.",
+                rule="This option applies only to processes that the command itself starts.",
                 remedy=f"Remove {name}.",
             )
 
 
 def _num_processes(layout: ParallelConfig, processes: int | None) -> int:
-    """Return the number of processes to start. Raises ConfigError if ``--processes`` does not match the layout."""
+    """Return the number of training processes to start. Raises ConfigError if the layout needs another number."""
     least = prod(size or 1 for size in layout.sizes.values())
     count = least if processes is None else processes
     if count % least or (layout.data is not None and count != least):
         sizes = ", ".join(f"{name} = {size}" for name, size in layout.sizes.items() if size is not None)
         raise ConfigError(
             f"--processes {count} does not match {sizes}.",
-            rule="The product of the axis sizes must equal the number of processes, or divide it if data is not set.",
+            rule="The product of the axis sizes must equal the number of processes. If the size of the data axis is "
+            "not set, the product must divide the number of processes.",
             remedy=f"Use --processes {least}" + (" or a multiple of it" if layout.data is None else ""),
         )
     return count

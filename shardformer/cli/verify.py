@@ -1,4 +1,4 @@
-"""Command ``shardformer verify``, which compares a sharded model with the unsharded one."""
+"""The ``shardformer verify`` command, which trains a model sharded and unsharded and compares the results."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ TIMEOUT_S = 3600.0  # per head class, long enough for large models
 
 
 class Dtype(StrEnum):
-    """Precision in which ``shardformer verify`` compares the models."""
+    """Floating-point precision in which ``shardformer verify`` trains both models."""
 
     FP64 = "fp64"
     FP32 = "fp32"
 
 
 FLAGS = {
-    "tensor": "Tensor parallel size. Default: 2, or 1 with --pipe or --sequence. With --tensor-parallel-mode, the "
-    "rows and columns of a grid, such as 4x2, or three sizes.",
+    "tensor": "Tensor parallel size. Default: 2, or 1 with --pipe or --sequence. With --tensor-parallel-mode, pass the "
+    "shape of a grid of ranks, such as 4x2 or 2x2x2.",
     "tensor_parallel_mode": "",
     "data": "Data parallel size. Default: 1.",
-    "pipe": "Pipeline parallel size: the number of stages. The small model of a family has as many layers as needed.",
+    "pipe": "Pipeline parallel size (number of stages). A small random model gets as many layers as the stages need.",
     **dict.fromkeys(
         ("schedule", "num_model_chunks", "micro_batches", "partition", "recompute_layers", "zero_stage"), ""
     ),
@@ -51,9 +51,9 @@ FLAGS = {
     **dict.fromkeys(("fused_normalization", "flash_attention", "fused_activation"), ""),
     "precision": "Precision of both models, with fp32 master weights: bf16 or fp16. Requires --zero-stage.",
     "offload": "Where to store master weights and optimizer state: cpu or nvme:DIR. Requires --zero-stage.",
-    "average_loss_over": "Reference loss with --data. tokens: the loss of the full batch (default with --pipe). "
-    "ranks: the mean of the ranks' losses, as in DDP (default without --pipe). The two losses differ "
-    "if a loss balances experts, or if the ranks' batches have different numbers of labels.",
+    "average_loss_over": "How the reference loss is computed with --data. tokens: over the full batch (default with "
+    "--pipe). ranks: as the mean of the ranks' losses, like in DDP (default without --pipe). The results differ "
+    "if the batches of the ranks have different numbers of labels, or if the loss balances experts.",
 }
 """Field of ``ParallelConfig`` -> the help of its flag, or empty for the description of the field."""
 RENAMED_OPTIONS = {
@@ -86,26 +86,32 @@ class VerifyOptions:
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A model type of transformers, such as gpt2, for a small random model; a folder written by "
-            "save_pretrained; a config.json, for random weights; a name on the Hugging Face hub; or module:function. "
-            "The function returns a model, (model_fn, batch_fn), or a dict of model_fn, batch_fn, loss_fn, policy and "
-            "loss_weight.",
+            help="A model type of transformers such as gpt2 (a small random model), a folder written by "
+            "save_pretrained, a config.json (random weights), or a name on the Hugging Face Hub. For your own model, "
+            "module:function, where the function returns a model, (model_fn, batch_fn), or a dict of model_fn, "
+            "batch_fn, loss_fn, policy and loss_weight.",
         ),
     ]
     policy: Annotated[
         str,
         typer.Option(
             metavar="FILE",
-            help="Policy: my_policy.py, my_policy.py:MyPolicy or module:MyPolicy. Default: by family.",
+            help="Sharding policy: my_policy.py, my_policy.py:MyPolicy or module:MyPolicy. Default: the policy of the "
+            "model family.",
         ),
     ] = ""
     parallel: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Annotated[
-        str, typer.Option(metavar="NAME", help="Optimizer with --zero-stage: a class of torch.optim, LAMB or LARS.")
+        str, typer.Option(metavar="NAME", help="Optimizer for --zero-stage: a class of torch.optim, LAMB or LARS.")
     ] = "SGD"
     gradient_accumulation_steps: Annotated[
         int,
-        typer.Option(metavar="N", min=1, max=2**14, help="Number of backward passes per step, each on its own batch."),
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=2**14,
+            help="Number of batches whose gradients are accumulated for an optimizer step.",
+        ),
     ] = 1
     activation_checkpointing: Annotated[bool, "Use activation checkpointing in the sharded model."] = False
     frozen: Annotated[
@@ -116,35 +122,36 @@ class VerifyOptions:
         Dtype,
         typer.Option(
             metavar="fp64|fp32",
-            help="Precision of both models. With fp64, errors exceed the rounding noise. fp64 also replaces casts to "
-            "lower precision in the model (LLaMA's norms, GPT-2's loss).",
+            help="Precision of both models. With fp64, errors of sharding are much larger than rounding errors. fp64 "
+            "also replaces casts to lower precision inside the model, as in LLaMA's norms.",
         ),
     ] = Dtype.FP64
     head: Annotated[
         str, typer.Option(metavar="CLASS", help="Model class of transformers, such as BertForTokenClassification.")
     ] = ""
-    all_heads: Annotated[bool, "Compare every head class of the family, one after another."] = False
+    all_heads: Annotated[bool, "Verify all model classes of the family that have a head, one after another."] = False
     batch: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Samples per batch. Default: at least 4, as the layout requires."),
+        typer.Option(metavar="N", min=1, help="Samples per batch. Default: 4, or more if the layout needs more."),
     ] = None
     tokens: Annotated[int | None, typer.Option(metavar="N", min=6, help="Tokens per sample. Default: 13.")] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False
 
     def make_layout(self) -> ParallelConfig:
-        """Create the ParallelConfig of the options, with tensor=2 unless --tensor, --pipe or --sequence was passed."""
+        """Create a ParallelConfig from the options. By default, ``tensor`` is 2, or 1 with ``--pipe``."""
         is_default = "pipe" not in self.parallel and self.parallel.get("sequence", 1) == 1
         defaults = {"data": 1, "tensor": 2 if is_default else 1}
         return ParallelConfig(**{**defaults, **self.parallel})
 
     def make_pipeline(self, loss_weight: LossWeight | None = None) -> VerifyPipeline | None:
-        """Create the pipeline options, or return None without ``--pipe``. Raises ConfigError for unsupported values."""
+        """Create the pipeline options, or return None without ``--pipe``. Raises ConfigError if they are invalid."""
         names = ("micro_batches", "schedule", "num_model_chunks", "partition", "recompute_layers")
         found = {name: self.parallel[name] for name in names if name in self.parallel}
         if "pipe" not in self.parallel:
             if found:
                 passed = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items())
-                raise ConfigError(f"{passed} has no effect without --pipe.", remedy="Add --pipe 2, or remove it.")
+                remedy = f"Add --pipe 2, or remove {passed}."
+                raise ConfigError(f"{passed} has no effect without --pipe.", remedy=remedy)
             return None
         from shardformer.verify.train_both import VerifyPipeline
 
@@ -168,7 +175,7 @@ class VerifyOptions:
 
 @options_from_dataclass(VerifyOptions, FLAGS)
 def verify(options: VerifyOptions) -> None:
-    """Train a model in one process and sharded over several, and compare every loss, gradient and weight.
+    """Train a model both unsharded and sharded over several processes, and compare losses, gradients and weights.
 
     Exit status: 1 if the results differ, 2 on error.
     """
@@ -220,7 +227,7 @@ def _check_options(options: VerifyOptions) -> None:
 
 
 def _check_options_have_effect(options: VerifyOptions, layout: ParallelConfig) -> None:
-    """Raise ConfigError for options that have no effect because an axis has size 1."""
+    """Raise ConfigError for options that have no effect because their parallel axis has size 1."""
     sizes = {name: size or 1 for name, size in layout.sizes.items()}
     for name, axis, needed in (
         ("tensor_parallel_mode", "tensor", "--tensor 2x2"),
@@ -257,7 +264,7 @@ def _find_sources(options: VerifyOptions) -> list[ModelSource]:
 
 
 def _min_num_layers(pipeline: VerifyPipeline) -> int:
-    """Return the minimum number of layers that the pipeline stages need."""
+    """Return the minimum number of layers that a model needs for these pipeline stages."""
     stages = pipeline.stage_manager()
     return stages.num_virtual_stages if isinstance(stages.partition, str) else sum(stages.partition)
 
@@ -289,7 +296,7 @@ def _verify_head(options: VerifyOptions, source: ModelSource, policy: Any, pool:
 
 @contextmanager
 def _show_status(text: str) -> Iterator[None]:
-    """Show a status text on the terminal during a block, on standard error."""
+    """Show a status line on the terminal while the body of a ``with`` statement runs."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -309,7 +316,7 @@ def _to_json(reports: list[Report], as_list: bool) -> str:
 
 
 def _print_head_result(console: Console, report: Report) -> None:
-    """Print the result for one head class as a line."""
+    """Print the verification result of one model class on a line."""
     mark = "[green]ok[/]" if report.passed else "[bold red]FAIL[/]"
     missing = f" Gradients that only one of the two models has: {', '.join(report.missing)}." if report.missing else ""
     console.print(f"{report.model:30} {mark}  {report.verdict}{missing}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders, which are written under a temporary name and then renamed.
+"""Write files and folders atomically: first under a temporary name, which is then renamed.
 
 A temporary name is used once, by one process. It contains the identity of that process, so that the remains of a killed
 process can be removed. It ends in random digits, so that no other user can create a link of that name in advance.
@@ -31,7 +31,7 @@ _MAX_NAME_LENGTH = 120
 
 
 class Process(NamedTuple):
-    """Identity of a process: a hash of its machine, its PID, and its start time in clock ticks since boot."""
+    """Identity of a process: its machine, its PID, and its start time in clock ticks since boot."""
 
     machine: str
     pid: int
@@ -43,7 +43,7 @@ class Process(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether the process belongs to this machine and PID namespace."""
+        """Whether the process runs on this machine, in the same PID namespace."""
         return self.machine == _machine_id()
 
     @property
@@ -63,7 +63,7 @@ class Process(NamedTuple):
 
 
 class TemporaryName(NamedTuple):
-    """Parts of a temporary file name: its purpose, the name of the target file, and the process that created it."""
+    """Parsed name of a temporary file: its purpose, the target file, and the process that created it."""
 
     kind: str
     name: str
@@ -72,7 +72,7 @@ class TemporaryName(NamedTuple):
 
 @functools.cache
 def _machine_id() -> str:
-    """Return a hash of the boot ID and PID namespace, because containers can share a host name."""
+    """Return an ID of this machine and PID namespace. A host name is not unique, because containers can share it."""
     try:
         parts = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
     except OSError:
@@ -90,7 +90,7 @@ def _start_time(pid: int) -> int | None:
 
 
 def path_of(folder: str | os.PathLike[str]) -> Path:
-    """Convert the path of a folder to an absolute path, with ``~`` replaced by the home folder.
+    """Return the absolute path of a folder, with ``~`` replaced by the home directory.
 
     A program may change its working directory while a background thread writes, so the path must be absolute. Symbolic
     links and ".." are not resolved. Raises ConfigError for an invalid path.
@@ -98,7 +98,7 @@ def path_of(folder: str | os.PathLike[str]) -> Path:
     text = folder if isinstance(folder, (str, os.PathLike)) else None
     if text is None or not isinstance(text := os.fspath(text), str) or not text or "\0" in text:
         raise ConfigError(
-            f"{folder!r:.80} is not the path of a folder.", remedy="Pass a path such as 'run/checkpoints'."
+            f"{folder!r:.80} is not a valid path of a folder.", remedy="Pass a path such as 'run/checkpoints'."
         )
     return Path(os.path.expanduser(text)).absolute()
 
@@ -117,13 +117,13 @@ def make_folder(folder: Path) -> None:
         if other is None:
             raise
         raise ConfigError(
-            f"{folder} cannot be created: {other} is {'a broken link' if other.is_symlink() else 'a file'}.",
+            f"{folder} cannot be created, because {other} is {'a broken link' if other.is_symlink() else 'a file'}.",
             remedy="Pass the path of another folder, or move that file away.",
         ) from error
 
 
 def temporary_path(path: Path, kind: str = SAVING) -> Path:
-    """Return a unique temporary path in the folder of ``path``, to be renamed to ``path`` later."""
+    """Return a unique temporary path in the folder of ``path``, for a file that is later renamed to ``path``."""
     machine, pid, start = Process.this()
     return path.with_name(f".{kind}-{path.name[:_MAX_NAME_LENGTH]}-{machine}-{pid}-{start}-{secrets.token_hex(8)}")
 
@@ -139,22 +139,22 @@ def parse_temporary_name(path: Path) -> TemporaryName | None:
 
 
 def find_temporary_paths(folder: Path, name: str) -> list[tuple[Path, TemporaryName]]:
-    """Return the temporary files in a folder that were created to write the file ``name``."""
+    """Return all temporary files in ``folder`` that were created to write the file ``name``."""
     every = [(path, parse_temporary_name(path)) for path in folder.glob(".*")]
     return [(path, found) for path, found in every if found is not None and found.name == name[:_MAX_NAME_LENGTH]]
 
 
 def remove_leftovers(folder: Path, name: str) -> None:
-    """Remove files that killed processes of this machine left while they wrote ``name``, except replaced versions."""
+    """Remove the temporary files of ``name`` that killed processes have left, except replaced versions."""
     for path, found in find_temporary_paths(folder, name):
         if found.owner.is_dead and found.kind != REPLACED:
             remove(path)
 
 
 def exchange(new: Path, target: Path) -> Path:
-    """Rename the folder ``new`` to ``target``, and return the temporary path to which an existing target was moved.
+    """Rename the folder ``new`` to ``target``. Return the temporary path to which an existing target was moved.
 
-    Raises OSError. The previous target is then restored.
+    Raises OSError if a folder cannot be renamed. The previous target is then restored.
     """
     replaced, is_there = temporary_path(target, REPLACED), os.path.lexists(target)
     if is_there:
@@ -184,14 +184,14 @@ def create_file(path: Path) -> BinaryIO:
 
 
 def write_all(file: BinaryIO, data: Any) -> None:
-    """Write all of ``data`` to an unbuffered file, even if this takes several calls of ``write``."""
+    """Write all bytes of ``data`` to an unbuffered file, with several calls of ``write`` if needed."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]
 
 
 def write_new(path: Path, data: bytes, *, to_disk: bool = False) -> None:
-    """Create a file with ``data``, and optionally sync it to disk. Raises OSError if the file exists."""
+    """Create a file that contains ``data``, and optionally sync it to disk. Raises OSError if the file exists."""
     with create_file(path) as file:
         write_all(file, data)
         if to_disk:
@@ -200,7 +200,7 @@ def write_new(path: Path, data: bytes, *, to_disk: bool = False) -> None:
 
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:
-    """Yield a temporary path whose file replaces ``path`` when the block ends without an error.
+    """Yield a temporary path, and rename the file there to ``path`` if the ``with`` block raises no error.
 
     The temporary path has the same suffix. Readers see either the old or the new file. If the block raises, ``path`` is
     unchanged. A symbolic link is replaced, not followed.
@@ -215,18 +215,18 @@ def replace_atomically(path: Path) -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str, *, to_disk: bool = True) -> None:
-    """Write ``text`` to a file atomically, and optionally sync it to disk first."""
+    """Replace the content of a file with ``text`` atomically. By default, the text is first synced to disk."""
     with replace_atomically(path) as hidden:
         write_new(hidden, text.encode(), to_disk=to_disk)
 
 
 @dataclass(frozen=True)
 class DirectoryWriter:
-    """Writes a directory that atomically replaces an existing one, and keeps unrelated files of the existing one.
+    """Replaces a directory atomically with a new version, and keeps unrelated files of the old version.
 
     Args:
-        own: names of the files that belong to such a directory, in earlier versions as well.
-        key: a file without which the directory is not read.
+        own: pattern of the names of files that belong to such a directory, including earlier versions of it.
+        key: name of a file without which the directory is not read.
     """
 
     own: re.Pattern[str]
@@ -247,7 +247,7 @@ class DirectoryWriter:
             remove(hidden)
 
     def create_temporary_directory(self, target: Path, near: Path) -> Path:
-        """Create a temporary directory next to ``near``, after the recovery of writes that killed processes left."""
+        """Create a temporary directory next to ``near``, after cleaning up what killed processes left."""
         make_folder(near.parent)
         remove_leftovers(near.parent, target.name)
         for path, found in find_temporary_paths(near.parent, target.name):
@@ -258,7 +258,7 @@ class DirectoryWriter:
         return hidden
 
     def replace_target(self, new: Path, target: Path) -> None:
-        """Replace the directory ``target`` by the written directory ``new``.
+        """Replace the directory ``target`` by the complete directory ``new``.
 
         The directories are exchanged, unless ``target`` has subfolders (other processes may write into them), is the
         working directory, or cannot be renamed. In these cases its files are replaced one by one. Raises OSError.
@@ -272,7 +272,7 @@ class DirectoryWriter:
         self._remove_replaced(exchange(new, target), target)
 
     def _remove_replaced(self, replaced: Path, target: Path) -> None:
-        """Remove the directory that was replaced, after its unrelated files have been moved to ``target``."""
+        """Move the unrelated files of the replaced directory to ``target``, then remove the replaced directory."""
         for path in self._find_other_files(replaced, target):
             path.rename(target / path.name)
         remove(replaced)
@@ -296,7 +296,7 @@ class DirectoryWriter:
 
 
 def _can_be_renamed(target: Path) -> bool:
-    """Return whether a folder can be renamed: it is not a mount point, and its parent folder is writable."""
+    """Return whether a folder can be renamed. Mount points and folders in a read-only parent cannot be renamed."""
     return os.access(target.parent, os.W_OK) and not os.path.ismount(target)
 
 

@@ -34,7 +34,7 @@ _RULE = "Only one job at a time may write to a folder"
 
 @dataclass(eq=False)
 class _Lock:
-    """Lock of a folder by this process, which ends when all objects that hold it have been garbage collected."""
+    """Lock on a folder that this process owns until all objects that hold it have been garbage collected."""
 
     path: Path
     token: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -42,7 +42,7 @@ class _Lock:
 
 
 class _ProcessLocks:
-    """Table of the locks that this process owns, by the real path of the folder. A forked child has no locks."""
+    """All folder locks of this process, by the real path of the folder. A forked child process has no locks."""
 
     def __init__(self) -> None:
         self.forget()
@@ -92,12 +92,12 @@ def hold(folder: Path, holder: Any) -> bool:
 
 
 def release(folder: Path, holder: Any) -> None:
-    """Remove ``holder`` from the holders of a folder's lock, and unlock the folder if no holder is left."""
+    """Release the lock that ``holder`` has on a folder. Without another holder, the folder is unlocked."""
     _release_holder(os.path.realpath(folder), id(holder), os.getpid())
 
 
 def check_lock_is_held(folder: Path) -> None:
-    """Raise InputError if another process has taken over this process's lock of a folder."""
+    """Raise InputError if another process has taken over the lock that this process had on a folder."""
     lock = _LOCKS.locks.get(os.path.realpath(folder))
     if lock is None or _owns_lock_file(lock):
         return
@@ -106,7 +106,7 @@ def check_lock_is_held(folder: Path) -> None:
         return
     owner = _describe_owner(_read_lock_file(lock.path) or {})
     raise InputError(
-        f"{folder} was taken over by {owner} while this process did not respond.",
+        f"The lock of {folder} was taken over by {owner} while this process did not respond.",
         rule=_RULE,
         remedy="End one of the two jobs, and resume the other from the newest checkpoint.",
     )
@@ -144,8 +144,8 @@ def _acquire_lock_file(lock: _Lock, folder: Path) -> None:
             raise ConfigError(
                 f"{folder} is in use by {_describe_owner(found)}.",
                 rule=_RULE,
-                remedy=f"Use a different folder for each job, or end that process first. If it cannot be running, "
-                f"remove {lock.path}.",
+                remedy=f"Use a different folder for each job, or end that process first. If that process is no longer "
+                f"running, remove {lock.path}.",
             )
         _remove_stale_lock(lock.path, found)
 
@@ -208,7 +208,7 @@ def _owns_lock_file(lock: _Lock) -> bool:
 
 
 def _is_stale(path: Path) -> bool:
-    """Wait up to 30 s for a refresh of a lock file. Return True if its owner did not refresh it."""
+    """Wait for the owner of a lock file to refresh it, and return True if this does not happen within 30 s."""
     before, end = _refresh_stamp(path), time.monotonic() + STALE_S
     while time.monotonic() < end:
         time.sleep(min(REFRESH_S / 10, 0.5))
@@ -218,7 +218,7 @@ def _is_stale(path: Path) -> bool:
 
 
 def _refresh_stamp(path: Path) -> tuple[int, ...]:
-    """Open a lock file, so that network file systems update its metadata, and return inode and modification time."""
+    """Return the inode and modification time of a lock file. On network file systems, opening it updates them."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -231,7 +231,7 @@ def _refresh_stamp(path: Path) -> tuple[int, ...]:
 
 
 def _remove_stale_lock(path: Path, stale: dict[str, Any]) -> None:
-    """Remove the lock file of an owner that has ended, unless another process has just taken it over.
+    """Remove the lock file of a process that has ended, unless another process has just taken it over.
 
     Processes of one machine are serialized. Otherwise one process could remove the new lock of another.
     """
@@ -252,7 +252,7 @@ def _describe_owner(found: dict[str, Any]) -> str:
 
 
 def _refresh_locks() -> None:
-    """Update the modification times of this process's lock files every few seconds while it owns any."""
+    """Refresh the lock files of this process every few seconds, for as long as it owns any."""
     while True:
         time.sleep(REFRESH_S)
         with _LOCKS.changing:

@@ -1,4 +1,4 @@
-"""Trace the training step of a single rank of any layout in one process, on fake tensors.
+"""Trace the training step of one rank with fake tensors, without starting the other ranks.
 
 Fake tensors have shapes but no values. One process can trace the step of one rank of thousands, and report which
 collectives the rank starts and waits for, and how much memory it needs.
@@ -50,9 +50,10 @@ def fake_context(
     backend: str = "gloo",
     device: torch.device | None = None,
 ) -> ParallelContext:
-    """Build a context for the rank at ``coords`` (0 by default) whose collectives communicate nothing.
+    """Build the ``ParallelContext`` of one rank without other processes. Its collectives do not communicate.
 
     Args:
+        coords: rank on each mesh axis, 0 by default.
         backend: "nccl" selects the collectives that are used with NCCL, on any device.
         device: device of the rank; default: the CPU.
     """
@@ -62,7 +63,7 @@ def fake_context(
 
 
 class FakeWorld:
-    """World of one rank whose collectives return that rank's own values."""
+    """Simulated world of ranks in which only one rank exists. Collectives return the values of that rank."""
 
     store = thread = None
 
@@ -113,12 +114,12 @@ class FakeTransport:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Context manager that tracks the memory of tensors, real or fake, created on this thread.
+    """Context manager that measures the memory of all tensors, real or fake, that this thread creates.
 
-    ``live`` is the number of bytes of all live storages, ``peak`` its maximum.
+    ``live`` is the number of bytes of all live storages, and ``peak`` is the maximum of ``live``.
 
     Args:
-        held: tensors that exist before, such as parameters and the batch.
+        held: existing tensors that are counted as well, such as parameters and the batch.
     """
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
@@ -149,7 +150,7 @@ class MemoryTracker(TorchDispatchMode):
 
 @contextmanager
 def fake_tensors(*, padded: bool = False) -> Iterator[Callable[[Any], Any]]:
-    """Enter fake tensor mode, and yield a function that converts a batch or model to fake tensors.
+    """Enable fake tensor mode, and yield a function that copies a model or a batch to fake tensors.
 
     Build models that read values in ``__init__`` (vit and swinv2) before, and copy them.
 
@@ -193,7 +194,7 @@ def _without_masks() -> Iterator[None]:
 
 
 def _patch_masks() -> Undo:
-    """Patch transformers to create no attention mask for fake tensors, in threads that trace a model."""
+    """Patch transformers so that it creates no attention masks in threads that trace a model with fake tensors."""
     from transformers import masking_utils
 
     make, find = masking_utils.sdpa_mask, masking_utils.find_packed_sequence_indices

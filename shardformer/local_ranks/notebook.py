@@ -1,4 +1,4 @@
-"""Run a function of a notebook in several processes, which are forked from the notebook."""
+"""Launch distributed training from a notebook, in processes that are forked from its kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WEEK_S = 7 * 24 * 3600.0
 def notebook_launcher(
     function: Callable[..., R], args: Sequence[Any] = (), num_processes: int = 2, *, timeout_s: float = WEEK_S
 ) -> list[R]:
-    """Call ``function(*args)`` in several processes of this machine, one for each rank.
+    """Run ``function(*args)`` in several processes of this machine, with one process per rank.
 
     Use it in a notebook or an interactive session in place of ``shardformer run``. The processes are forked, so that
     they have the functions and variables of the notebook. What they change is lost, except for the result of the
@@ -52,7 +52,7 @@ def notebook_launcher(
     check_int("num_processes", num_processes)
     if not callable(function) or isinstance(args, str) or not isinstance(args, Sequence):
         raise ConfigError(
-            f"notebook_launcher received function={function!r:.80} and args={args!r:.80}.",
+            f"notebook_launcher received invalid arguments: function={function!r:.80} and args={args!r:.80}.",
             remedy="Pass a function and a tuple of its arguments: notebook_launcher(train, (1e-3,), num_processes=2).",
         )
     _check_can_fork()
@@ -63,7 +63,7 @@ def notebook_launcher(
 
 
 class _ForkedPool(WorkerPool):
-    """Pool whose workers are forked from this process and inherit its function. It creates no process group."""
+    """Worker pool whose processes are forked from this process. It does not create a process group."""
 
     def __init__(self, num_workers: int, function: Callable[[], Any], timeout_s: float) -> None:
         super().__init__(num_workers, timeout_s=timeout_s)
@@ -82,18 +82,18 @@ class _ForkedPool(WorkerPool):
 
 
 def _check_can_fork() -> None:
-    """Raise LaunchError if the processes of this machine cannot be forked from this process."""
+    """Raise LaunchError if this process cannot be forked, for example because it has used CUDA."""
     in_file = "Write the function to a file, and start it with shardformer run --nproc_per_node 2 train.py"
     if dist.is_initialized() or "RANK" in os.environ:
         raise LaunchError(
-            "notebook_launcher was called in a process that is already one of several ranks.",
+            "notebook_launcher was called in a process that is already a rank of a distributed run.",
             remedy="Call the function directly, or restart the kernel of the notebook.",
         )
     if torch.cuda.is_initialized():
         raise LaunchError(
             "notebook_launcher cannot fork this process, because it has used CUDA.",
-            rule="A forked process cannot use CUDA if its parent has used it.",
+            rule="CUDA does not work in a forked process if the parent process has used CUDA.",
             remedy="Restart the kernel, and move models and tensors to the GPU only inside the function.",
         )
     if "fork" not in get_all_start_methods():
-        raise LaunchError("notebook_launcher needs an operating system that can fork processes.", remedy=in_file)
+        raise LaunchError("notebook_launcher forks processes, which this operating system cannot do.", remedy=in_file)

@@ -26,11 +26,11 @@ EXCHANGE = 0
 
 
 class PeerFailed(Exception):
-    """Error on a rank that waits for another rank whose function has raised."""
+    """Error that a waiting rank raises after another rank has failed."""
 
 
 class MessageKey(NamedTuple):
-    """Key of a message in the mailbox: the operation, the channel and number, and the sending rank."""
+    """Key of a message in the mailbox: the operation, the channel with a number, and the sending rank."""
 
     what: str
     place: Hashable
@@ -45,12 +45,12 @@ class Lock(Protocol):
 
 
 class Mailbox:
-    """Shared storage through which the threads of ``size`` ranks send values to each other.
+    """Shared storage through which ranks that run as threads send values to each other.
 
     A wait ends with an error on all ranks if a rank has raised, if no rank can make progress, or after the timeout.
 
     Args:
-        turn: lock of the one rank that computes. A waiting rank releases it.
+        turn: lock that only one running rank holds at a time. A rank releases it while it waits.
     """
 
     def __init__(self, size: int, timeout_s: float, turn: Lock | None = None) -> None:
@@ -74,7 +74,7 @@ class Mailbox:
             self._values.pop(key, None)
 
     def peek(self, key: MessageKey) -> Any:
-        """Return the value of a key without removing it, or None if it is missing."""
+        """Return the value of a key without removing it, or None if there is no value."""
         with self._changed:
             return self._values.get(key, (None, 0))[0]
 
@@ -87,11 +87,11 @@ class Mailbox:
             self._changed.notify_all()
 
     def has_failure_timed_out(self) -> bool:
-        """Return whether a rank raised more than ``timeout_s`` ago, so that running ranks are not in a collective."""
+        """Return whether more than ``timeout_s`` seconds have passed since a rank failed."""
         return self._failed_at is not None and time.monotonic() > self._failed_at + self.timeout_s
 
     def wait_for_missing(self, rank: int, keys: Sequence[MessageKey], timeout_s: float) -> list[MessageKey]:
-        """Wait for the values of ``keys``, and return the keys whose values do not arrive in time."""
+        """Wait for the values of ``keys``, and return the keys whose values did not arrive before the timeout."""
         with self._release_turn(), self._changed:
             self._waiting[rank] = keys
             if len(self._waiting) + len(self._ended) == self._size:
@@ -131,7 +131,7 @@ class Mailbox:
         return [key for key in keys if key not in self._values]
 
     def _is_stuck(self) -> bool:
-        """Return whether every rank has ended or waits for a missing value."""
+        """Return whether the ranks are in a deadlock, because each rank has ended or waits for a missing value."""
         has_all_ranks = len(self._waiting) + len(self._ended) == self._size
         return has_all_ranks and all(map(self._find_absent, self._waiting.values()))
 
@@ -149,7 +149,7 @@ class Mailbox:
             f"The ranks cannot complete a collective: {'; '.join(states)}.",
             rule="All ranks of an axis must make the same collective calls in the same order, and every send needs a "
             "receive.",
-            remedy="Compare the calls of these ranks.",
+            remedy="Compare the collective calls of these ranks.",
         )
 
 
@@ -169,14 +169,14 @@ class ThreadWorld:
         self._connected: Counter[tuple[int, ...]] = Counter()
 
     def connect(self, rank_groups: RankGroups) -> Transport:
-        """Create a transport for the group that contains this rank, or for this rank alone if there is none."""
+        """Create a transport for the group that contains this rank, or for this rank alone if no group contains it."""
         line = next((line for line in rank_groups if self.rank in line), (self.rank,))
         self._connected[line] += 1
         return ThreadTransport(self, line, self._connected[line])
 
 
 class ThreadTransport:
-    """Transport between ranks that are threads, which passes objects by reference."""
+    """Transport between ranks that run as threads. Objects are passed by reference."""
 
     group = None
 
@@ -257,7 +257,7 @@ class ThreadTransport:
         )
 
     def _gather_values(self, what: str, value: Any) -> Callable[[], list[Any]]:
-        """Send ``value`` to all ranks, and return a function that waits for the values of all ranks."""
+        """Share ``value`` with all ranks, and return a function that waits for the values of all ranks."""
         self._counts["meeting"] += 1
         keys = self._make_keys(what, self._counts["meeting"])
         self.world.mailbox.put(keys[self._line.index(self._me)], value, len(keys))
@@ -274,7 +274,7 @@ class ThreadTransport:
 
 
 class DeferredWork:
-    """Work handle that calls ``finish`` in ``wait``, or is already complete if ``finish`` is None."""
+    """Handle of a transfer that ``wait`` completes by calling ``finish``. If it is None, the transfer is complete."""
 
     def __init__(self, finish: Callable[[], object] | None) -> None:
         self._finish = finish
@@ -338,13 +338,13 @@ def run_as_threads(
     timeout_s: float = TIMEOUT_S,
     in_turn: bool = False,
 ) -> list[ThreadResult]:
-    """Call ``fn`` for each rank of a mesh in its own thread, and return the results in rank order.
+    """Run ``fn`` once for each rank of a mesh, in one thread per rank, and return the results in rank order.
 
     The ranks compute the same results as processes would, on the CPU. They share torch's default generator, so the
     random numbers of a rank depend on the scheduling of threads.
 
     Args:
-        timeout_s: time a rank waits for another one.
+        timeout_s: maximum time that a rank waits for another rank.
         in_turn: run one rank at a time until it waits for another, each with its own random states of torch, NumPy and
             Python. All ranks start from the same states.
 

@@ -1,4 +1,4 @@
-"""Pool of worker processes with torch.distributed that is reused for many function calls."""
+"""Pool of worker processes that run functions with torch.distributed and are reused between calls."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers in rank order; empty if none are running."""
+        """Process IDs of the workers in rank order. The list is empty if no worker is running."""
         return [worker.pid for worker in self._workers]
 
     def close(self) -> None:
-        """Stop the worker processes, after which the pool cannot be used again."""
+        """Stop all worker processes. A closed pool cannot be used again."""
         self._closed = True
         for worker in self._workers:
             worker.calls.close()  # an idle worker exits when its pipe is closed
@@ -147,7 +147,7 @@ class WorkerPool:
                 before.release()
 
     def _call_workers(self, name: str, calls: Sequence[RemoteCall | None], timeout_s: float) -> list[RemoteReply]:
-        """Send one call to each worker and return the replies. Raises WorkerError if some ranks fail."""
+        """Send each worker its function call and return the replies. Raises WorkerError if some ranks fail."""
         assert self._group_address is not None
         env = {
             "WORLD_SIZE": str(self.num_workers),
@@ -205,7 +205,7 @@ class WorkerPool:
 
 
 class Worker:
-    """Handle of one worker process in the parent: a pipe for calls, and a pipe for stack traces.
+    """Handle of a worker process in the parent, with one pipe for calls and one for stack traces.
 
     Args:
         context: multiprocessing context that starts the process.
@@ -250,7 +250,7 @@ class Worker:
             return None
 
     def stack(self, wait_s: float) -> str:
-        """Read the stack trace of the worker's current call, innermost frame first, or "" if none arrives."""
+        """Return the stack trace of the worker's current call, innermost frame first, or "" if it sends none."""
         text = b""
         while connection.wait([self._stack], wait_s) and (part := os.read(self._stack.fileno(), 1 << 16)):
             text, wait_s = text + part, 0.1
@@ -277,7 +277,7 @@ class Worker:
 
 
 def _fork_server_context(imports: Sequence[str]) -> Any:
-    """Create a fork server that has imported torch and ``imports``, so that workers start in milliseconds.
+    """Return a multiprocessing context whose fork server imports torch only once, so that workers start quickly.
 
     The server also imports the transformers models that the parent has imported, if they are few.
     """
@@ -298,7 +298,7 @@ def start_fork_server(imports: Sequence[str]) -> None:
 
 
 class GroupAddress:
-    """File store of a pool's process group, and a reserved port for groups that functions create."""
+    """Address of a pool: a file store for its process group, and a free port for groups that functions create."""
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory(prefix="shardformer-", ignore_cleanup_errors=True)  # a worker may still write
@@ -315,7 +315,7 @@ class GroupAddress:
 
 
 class _OutcomeKind(IntEnum):
-    """Kind of failure of a call on one rank, ordered by cause: peers of a dead rank raise errors or hang."""
+    """Reason why a call failed on one rank. If a worker dies, the calls of the other ranks raise errors or hang."""
 
     DIED = 0
     RAISED = 1
@@ -324,7 +324,7 @@ class _OutcomeKind(IntEnum):
 
 @dataclass(frozen=True)
 class _RankOutcome:
-    """Failure of a call on one rank: its kind, a short description, and details such as a traceback."""
+    """Failure of a function call on one rank, with a short description and details such as a traceback."""
 
     kind: _OutcomeKind
     rank: int
@@ -347,7 +347,7 @@ def _outcome_of_failure(rank: int, failure: RemoteFailure) -> _RankOutcome:
 _RULES = {
     _OutcomeKind.DIED: (
         "",
-        "Check for a crash, an exit or a lack of memory, and create the pool of a script under "
+        "Check whether the function crashes, exits or runs out of memory. In a script, create the pool under "
         "`if __name__ == '__main__':`.",
     ),
     _OutcomeKind.RAISED: (
@@ -362,7 +362,7 @@ _RULES = {
 
 
 def _worker_error(name: str, outcomes: Sequence[_RankOutcome]) -> WorkerError:
-    """Build an error that reports all failed ranks and starts with those that caused the failure."""
+    """Create a WorkerError that reports all failed ranks, starting with those that caused the failure."""
     reports: dict[tuple[_OutcomeKind, str, str], list[int]] = {}
     headline: dict[str, list[int]] = {}
     first = min(outcome.kind for outcome in outcomes)

@@ -1,4 +1,4 @@
-"""Worker process of a WorkerPool, and the messages that it exchanges with the parent.
+"""Main loop of the worker processes of a WorkerPool, and the messages that they exchange with the parent.
 
 All messages are pickled by value, so that no memory is shared.
 """
@@ -32,14 +32,14 @@ from shardformer.random_state import seed_random
 
 @dataclass(frozen=True)
 class RemoteCall:
-    """Pickled function call, with the source files of the modules to which the pickle refers."""
+    """Pickled function call, with the source files of the modules that the call uses."""
 
     payload: bytes
     sources: Mapping[str, str]
 
     @staticmethod
     def of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RemoteCall:
-        """Pickle ``fn(*args, **kwargs)``.
+        """Pickle the function call ``fn(*args, **kwargs)``.
 
         Raises:
             ConfigError: the function or an argument cannot be pickled.
@@ -59,7 +59,7 @@ class RemoteCall:
 
 @dataclass(frozen=True)
 class RemoteRequest:
-    """Request to a worker: a call, the parent's import path, and the environment variables of the rank.
+    """Request from the parent to a worker: a function call, the import path, and the rank's environment variables.
 
     ``call`` is None for the function that a forked worker inherited from its parent.
     """
@@ -71,7 +71,7 @@ class RemoteRequest:
 
 @dataclass(frozen=True)
 class RemoteFailure:
-    """Error that a call raised in a worker, with the exception itself if it can be pickled."""
+    """Error that a function raised in a worker process, with its message and traceback as text."""
 
     what: str
     traceback: str
@@ -80,15 +80,15 @@ class RemoteFailure:
 
 @dataclass(frozen=True)
 class RemoteReply:
-    """Reply of a worker: a pickled result or a failure. ``regroup``: whether process groups must be recreated."""
+    """Reply of a worker to a function call, with the pickled result or the failure of the call."""
 
     result: bytes
     failure: RemoteFailure | None
-    regroup: bool
+    regroup: bool  # whether process groups must be recreated
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that collects the source files of pickled functions and classes, and copies tensor views."""
+    """Pickler that records the source files of functions and classes, and copies tensors that are views."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
@@ -99,10 +99,10 @@ class _Pickler(pickle.Pickler):
             name = getattr(obj, "__module__", None)
             if name == "__main__" and not hasattr(sys.modules[name], "__file__"):
                 raise ConfigError(
-                    f"{getattr(obj, '__qualname__', obj)} of a notebook or interactive session cannot be sent to "
-                    "worker processes.",
+                    f"{getattr(obj, '__qualname__', obj)} is defined in a notebook or interactive session and cannot "
+                    "be sent to worker processes.",
                     rule="Worker processes import functions and classes from a file.",
-                    remedy="Write it to a file with %%writefile my_functions.py and import it from there, or call "
+                    remedy="Write it to a file with %%writefile my_functions.py and import it from there, or use "
                     "shardformer.notebook_launcher, whose processes inherit the functions of the notebook.",
                 )
             file = getattr(sys.modules.get(name), "__file__", None) if isinstance(name, str) else None
@@ -121,7 +121,7 @@ def serve_calls(
     stack: connection.Connection,
     inherited: Callable[[], Any] | None = None,
 ) -> None:
-    """Run the calls that arrive on the pipe until the parent closes it.
+    """Receive function calls from the parent process and run them, until the parent closes the pipe.
 
     Args:
         env: environment of the parent.
@@ -151,7 +151,7 @@ def serve_calls(
 
 
 def join_group(store: str, imports: Sequence[str]) -> None:
-    """Recreate torch's default process group through the file ``store``, after importing modules."""
+    """Import modules, then recreate torch's default process group with a file store at ``store``."""
     gc.collect()  # frees references to groups of the last call
     destroy_process_group()
     for name in imports:
@@ -205,7 +205,7 @@ def _run_call(call: RemoteCall | None, inherited: Callable[[], Any] | None) -> R
 
 
 def _import_module(name: str, file: str) -> None:
-    """Import a module by its name. If the name leads to a different file than in the parent, import the file.
+    """Import the module ``name``. If this process finds another file than the parent, import ``file``.
 
     Importing from the file is needed for tests that pytest imports by path, and for a second module of the same name.
     """
@@ -227,7 +227,7 @@ def _import_module(name: str, file: str) -> None:
 
 
 def _create_namespace_packages(name: str, file: str) -> None:
-    """Create the namespace packages above a module that was imported from its file, so that pickles can refer to it."""
+    """Create the parent packages of a module that was imported from a file, so that pickles can refer to it."""
     packages = name.split(".")[:-1]
     folder = os.path.dirname(file)
     for depth in range(len(packages), 0, -1):

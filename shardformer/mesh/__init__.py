@@ -1,3 +1,3 @@
-"""Process mesh: arrangement of ranks along axes, process groups, and initialization."""
+"""Mesh of processes with parallel axes, process groups, and initialization of torch.distributed."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Detect deadlocks, in which ranks wait for each other in different collectives, from reports of all ranks.
+"""Detect deadlocks, in which ranks wait for each other in different collective calls.
 
 Rank a is blocked by rank b in three cases:
 
@@ -35,7 +35,7 @@ from shardformer.torch_compat import count_started_collectives, name_of_group
 
 @dataclass(frozen=True)
 class Report:
-    """Report of a rank that waits, with the collective or message that it waits for.
+    """Report of a rank about the collective or message that it is waiting for.
 
     Args:
         seconds: time that its main thread has waited in one call; -1 if it does not wait.
@@ -64,7 +64,7 @@ class Report:
 
 
 def find_deadlock(reports: Mapping[int, Report], after_s: float) -> dict[int, int]:
-    """Map each rank in a deadlock of at least ``after_s`` seconds to a rank that it waits for.
+    """Find ranks in a deadlock of at least ``after_s`` seconds. Return a dict from each to a rank that it waits for.
 
     The result is empty if all of them wait at the same line of the script, which is the case in a slow collective.
     """
@@ -82,7 +82,7 @@ def find_deadlock(reports: Mapping[int, Report], after_s: float) -> dict[int, in
 
 
 def message_key(group: str, rank: int) -> str:
-    """Return the key in ``Report.begun`` under which messages to a rank over a process group are counted."""
+    """Return the key in ``Report.begun`` for the number of messages to a rank over a process group."""
     return f"{group}>{rank}"
 
 
@@ -138,7 +138,7 @@ WAITS_IN = (
 
 
 class DeadlockMonitor:
-    """Thread that reports where this process waits, and exits the process if the ranks are in a deadlock.
+    """Background thread that detects deadlocks between ranks, and exits the process if it is in a deadlock.
 
     Created once per process by ``get_deadlock_monitor``.
 
@@ -162,12 +162,12 @@ class DeadlockMonitor:
         atexit.register(self.stop_at_exit)
 
     def stop_at_exit(self) -> None:
-        """Stop the thread and report that the script of this process has ended."""
+        """Stop the thread, and report to the other ranks that the script of this process has ended."""
         self._ends.set()
         self._thread.join(END_S)
 
     def stop_reporting(self) -> None:
-        """Stop reporting to this store, because the process reports to another store."""
+        """Stop the thread, because a new monitor of this process reports to another store."""
         atexit.unregister(self.stop_at_exit)
         self._has_left = True
         self._ends.set()
@@ -176,13 +176,13 @@ class DeadlockMonitor:
         return self._store is store and not self._ends.is_set()
 
     def request_reports(self) -> int:
-        """Request new reports from all processes, and return the request number."""
+        """Request new reports from all processes, and return the number of this request."""
         with suppress(RuntimeError):
             return int(self._store.add(QUESTION, 1))
         return 0
 
     def find_blocked_ranks(self, ranks: Collection[int], since: int) -> dict[int, str]:
-        """Return the known status of each rank in ``ranks`` that has ended or waits for other ranks.
+        """Return a dict that describes the status of each rank which has ended or waits for other ranks.
 
         Args:
             since: ignore reports for requests before this number.
@@ -198,7 +198,7 @@ class DeadlockMonitor:
         return dict.fromkeys(ranks, "is unreachable, because the process with the store has exited")
 
     def _stored_reports(self, ranks: Iterable[int]) -> dict[int, tuple[int, Report | None]]:
-        """Read (request number, report) for each rank that has reported. The report is None if the rank has ended."""
+        """Read the last report of each rank and the number of its request. The report is None if the rank has ended."""
         found: dict[int, tuple[int, Report | None]] = {}
         for rank in ranks:
             if self._store.check([_report_key(rank)]):
@@ -264,7 +264,7 @@ class DeadlockMonitor:
         return found
 
     def _end_process(self, ranks: Collection[int], message: str = "") -> None:
-        """Exit this process if it is in ``ranks``. The first of them prints the message.
+        """Exit this process if its rank is one of ``ranks``. The first of these processes prints the message.
 
         All of them exit together: if one exits earlier, gloo may leave the others waiting.
         """
@@ -285,7 +285,7 @@ class DeadlockMonitor:
 
 
 def _blocking_call() -> tuple[FrameType | None, Any]:
-    """Return the frame in which the main thread waits for other processes, and the awaited collective.
+    """Return the stack frame in which the main thread waits for other processes, and the collective it waits for.
 
     The collective is (group, number, kind), or None if unknown. The call is None if the main thread does not wait.
     """
@@ -350,7 +350,7 @@ _OF_PROCESS: dict[int, DeadlockMonitor] = {}
 
 
 def get_deadlock_monitor(store: Any, rank: int) -> DeadlockMonitor:
-    """Return the ``DeadlockMonitor`` of this process, and create it on the first call."""
+    """Return the ``DeadlockMonitor`` of this process. The first call creates it."""
     current = _OF_PROCESS.get(os.getpid())
     if current is None or not current.is_reporting_to(store):
         if current is not None:

@@ -1,4 +1,4 @@
-"""Initialize torch.distributed for launched processes, build the mesh, and shut down."""
+"""Initialize torch.distributed in launched processes, and arrange the processes in a mesh."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ SIOCGIFADDR = 0x8915
 """Linux's request for the address of an interface (``man 7 netdevice``)."""
 POLL_S = 0.01
 STARTED = (
-    "The launcher has started all ranks: check whether one has exited, or is still importing or loading before "
-    "launch_from_torch"
+    "The launcher has started all ranks: check whether one of them has exited, or is still importing modules or "
+    "loading data before it calls launch_from_torch"
 )
-SRUN = "Start all of them with one srun command, and check that they run and reach this host"
+SRUN = "Start all processes with one srun command, and check that they are running and can reach this host"
 SLURM_STEP = "SLURM_STEP_ID"
 """Variable that srun sets in the tasks that it starts."""
 ENDED = "shardformer/ended"
@@ -56,16 +56,16 @@ REST_S = 2.0  # threads that still run after this time belong to the user
 
 
 def init_process_group(device: torch.device, backend: str | None, timeout_s: float) -> None:
-    """Initialize torch's default group from the environment of torchrun or SLURM.
+    """Initialize torch's default process group from the environment variables of torchrun or SLURM.
 
-    Raises LaunchError if neither environment is present.
+    Raises LaunchError if neither of them has set its variables.
     """
     _set_environment_from_slurm()
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         srun = "`srun python train.py`, " if "SLURM_JOB_ID" in os.environ else ""
         raise LaunchError(
-            f"The environment variables {', '.join(missing)}, which a launcher sets, are missing.",
+            f"The environment variables {', '.join(missing)} are missing, so no launcher has started this process.",
             remedy=f"Start the script with {srun}`shardformer run --nproc_per_node 2 train.py` or torchrun, "
             "or call torch.distributed.init_process_group first.",
         )
@@ -85,7 +85,7 @@ def init_process_group(device: torch.device, backend: str | None, timeout_s: flo
 
 @contextmanager
 def _report_missing_ranks(rank: int, size: int, timeout_s: float) -> Iterator[None]:
-    """Raise LostPeerError with the missing ranks if the body fails to connect to all processes."""
+    """Raise LostPeerError with the missing ranks if the ``with`` block cannot connect to all processes."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     advice = STARTED if _launchers_share_store() else SRUN if num_slurm_tasks() else SAME_ADDRESS
     rendezvous = Rendezvous(host, port, rank, size, "rank", _get_restart_count(), advice)
@@ -98,7 +98,7 @@ def _report_missing_ranks(rank: int, size: int, timeout_s: float) -> Iterator[No
             f"Rank {rank} could not connect to {missing or f'all {size} ranks'} at {host}:{port} "
             f"({first_line(error):.160}).",
             rule=f"All processes must call launch_from_torch within timeout_s={timeout_s:g} seconds.",
-            remedy=f"{advice}. If a process needs longer before the call, increase timeout_s.",
+            remedy=f"{advice}. If a process needs more time before this call, increase timeout_s.",
         ) from error
 
 
@@ -111,7 +111,7 @@ def _get_restart_count() -> str:
 
 
 def _select_network_interface() -> None:
-    """Select the network interface for gloo that reaches the first host, if the job runs on several hosts.
+    """Select the network interface that gloo uses, if the job runs on several hosts.
 
     gloo uses the interface that the host's own name resolves to and announces its address to the peers. If /etc/hosts
     maps the name to 127.0.0.1, no peer can connect.
@@ -146,7 +146,7 @@ def interface_for_host(host: str) -> str | None:
 
 
 def _store_of_attempt(timeout: timedelta) -> Any:
-    """Connect restarted processes to a key-value store that earlier attempts did not use.
+    """Connect restarted processes to a new key-value store, which the previous attempts have not used.
 
     torch's static rendezvous reuses its store across attempts, with the addresses of exited processes that gloo would
     try to reach. None at the first attempt, or if the launcher provides no store.
@@ -160,7 +160,7 @@ def _store_of_attempt(timeout: timedelta) -> Any:
 
 
 def destroy_process_group() -> None:
-    """Destroy all process groups, and wait until gloo's threads have ended their work.
+    """Destroy all process groups, and wait until gloo's threads have finished their work.
 
     After a collective, these threads free its tensors and need the interpreter lock. A thread that requests the lock
     while the interpreter ends is unwound out of C++, and the process aborts with "terminate called without an active
@@ -177,7 +177,7 @@ def destroy_process_group() -> None:
 
 
 def _record_exit_error() -> None:
-    """Write the error that ends this process to the launcher's store, for the ranks that wait for it.
+    """Write the error that ended this process to the launcher's store, where waiting ranks can read it.
 
     An error about a lost peer is skipped, because that peer may be the one with the store.
     """
@@ -199,7 +199,7 @@ def _another_thread_runs() -> bool:
 
 
 def launcher_variable() -> str | None:
-    """Return the environment variable that shows that a launcher started this process as one of several, or None.
+    """Return the environment variable which shows that a launcher started this process, or None.
 
     SLURM also sets ``SLURM_PROCID`` in the script of sbatch and in the shell of salloc, which are not tasks of srun.
     """
@@ -209,7 +209,7 @@ def launcher_variable() -> str | None:
 
 
 def num_slurm_tasks() -> int:
-    """Return the number of tasks of the srun that started this process, or 0 if srun did not start it."""
+    """Return the number of tasks that srun started together with this process, or 0 without srun."""
     env = os.environ
     if SLURM_STEP not in env or "SLURM_PROCID" not in env:
         return 0
@@ -252,7 +252,7 @@ def launch_from_torch(
     seed: int | None = None,
     timeout_s: float | None = None,
 ) -> ParallelContext:
-    """Connect the launched processes as a mesh of parallel axes, by default with all of them on the tensor axis.
+    """Connect the launched processes in a mesh of parallel axes. By default, all of them are on the tensor axis.
 
     Works under ``shardformer run``, torchrun and SLURM (srun).
 
@@ -340,14 +340,14 @@ def launch(
     local_rank: int | None = None,
     **kwargs: Any,
 ) -> ParallelContext:
-    """Call ``launch_from_torch`` with an explicit rank, number of processes and address of rank 0."""
+    """Call ``launch_from_torch`` with the rank, the world size and the address of rank 0 as arguments."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=host, MASTER_PORT=str(port))
     os.environ["LOCAL_RANK"] = str(rank if local_rank is None else local_rank)
     return launch_from_torch(config, **kwargs)
 
 
 def launch_from_slurm(config: Mapping[str, Any] | str | None = None, **kwargs: Any) -> ParallelContext:
-    """Call ``launch_from_torch``, which also reads the environment variables of SLURM."""
+    """Call ``launch_from_torch``, which reads the environment variables of srun in a SLURM job."""
     return launch_from_torch(config, **kwargs)
 
 
@@ -379,18 +379,18 @@ def _read_parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
         else:
             continue
         raise ConfigError(
-            f"The config sets {misplaced}.", remedy="Set the sizes in a dict, for example parallel = dict(tensor=2)."
+            f"The config sets {misplaced}.", remedy="Put the axis sizes into a dict, such as parallel = dict(tensor=2)."
         )
     parallel = settings.get("parallel") or {}
     if not isinstance(parallel, Mapping):
         raise ConfigError(
             f"The config sets parallel = {parallel!r:.80}, which is not a dict.",
-            remedy="Set a dict, for example parallel = dict(tensor=2).",
+            remedy="Use a dict of axis sizes, such as parallel = dict(tensor=2).",
         )
     if "pipe" in parallel and "pipeline" in parallel:
         raise ConfigError(
             f"The config sets both pipe={parallel['pipe']!r} and pipeline={parallel['pipeline']!r}.",
-            remedy="Set only pipe.",
+            remedy="Remove pipeline, which is another name of the pipe axis.",
         )
     for name, value in parallel.items():
         axis = "pipe" if name == "pipeline" else str(name)
@@ -398,8 +398,8 @@ def _read_parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
         options = value if isinstance(value, Mapping) else {"size": value}
         if unknown := sorted(map(str, set(options) - {"size", "mode", "depth"})):
             raise ConfigError(
-                f"The config sets the unknown key {unknown[0]!r} of the parallel axis {name!r}.",
-                rule="An axis accepts a size. The tensor axis also accepts a mode and, for 2.5D, a depth.",
+                f"The config sets the unknown key {unknown[0]!r} for the parallel axis {name!r}.",
+                rule="The only key of an axis is size. The tensor axis also has the keys mode and, for 2.5D, depth.",
                 remedy=did_you_mean(unknown[0], ("size", "mode", "depth")),
             )
         sizes[axis] = options.get("size", 1)

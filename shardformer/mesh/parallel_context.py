@@ -1,4 +1,4 @@
-"""Process mesh with an axis for each kind of parallelism, from the perspective of one process."""
+"""Process mesh with one axis for each kind of parallelism, from the perspective of one process."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ REST_S = 5.0
 
 @dataclass(frozen=True)
 class ProcessWorld:
-    """World of processes that a launcher started, identified by their global ranks."""
+    """Launched processes that are the ranks of a mesh, identified by their global ranks."""
 
     ranks: tuple[int, ...]
     thread: ClassVar[None] = None
 
     @property
     def store(self) -> Any:
-        """The launcher's key-value store, or None if there is one process."""
+        """Key-value store of the launcher, or None if there is only one process."""
         return launcher_store()
 
     def connect(self, rank_groups: RankGroups) -> Transport:
-        """Create a process group for each tuple of ranks, or none if each tuple has one rank."""
+        """Create a process group for each tuple of ranks, and return the transport over the group of this process."""
         if max(len(line) for line in rank_groups) == 1:
             return NO_TRANSPORT
         ranks = next((list(line) for line in rank_groups if dist.get_rank() in line), [])
@@ -95,7 +95,7 @@ class ProcessGroupTransport:
         get_deadlock_monitor(get_default_store(), dist.get_rank()).carriers.append(weakref.ref(self))
 
     def count_messages(self) -> dict[str, int]:
-        """Count the messages that this process sent and received over the group, by the keys of ``Report.begun``."""
+        """Return how many messages this process has sent to each rank and received, by the keys of ``Report``."""
         name = name_of_group(self.group)
         sent = {message_key(name, rank): count for rank, count in zip(self._ranks, self._sent, strict=True) if count}
         if self._sends_uncounted:
@@ -104,11 +104,11 @@ class ProcessGroupTransport:
 
     @property
     def world(self) -> ProcessWorld:
-        """The processes of this process group."""
+        """World of the processes in this process group."""
         return ProcessWorld(tuple(self._ranks))
 
     def _is_staged(self, x: Tensor) -> bool:
-        """Return whether a tensor is copied to host memory to be sent, which gloo requires for GPU tensors.
+        """Return whether a GPU tensor must be copied to host memory before gloo can send it.
 
         gloo accepts CUDA tensors in some collectives only, and not in sends and receives. Staging all of them allows
         two ranks to train on one GPU, which NCCL refuses.
@@ -116,14 +116,14 @@ class ProcessGroupTransport:
         return x.device.type != "cpu" and self._backends.get(x.device.type) == "gloo"
 
     def exchanges_directly(self, x: Tensor) -> bool:
-        """Return whether gloo sends ``x``, so that a direct exchange is faster than a gather or scatter.
+        """Return whether ``x`` is sent over gloo, where a direct exchange is faster than a gather or scatter.
 
         gloo's reduce-scatter sends as many bytes as an all-reduce, and its small messages take two rounds.
         """
         return x.device.type == "cpu" or self._backends.get(x.device.type) == "gloo"
 
     def sends_in_turn(self, device: torch.device) -> bool:
-        """Return whether NCCL sends from ``device``, and therefore runs messages between two ranks one at a time."""
+        """Return whether tensors on ``device`` are sent over NCCL, which runs messages of two ranks one at a time."""
         return self._backends.get(device.type) == "nccl"
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
@@ -228,7 +228,7 @@ class ProcessGroupTransport:
         return gathered
 
     def announce_call(self, call: str, *, waits: bool) -> AnnouncedCalls:
-        """Write the number and the name of this rank's next collective call to the launcher's store."""
+        """Announce the next collective call of this rank in the launcher's store, with its number and name."""
         store, rank = get_default_store(), dist.get_rank()
         reporter = get_deadlock_monitor(store, rank)
         name = f"shardformer/calls/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
@@ -237,7 +237,7 @@ class ProcessGroupTransport:
         return self._wait_for_peers(store, name, number, reporter) if waits else AnnouncedCalls()
 
     def _wait_for_peers(self, store: Any, name: str, number: int, reporter: DeadlockMonitor) -> AnnouncedCalls:
-        """Wait until all ranks have announced the call or cannot reach it, and record a failure for late ranks."""
+        """Wait until every rank has announced this call, or is known to be unable to reach it."""
         begin, pause_s = time.monotonic(), FIRST_PAUSE_S
         first_request, ask_at = 0, begin + ASK_AFTER_S
         differs_since: float | None = None
@@ -263,7 +263,7 @@ class ProcessGroupTransport:
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     def _peer_calls(self, store: Any, name: str, number: int) -> list[AnnouncedCall | None]:
-        """Return the collective call that each rank announced as its call number ``number``.
+        """Return the collective call that each rank announced with this number, or None if it has announced none.
 
         A rank with a higher number has made this call too, unless the call failed.
         """
@@ -288,7 +288,7 @@ class ProcessGroupTransport:
 
 
 class StagedWork:
-    """Transfer through host memory, whose ``wait`` copies received values to the device.
+    """Handle of a transfer through host memory. ``wait`` copies the received values to the device.
 
     Args:
         works: transfers of the host copies.
@@ -327,7 +327,7 @@ _AXIS_NUMBERS = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One axis of the mesh as seen by this process: its size, the rank of this process, and the transport.
+    """One axis of the mesh from the perspective of this process, with its size, rank and transport.
 
     Args:
         ranks: global ranks along the axis.
@@ -353,12 +353,12 @@ class Axis:
 
     @staticmethod
     def by_key(key: str) -> Axis:
-        """Return the axis with this ``key``, which identifies the axis in graphs of torch.compile."""
+        """Return the axis with this key. Graphs of torch.compile refer to an axis by its key."""
         return _AXES[key]
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The axis's process group of torch, or None if the axis has size 1 or its ranks are threads."""
+        """Process group of the axis, or None if the axis has size 1 or its ranks are threads."""
         return self.transport.group
 
     @classmethod
@@ -431,7 +431,7 @@ class ParallelContext:
     _by_rank_group: dict[RankGroups, Axis] = field(default_factory=dict)
 
     def axis(self, name: str) -> Axis:
-        """Return the mesh axis with this name. Raises ConfigError if there is none."""
+        """Return the mesh axis called ``name``. Raises ConfigError if the mesh has no such axis."""
         if name not in self.axes:
             self.grid.check(name)
         return self.axes[name]
@@ -454,7 +454,7 @@ class ParallelContext:
 
     @property
     def same_batch_axis(self) -> Axis:
-        """Axis of the ranks of one stage that train on the same batch: sequence times tensor.
+        """Axis of all ranks in a pipeline stage that train on the same batch: sequence and tensor combined.
 
         All processes must access it for the first time together, because it may create a process group.
         """
@@ -462,17 +462,17 @@ class ParallelContext:
 
     @property
     def base_axes(self) -> list[Axis]:
-        """The data, pipe, sequence and tensor axes of the mesh, whose sizes multiply to the number of ranks."""
+        """The data, pipe, sequence and tensor axes of the mesh. The product of their sizes is the number of ranks."""
         return [self.axes[name] for name in self.grid.sizes]
 
     @property
     def is_here(self) -> bool:
-        """Whether the calling thread runs this rank. Always true if the rank is a process."""
+        """Whether this rank runs in the calling thread. Always true if the rank is a process."""
         thread = None if self.world is None else self.world.thread
         return thread is None or thread is threading.current_thread()
 
     def expand_views(self, names: Iterable[str]) -> set[str]:
-        """Replace each axis name that a view reshapes with the names of the view's axes."""
+        """Replace the name of each reshaped axis with the names of the axes into which it was reshaped."""
         views = {view.of[0]: tuple(view.sizes) for view in self.grid.views if len(view.of) == 1}
         return {finer for name in names for finer in views.get(name, (name,))}
 
@@ -495,9 +495,9 @@ class ParallelContext:
         world: World | None = None,
         device: torch.device | None = None,
     ) -> ParallelContext:
-        """Build the context of one rank from axis sizes and coordinates, 0 by default, without processes.
+        """Build the context of one rank from the axis sizes and the coordinates of the rank, without other processes.
 
-        Without a ``world``, collectives raise LaunchError. The default device is the CPU.
+        Missing coordinates are 0. Without a ``world``, collectives raise LaunchError. The default device is the CPU.
 
         >>> str(ParallelContext.of({"data": 2, "tensor": 4}, {"tensor": 3}).tensor)
         'tensor 3/4'
@@ -507,7 +507,7 @@ class ParallelContext:
 
     @classmethod
     def from_group(cls, group: Axis | dist.ProcessGroup | None, device: torch.device | None = None) -> ParallelContext:
-        """Build a context whose tensor axis is ``group``, or all processes if None. All other axes have size 1."""
+        """Build a context whose only parallel axis is tensor, over the ranks of ``group`` or over all processes."""
         tensor = group if isinstance(group, Axis) else replace(Axis.of(group), traffic=CollectiveLog())
         if tensor.group is not None:
             _LOGS[tensor.group] = tensor.traffic
@@ -522,7 +522,7 @@ class ParallelContext:
     def from_world(
         cls, sizes: AxisSizes | Callable[[], AxisSizes], device: torch.device | None = None
     ) -> ParallelContext:
-        """Build the mesh over all processes of torch's default process group.
+        """Build the context of this process from all processes of torch's default process group.
 
         ``sizes`` has the sizes of some axes, or is a function that returns them. Without any size, all processes form
         the tensor axis. Otherwise, the missing size of data or tensor is inferred, data first.
@@ -547,9 +547,10 @@ class ParallelContext:
         return context._with_axes(AXES)
 
     def flatten(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> Axis:
-        """Merge the named mesh axes, except those of size 1, into one axis over the product of their ranks.
+        """Merge several mesh axes into one axis over the product of their ranks. Axes of size 1 are ignored.
 
-        The ranks are in mesh order. All processes must call it in the same order, because it may create process groups.
+        The ranks are in mesh order. All processes must call this method in the same order, because it may create
+        process groups.
 
         Args:
             only: axis -> coordinates that take part. On other processes, the axis has size 1.
@@ -564,7 +565,7 @@ class ParallelContext:
         return self._by_rank_group.get(rank_groups) or self._new_axis("_".join(wide), rank_groups)
 
     def reshape_axis(self, of: str | Sequence[str], **sizes: int) -> ParallelContext:
-        """Add named axes to the mesh that reshape the axis ``of``, or a product of axes.
+        """Reshape a mesh axis, or the product of several axes, into named axes, which are added to the mesh.
 
         ``context.reshape_axis("tensor", row=2, column=2).axis("row")`` contains this process and the one two tensor
         ranks away. All processes must call it, in the same order, because it creates process groups. Raises ConfigError
@@ -619,7 +620,7 @@ def with_grid_axes(context: ParallelContext, tensor: TensorGridSize | None) -> P
 
 
 def local_device() -> torch.device:
-    """Return the accelerator with the index LOCAL_RANK, or the CPU if there is none."""
+    """Return the GPU of this process, which LOCAL_RANK selects, or the CPU if there is no GPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     return torch.device("cpu")

@@ -28,12 +28,12 @@ LOST_PEER_PATTERNS = (
 
 
 class LostPeerError(LaunchError):
-    """Another process exited, is unreachable, or did not join a collective in time."""
+    """Error for a rank that has exited, is unreachable, or did not join a collective in time."""
 
 
 @dataclass(frozen=True)
 class PeerRanks:
-    """Global ranks and hosts of the peers on one axis, for error messages.
+    """Global ranks and host names of the ranks on one axis, for error messages.
 
     Args:
         ranks: global ranks in the order of the axis; ``rank`` is the index of this process among them.
@@ -49,7 +49,7 @@ class PeerRanks:
 
     @contextmanager
     def report_lost_peer(self, what: str, peer: int | None = None) -> Iterator[None]:
-        """Convert torch's errors about lost connections into a LostPeerError that names the rank.
+        """Convert torch's errors about lost connections to a LostPeerError that contains the number of the lost rank.
 
         Args:
             peer: index of the peer on the axis, or None if any other rank may be the cause.
@@ -80,7 +80,7 @@ class PeerRanks:
 
 
 class MonitoredWork:
-    """Wrapper of a torch work handle whose ``wait`` raises an error that names the lost rank.
+    """Wrapper of a torch work handle. If another rank is lost, ``wait`` raises an error that identifies this rank.
 
     Attributes:
         joined: (process group, number of collectives that this process has started on it including this one, kind of
@@ -109,7 +109,7 @@ class MonitoredWork:
 
 
 class ReceivedWork(MonitoredWork):
-    """Work handle of a receive that counts the received messages.
+    """Work handle of a receive operation, which counts the received messages.
 
     Args:
         arrived: number of received messages per peer, which this class updates.
@@ -132,7 +132,7 @@ class ReceivedWork(MonitoredWork):
 
     @property
     def awaited(self) -> tuple[Any, int, int] | None:
-        """The awaited message: (process group, sending rank, number of messages received), or None if not counted."""
+        """The message that this rank waits for: (process group, sending rank, messages received), or None."""
         if self.joined is None or self._from < 0:
             return None
         return self.joined[0], self._peers.ranks[self._from], self._arrived[self._from]
@@ -144,14 +144,14 @@ MARK_AFTER_S = 1.0
 AGAIN_S = 0.5
 CONNECT_S = 3.0
 SAME_ADDRESS = (
-    "Start all of them with the same address and port, and check that they run and that the firewall of this "
-    "machine lets them connect"
+    "Start all processes with the same address and port, and check that they are running and that the firewall of "
+    "this machine lets them connect"
 )
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address at which processes connect to each other, with reports of missing processes.
+    """Address at which processes connect to each other. Its methods report processes that do not connect.
 
     Args:
         place: index of this process among the ``size`` processes.
@@ -170,7 +170,7 @@ class Rendezvous:
 
     @contextmanager
     def report_missing(self) -> Iterator[None]:
-        """Print the processes that have not connected, from a thread, while the body waits for all of them."""
+        """While the ``with`` block waits for all processes, print from a thread which of them have not connected."""
         is_complete = threading.Event()
         report = self._report_missing if self.place == 0 else self._report_unreachable
         thread = threading.Thread(target=report, args=[is_complete], name="shardformer-rendezvous", daemon=True)
@@ -182,7 +182,7 @@ class Rendezvous:
             thread.join(2 * CONNECT_S)
 
     def missing(self) -> str:
-        """Return the processes that have not connected, such as "rank 1 of 2", or "" if none are known.
+        """Return which processes have not connected, such as "rank 1 of 2", or "" if this is unknown.
 
         Reliable once this process has waited for some seconds.
         """
@@ -227,8 +227,8 @@ class Rendezvous:
     def _print_connection_error(self, error: OSError) -> None:
         self._print(
             f"could not connect to {self.what} 0 at {self.host}:{self.port} for {SAY_AFTER_S:g} s "
-            f"({error.strerror or error}). Check that this is the address of its machine with a free port, that "
-            "it was started, and its firewall"
+            f"({error.strerror or error}). Check that the address is correct and the port is free, that "
+            f"{self.what} 0 was started, and that its firewall allows the connection"
         )
 
     def _print(self, text: str) -> None:

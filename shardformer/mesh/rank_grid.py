@@ -1,4 +1,4 @@
-"""Rank arithmetic for an n-dimensional process grid, and checks of its axis sizes across all processes.
+"""Arrange ranks in a multidimensional grid, and check that its axis sizes are the same on all processes.
 
 With eight processes and ``tensor=2, pipe=2`` the grid is ``arange(8).reshape(data=2, pipe=2, sequence=1, tensor=2)``.
 The ranks of one group differ only in their coordinates on the axes of the group. Rank 5 = (data 1, pipe 0, tensor 1)
@@ -23,7 +23,7 @@ AXES = ("data", "pipe", "sequence", "tensor")
 
 @dataclass(frozen=True)
 class AxisView:
-    """View of a rank grid: named axes that reshape the product of the axes in ``of``."""
+    """View of a rank grid, which reshapes the product of some axes into other named axes."""
 
     of: tuple[str, ...]
     sizes: Mapping[str, int]
@@ -55,7 +55,7 @@ class RankGrid:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], ranks: Sequence[int] | None = None, hosts: Sequence[str] = ()) -> RankGrid:
-        """Build a grid with all four axes, each of size 1 unless it is in ``sizes``.
+        """Build a grid with the data, pipe, sequence and tensor axes. Axes that are not in ``sizes`` have size 1.
 
         The ranks count from 0 unless ``ranks`` is passed.
         """
@@ -72,7 +72,7 @@ class RankGrid:
         return (*self.sizes, *(name for view in self.views for name in view.sizes))
 
     def check(self, *names: str) -> None:
-        """Raise ConfigError for an unknown axis name."""
+        """Raise ConfigError if the grid has no axis with one of these names."""
         for name in names:
             if name not in self.names:
                 raise ConfigError(
@@ -81,23 +81,23 @@ class RankGrid:
                 )
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of a global rank by axis name, including the axes of views."""
+        """Return the coordinates of a global rank as a dict from axis names to indices, including the axes of views."""
         return self._coords_of_index(self.ranks.index(rank))
 
     def rank_at(self, coords: Mapping[str, int]) -> int:
-        """Return the global rank at these coordinates, which are 0 for missing axes."""
+        """Return the global rank at ``coords``. The coordinate on a missing axis is 0."""
         place = 0
         for name, size in self.sizes.items():
             place = place * size + coords.get(name, 0)
         if not all(name in self.sizes and 0 <= rank < self.sizes[name] for name, rank in coords.items()):
             raise ConfigError(
                 f"The grid of sizes {dict(self.sizes)} has no rank at {dict(coords)}.",
-                remedy="Use coordinates from 0 to the size of the axis minus 1.",
+                remedy="Use coordinates that are at least 0 and less than the size of their axis.",
             )
         return self.ranks[place]
 
     def rank_groups(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> RankGroups:
-        """Return all groups of ranks along the product of the named axes, each in grid order.
+        """Return the groups of ranks that differ only in their coordinates on the axes ``names``.
 
         Args:
             only: axis -> coordinates that take part; ranks at other coordinates are in no group.
@@ -114,7 +114,7 @@ class RankGrid:
         return tuple(tuple(line) for line in found.values())
 
     def add_view(self, of: Sequence[str], sizes: Mapping[str, int]) -> RankGrid:
-        """Add named axes to the grid that reshape the product of the axes ``of``.
+        """Return a grid with additional named axes that reshape the product of the axes ``of``.
 
         Raises ConfigError if names or sizes do not fit.
         """
@@ -122,12 +122,12 @@ class RankGrid:
         size = prod(self.sizes.get(name, 1) for name in of)
         if not of or list(of) != [name for name in self.sizes if name in of]:
             raise ConfigError(
-                f"A view cannot reshape {list(of)}, because these axes are not mesh axes in the order of the mesh.",
+                f"The axes {list(of)} cannot be reshaped, because they are not mesh axes in the order of the mesh.",
                 remedy=f"Use one or more of {', '.join(self.sizes)} in this order, and no axis of another view.",
             )
         if used := [name for name in sizes if name in self.names]:
             raise ConfigError(
-                f"The name {used[0]!r} of a view is already the name of an axis.",
+                f"The name {used[0]!r} of a new axis is already the name of another axis.",
                 remedy=f"Use a name other than {', '.join(self.names)}.",
             )
         for name, n in sizes.items():
@@ -135,13 +135,13 @@ class RankGrid:
         if prod(sizes.values()) != size or not sizes:
             reshaped = _format_product({name: self.sizes[name] for name in of})
             raise ConfigError(
-                f"The sizes {_format_product(sizes) or dict(sizes)} of a view do not multiply to {reshaped}.",
+                f"The new axes {_format_product(sizes) or dict(sizes)} do not have as many ranks as {reshaped}.",
                 remedy=f"Use sizes whose product is {size}.",
             )
         return replace(self, views=(*self.views, AxisView(tuple(of), dict(sizes))))
 
     def crosses_hosts(self, line: Sequence[int]) -> bool | None:
-        """Return whether the ranks in ``line`` are on more than one host, or None if unknown."""
+        """Return whether the ranks in ``line`` are on more than one host, or None if their hosts are unknown."""
         return len({self.hosts[self.ranks.index(rank)] for rank in line}) > 1 if self.hosts else None
 
     def _coords_of_index(self, place: int) -> dict[str, int]:
@@ -154,7 +154,7 @@ class RankGrid:
         return coords
 
     def _fixed_axes(self, names: Sequence[str]) -> list[str]:
-        """Return the axes on which all ranks of a group over the axes ``names`` have the same coordinate."""
+        """Return the axes on which all ranks of a group have the same coordinate, for groups along ``names``."""
         self.check(*names)
         named = set(names)
         views = [v for v in self.views if named & v.sizes.keys() and not named.issuperset(v.of)]
@@ -194,7 +194,7 @@ COMPOSITE_AXES = {
 
 
 def num_ranks(sizes: TensorGridSize | None, axis: str = "sequence") -> int:
-    """Return the number of ranks for an axis size, which is a number or a tuple of factors.
+    """Return the number of ranks on an axis whose size is a number or a tuple of factors.
 
     Raises ConfigError if the size is invalid.
     """
@@ -205,7 +205,7 @@ def num_ranks(sizes: TensorGridSize | None, axis: str = "sequence") -> int:
     if len(every) not in (1, *counts):
         raise ConfigError(
             f"{axis}={sizes!r} is neither a number of ranks nor {meaning}.",
-            remedy=f"Use a valid value, for example {axis}=4 or {axis}={example}.",
+            remedy=f"Use a value such as {axis}=4 or {axis}={example}.",
         )
     for size in every:
         check_axis_size(axis, size)
@@ -223,7 +223,7 @@ def parse_axis_size(text: str, axis: str) -> int | tuple[int, ...]:
         _, meaning, example = COMPOSITE_AXES[axis]
         raise ConfigError(
             f"--{axis} {text} is neither a number of ranks nor {meaning}.",
-            remedy=f"Use a valid value, for example --{axis} 4 or --{axis} {example.strip('()').replace(', ', 'x')}.",
+            remedy=f"Use a value such as --{axis} 4 or --{axis} {example.strip('()').replace(', ', 'x')}.",
         ) from None
     if total > MAX_GRID_RANKS:
         raise ConfigError(
@@ -234,7 +234,7 @@ def parse_axis_size(text: str, axis: str) -> int | tuple[int, ...]:
 
 
 def build_rank_grid(sizes: AxisSizes | Callable[[], AxisSizes]) -> RankGrid:
-    """Build the rank grid over all launched processes, with their host names.
+    """Build the grid of all launched processes, with the host name of each rank.
 
     Communicates one gather of the sizes and host names.
 
@@ -296,8 +296,8 @@ def _infer_missing_sizes(sizes: dict[str, int | None], world: int) -> dict[str, 
     if prod(resolved.values()) != world:
         shown = {n: s for n, s in reversed(resolved.items()) if s > 1 or n in ("tensor", "data")}
         raise ConfigError(
-            f"{_format_product(shown)} is not the number of processes, {world}.",
-            remedy=f"Omit one of the sizes to infer it, or start {prod(resolved.values())} processes.",
+            f"{_format_product(shown)} is not equal to the number of processes, {world}.",
+            remedy=f"Omit one of the sizes, which is then inferred, or start {prod(resolved.values())} processes.",
         )
     return resolved
 

@@ -1,4 +1,4 @@
-"""Arrange the tensor axis as rows, columns and depth for 2D, 2.5D and 3D tensor parallelism.
+"""Arrange the tensor parallel ranks in rows, columns and depth for 2D, 2.5D and 3D tensor parallelism.
 
 Axes that shard each dimension:
 
@@ -26,7 +26,7 @@ GRID_MODES = ("2d", "2.5d", "3d")
 
 @dataclass(frozen=True, eq=False)
 class TensorGrid:
-    """Row, column and depth axes of a tensor parallel grid, as seen by one process.
+    """Row, column and depth axes of a tensor parallel grid, from the perspective of one process.
 
     Args:
         whole: all ranks of the grid.
@@ -48,7 +48,7 @@ class TensorGrid:
 
     @classmethod
     def of(cls, context: ParallelContext, mode: str) -> TensorGrid:
-        """Build the grid from a context with row, column and depth axes. All processes must call it together."""
+        """Build the grid from a context with row, column and depth axes. All processes must call this together."""
         row, column, depth = (context.axis(name) for name in GRID_AXIS_NAMES)
         batch = context.flatten("row", "column" if mode == "3d" else "depth")
         core = context.flatten("row", "depth")
@@ -61,7 +61,7 @@ class TensorGrid:
 
     @property
     def samples(self) -> int:
-        """Number that must divide the padded batch size."""
+        """Number by which the padded batch size must be divisible."""
         return lcm(self.batch.size, self.core.size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorGrid:
@@ -73,7 +73,7 @@ class TensorGrid:
 
 
 def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None) -> tuple[int, int, int]:
-    """Compute the grid shape (rows, columns, depth) for a tensor parallel mode and a number of ranks.
+    """Compute the shape (rows, columns, depth) of a tensor parallel grid from its mode and its number of ranks.
 
     A single number becomes a square (2D), a stack of squares (2.5D) or a cube (3D). Raises ConfigError if the size does
     not fit the mode.
@@ -96,7 +96,7 @@ def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None
     if mode == "2.5d" and depth is not None:
         side = isqrt(size // depth) if depth else 0
         if side * side * depth != size:
-            raise _size_error(f"{size} and depth={depth}", mode, f"Use a size of {depth} times a square")
+            raise _size_error(f"{size} and depth={depth}", mode, f"Use a size that is {depth} times a square number")
         return side, side, depth
     if mode == "2d":
         side = isqrt(size)
@@ -115,7 +115,7 @@ def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None
 
 
 def with_tensor_grid(context: ParallelContext, mode: str) -> ParallelContext:
-    """Reshape the tensor axis of the mesh into the grid axes of ``mode``. All processes must call it.
+    """Reshape the tensor axis of the mesh into row, column and depth axes. All processes must call this function.
 
     Raises ConfigError if the size of the tensor axis does not fit the mode.
     """
@@ -133,7 +133,7 @@ def _factor_nearly_square(size: int) -> tuple[int, int]:
 
 def _size_error(sizes: str, mode: str, remedy: str) -> ConfigError:
     shapes = {"2d": "rows x columns", "2.5d": "rows x columns x copies", "3d": "rows x columns x depth"}
-    alone = {"2d": "a square", "2.5d": "two or more squares", "3d": "a cube"}
+    alone = {"2d": "a square", "2.5d": "a stack of two or more squares", "3d": "a cube"}
     return ConfigError(
         f"tensor={sizes} does not fit tensor_parallel_mode={mode!r}.",
         rule=f"This mode arranges the ranks as {shapes[mode]}. A single number is arranged as {alone[mode]}.",
@@ -143,7 +143,9 @@ def _size_error(sizes: str, mode: str, remedy: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class GridShards:
-    """Shards that one rank of a tensor grid stores, each written as "number/count", counted from 1, or "all".
+    """Shards of activations and weights that one rank of a tensor parallel grid stores.
+
+    A shard is written as "number/count", counted from 1, or as "all".
 
     Args:
         place: row, column and, except in 2D, depth of the rank.
@@ -160,7 +162,7 @@ class GridShards:
 
 
 def describe_grid_shards(mode: str, sizes: int | tuple[int, ...]) -> list[GridShards]:
-    """Describe the shards of each rank under a grid mode. Raises ConfigError if the sizes do not fit the mode."""
+    """Describe the shards of each rank of a tensor parallel grid. Raises ConfigError for sizes that do not fit."""
     row, column, depth = sizes_of_mode(mode, sizes)
     shards = []
     for rank in range(row * column * depth):
@@ -177,10 +179,10 @@ def describe_grid_shards(mode: str, sizes: int | tuple[int, ...]) -> list[GridSh
 
 
 def grid_communication(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[str, str]]:
-    """Compare 1D and grid tensor parallelism by the number of elements that a rank sends per layer.
+    """Compare how many elements a rank sends per layer in 1D tensor parallelism and on a grid.
 
-    Counts forward and backward of a layer with N tokens, H hidden features, W weights, and V features inside its
-    blocks, E of them at block exits.
+    Counts the forward and backward pass of a layer with N tokens, H hidden features, W weights, V features inside its
+    blocks, and E features at the end of its blocks.
     """
     row, column, depth = sizes_of_mode(mode, sizes)
     ranks = row * column * depth
@@ -200,10 +202,10 @@ def grid_communication(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[st
 
 
 def grid_summary(grid: TensorGrid) -> str:
-    """Describe in sentences which shards a rank of this grid stores and how many elements it sends."""
+    """Describe in words which shards each rank of a grid stores and how many elements it sends per layer."""
     sizes = (grid.row.size, grid.column.size, grid.depth.size)
     (_, line), (_, own) = grid_communication(grid.mode, sizes)
-    widths = ", V features inside its blocks and E at their exits" if "V" in own else ""
+    widths = ", V features inside its blocks and E features at their ends" if "V" in own else ""
     return (
         f"Tensor parallelism on a grid: {grid}. Between blocks, a rank has 1/{grid.batch.size} of the samples and "
         f"1/{grid.hidden.size} of the hidden features: 1/{grid.batch.size * grid.hidden.size} of the activations. "

@@ -1,4 +1,4 @@
-"""Interface for communication between the ranks of an axis, and the log of collectives.
+"""Interface for communication between the ranks of a mesh axis, and the log of collectives.
 
 ``wire_bytes`` is the number of bytes that all R ranks of a group send together under a bandwidth-optimal algorithm,
 for a full tensor of S bytes:
@@ -32,7 +32,7 @@ WIRE_FACTOR = {
 
 
 class CallSite(NamedTuple):
-    """Place where a collective starts: module path and pipeline action, empty if unknown."""
+    """Module and pipeline action in which a collective starts. Unknown parts are empty."""
 
     module: str = ""
     action: str = ""
@@ -43,7 +43,7 @@ NO_CALL_SITE = CallSite()
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """Record of one collective: its kind, axis, purpose, full tensor size in bytes, and call site."""
+    """Record of one collective, such as an all-reduce, with its axis, purpose, size in bytes and call site."""
 
     op: str
     axis: str
@@ -59,7 +59,7 @@ class CollectiveRecord:
 
 
 class CollectiveEvent(NamedTuple):
-    """Event in the log: the start of a collective or the wait for its result.
+    """Event in the log of collectives, which is either the start of a collective or the wait for its result.
 
     ``kind`` is "start" or "wait". Both events have the same ``collective`` object.
     """
@@ -70,7 +70,7 @@ class CollectiveEvent(NamedTuple):
 
 @dataclass(eq=False)
 class CollectiveLog:
-    """Log of the collectives that this process has started, read by ``CollectiveRecorder``.
+    """Log of the collectives that this process has started. ``CollectiveRecorder`` reads the log.
 
     Args:
         calls: collectives in the order of their start. Only the sender logs a message.
@@ -94,7 +94,7 @@ class CollectiveLog:
 
     @contextmanager
     def within(self, *, module: str | None = None, action: str | None = None) -> Iterator[None]:
-        """Log collectives that start in the body under this module path or pipeline action."""
+        """Record the module path or pipeline action for all collectives that start in the ``with`` block."""
         before = self.where
         self.where = CallSite(before.module if module is None else module, before.action if action is None else action)
         try:
@@ -108,7 +108,7 @@ RankGroups = tuple[tuple[int, ...], ...]
 
 
 class Work(Protocol):
-    """Handle of a transfer in progress."""
+    """Handle of an asynchronous transfer."""
 
     def wait(self) -> Any:
         """Wait until the transfer is complete."""
@@ -117,14 +117,14 @@ class Work(Protocol):
 
 
 class AnnouncedCall(NamedTuple):
-    """Name of the collective call that a rank has reached, and whether the ranks then compare numbers."""
+    """Collective call that a rank has reached, as it is announced to the other ranks."""
 
     call: str
-    is_step: bool
+    is_step: bool  # whether the ranks compare numbers at this call
 
 
 class AnnouncedCalls(NamedTuple):
-    """Calls that the ranks of an axis have announced, and the status of ranks that did not arrive.
+    """Collective calls that the ranks of an axis have announced, and the status of ranks that did not arrive.
 
     Args:
         calls: the call of each rank in order, or None for a rank that did not arrive.
@@ -136,18 +136,18 @@ class AnnouncedCalls(NamedTuple):
 
 
 class World(Protocol):
-    """Ranks of the mesh, which are processes or threads, and the transports between them."""
+    """Interface of the processes or threads that are the ranks of a mesh. It connects them by transports."""
 
     @property
     def store(self) -> Any:
-        """The launcher's key-value store, which processes use before their first collective, or None."""
+        """Key-value store of the launcher, or None. Processes use it before their first collective."""
 
     @property
     def thread(self) -> threading.Thread | None:
-        """The thread that runs this rank, or None if the rank is a process."""
+        """Thread that runs this rank, or None if the rank is a process."""
 
     def connect(self, rank_groups: RankGroups) -> Transport:
-        """Create a transport for each group of ranks, and return this rank's. All ranks must call it in one order."""
+        """Create a transport for each group of ranks, and return that of this rank. Ranks must use the same order."""
 
 
 class Transport(Protocol):
@@ -164,25 +164,25 @@ class Transport(Protocol):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group of torch.distributed that carries the messages, or None."""
+        """Process group of torch.distributed that sends the messages, or None without process groups."""
 
     def exchanges_directly(self, x: Tensor) -> bool:
-        """Return whether an ``exchange`` gathers and scatters tensors like ``x`` fastest, as with gloo."""
+        """Return whether ``exchange`` is the fastest way to gather or scatter tensors like ``x``, as with gloo."""
 
     def sends_in_turn(self, device: torch.device) -> bool:
-        """Return whether the messages of two ranks run one at a time in both directions, as with NCCL."""
+        """Return whether two ranks can send each other only one message at a time, as with NCCL."""
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
-        """Reduce ``x`` over all ranks by "sum" or "max", in place."""
+        """Reduce ``x`` in place over all ranks, with the operation "sum" or "max"."""
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        """Concatenate the tensor ``x`` of each rank along dimension 0 of ``out``. All ``x`` have the same shape."""
+        """Concatenate the tensors ``x`` of all ranks along dimension 0 into ``out``. Their shapes must be equal."""
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
-        """Sum ``x`` over all ranks, and write this rank's even chunk along dimension 0 into ``out``."""
+        """Sum ``x`` over all ranks, split the sum evenly along dimension 0, and write this rank's chunk to ``out``."""
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
-        """Send and receive tensors, each keyed by the rank of the peer. Empty tensors are not sent."""
+        """Send and receive tensors, which are passed as dicts from rank to tensor. Empty tensors are not sent."""
 
     def send(self, x: Tensor, to: int, tag: int) -> Work:
         """Send a tensor to a rank. Messages to the same rank with the same tag arrive in order."""
@@ -190,22 +190,22 @@ class Transport(Protocol):
     def receive(self, x: Tensor, source: int, tag: int) -> Work: ...
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        """Overwrite ``x`` with the values of rank ``source``."""
+        """Overwrite ``x`` with the values that it has on rank ``source``."""
 
     def broadcast_object(self, value: Any, source: int) -> Any:
-        """Return the picklable object that rank ``source`` passes as ``value``."""
+        """Return the object that rank ``source`` passes as ``value``. The object must be picklable."""
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the picklable objects of all ranks, in rank order."""
+        """Gather one picklable object from each rank, and return the objects in rank order."""
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the integers of all ranks, in rank order. Each rank passes the same count.
+        """Gather a list of integers from each rank, and return the lists in rank order. Their lengths must be equal.
 
-        Much faster than ``gather_objects``, and does not synchronize a device if host memory can be sent.
+        This is much faster than ``gather_objects``, and does not synchronize a device if host memory can be sent.
         """
 
     def announce_call(self, call: str, *, waits: bool) -> AnnouncedCalls:
-        """Announce to the other ranks that this rank has reached the collective call ``call``.
+        """Announce to the other ranks that this rank has reached a collective call.
 
         Args:
             waits: whether to wait until all ranks have announced a call or cannot reach it; otherwise the result is
@@ -214,7 +214,7 @@ class Transport(Protocol):
 
 
 class _NoTransport:
-    """Transport that raises an error on communication, for an axis of size 1 or without process groups."""
+    """Transport of an axis that cannot communicate, because it has size 1 or no process groups."""
 
     world = group = None
 
@@ -222,7 +222,7 @@ class _NoTransport:
         if name.startswith("__"):
             raise AttributeError(name)
         raise LaunchError(
-            f"{name} was called on an axis that has no process group, so it cannot communicate.",
+            f"{name} was called on a mesh axis that has no process group, so it cannot communicate.",
             remedy="Use the context of launch_from_torch or of shardformer.local_ranks.threads.run_as_threads.",
         )
 

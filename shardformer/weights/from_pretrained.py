@@ -1,6 +1,6 @@
-"""Build models from saved weights, so that each rank reads only its shards of the weights.
+"""Build models from saved weights, so that each rank reads only its own shards from the files.
 
-transformers decides which tensor of the files initializes which parameter, and in which dtype. It also initializes
+transformers decides which tensor in the files initializes which parameter, and in which dtype. It also initializes
 missing parameters. transformers receives the tensors of the files without their values.
 """
 
@@ -45,7 +45,7 @@ def from_pretrained(
     ignore_mismatched_sizes: bool = False,
     **options: Any,
 ) -> nn.Module:
-    """Build a transformers model from saved weights. In ``shard_model``, each rank reads only its shards.
+    """Build a transformers model from saved weights, of which each rank reads only its shards in ``shard_model``.
 
     Weights that the files lack, such as those of a new head, get the values that transformers' ``from_pretrained``
     produces after the same ``torch.manual_seed``. ``describe_sharding`` lists them.
@@ -53,14 +53,14 @@ def from_pretrained(
     Args:
         model_class: a model class of transformers, or an Auto class such as ``AutoModelForCausalLM``.
         pretrained_model_name_or_path: a folder written by ``save_pretrained`` (one safetensors file, or several with
-            an index), or a model name on the Hugging Face hub.
-        config: used instead of the folder's config.
+            an index), or a model name on the Hugging Face Hub.
+        config: a config to use instead of the one in the folder.
         dtype: dtype of the weights. None uses that of the config, as in transformers.
         all_bytes: whether ranks compare checksums over all bytes of the files, which each rank then reads. By default
             they compare headers and sampled bytes.
         ignore_mismatched_sizes: whether weights of another shape than in the files, such as those of a head with other
             classes, are initialized as missing weights are. By default they raise an error.
-        options: options of the hub, such as ``revision`` or ``local_files_only``; ``trust_remote_code=True`` to run
+        options: options of the Hub, such as ``revision`` or ``local_files_only``; ``trust_remote_code=True`` to run
             Python code from the model's folder, for an Auto class; or fields of the config.
 
     Raises:
@@ -100,8 +100,8 @@ def _load_model(model_class: Any, path_or_name: str, **options: Any) -> tuple[An
         return cast(tuple[Any, Any], loaded)
     except Exception as error:  # mismatched sizes raise errors of any type
         raise ConfigError(
-            f"transformers cannot load the weights of {path_or_name!r} into {model_class.__name__}: {error}.",
-            remedy="Find the class that can load the weights with from_pretrained of transformers.",
+            f"transformers cannot load the weights of {path_or_name!r} into a {model_class.__name__}: {error}.",
+            remedy="Pass a model class for which from_pretrained of transformers can load these weights.",
         ) from error
 
 
@@ -125,17 +125,17 @@ def _load_config_and_class(
             )
         except Exception as error:  # the file and its fields may contain any value
             raise ConfigError(
-                f"{path_or_name!r} has no config that transformers can read: {first_line(error)}.",
-                remedy=f"Correct the path or name, or pass config=. {CONSENT}"
+                f"transformers cannot read the config of {path_or_name!r}: {first_line(error)}.",
+                remedy=f"Correct the path or name, or pass a config. {CONSENT}"
                 if auto
-                else "Correct the path or name, or pass config=",
+                else "Correct the path or name, or pass a config",
             ) from error
     else:
         unknown = dict(options)
     if unknown:
         raise ConfigError(
             f"from_pretrained has no option {next(iter(unknown))!r}.",
-            rule=f"Options are fields of the {type(config).__name__}, and {', '.join(HUB)}.",
+            rule=f"The options are the fields of {type(config).__name__}, and {', '.join(HUB)}.",
             remedy="Remove it" if not options.keys() - unknown.keys() else "Correct its name",
         )
     if getattr(config, "quantization_config", None) is not None:
@@ -173,14 +173,14 @@ def _find_weights_files(path_or_name: str, hub_options: Mapping[str, Any]) -> li
 
 
 def _check_index(path_or_name: str, path: str) -> None:
-    """Raise ConfigError if the index of safetensors files is invalid, or refers to files outside its folder."""
+    """Raise ConfigError if an index of safetensors files is invalid, or refers to files outside its folder."""
     try:
         with open(path, encoding="utf-8") as file:
             index = json.load(file)
         names = list(index["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _make_no_weights_error(
-            path_or_name, f"{WEIGHTS_INDEX_NAME} is not an index ({type(error).__name__}: {first_line(error)})"
+            path_or_name, f"{WEIGHTS_INDEX_NAME} is not a valid index ({type(error).__name__}: {first_line(error)})"
         ) from error
     for name in names:
         inside = isinstance(name, str) and not os.path.isabs(name) and ".." not in re.split(r"[/\\]", name)
@@ -210,7 +210,7 @@ def _load_generation_config(path_or_name: str, hub_options: Mapping[str, Any]) -
 
 @contextmanager
 def _without_loading_threads() -> Iterator[None]:
-    """Make transformers load weights in the main thread, because calls in other threads are not recorded."""
+    """Make transformers load weights in the main thread, because calls in its loading threads are not recorded."""
     before = os.environ.get(ASYNC)
     os.environ[ASYNC] = "1"
     try:
@@ -224,7 +224,7 @@ def _without_loading_threads() -> Iterator[None]:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Hide the progress bar of transformers, because no values are read, and on all ranks but the first its report."""
+    """Hide the progress bar of transformers, and its loading report on all ranks except the first."""
     from transformers.utils import logging
 
     has_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -255,7 +255,7 @@ def _check_loaded_weights(model: Any, path_or_name: str, info: Mapping[str, Any]
         raise ConfigError(
             f"{path_or_name!r} has no weights for {type(model).__name__}: the model has {sorted(missing)[0]!r}, "
             f"but the files have {min(info['unexpected_keys'], default='nothing')!r}.",
-            remedy="Pass the class of the saved model.",
+            remedy="Pass the model class with which the weights were saved.",
         )
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix or " ") else ""
     lacking = [key for key in sorted(missing) if key.startswith(prefix) and re.search(r"\.\d+\.", key)]
@@ -263,12 +263,13 @@ def _check_loaded_weights(model: Any, path_or_name: str, info: Mapping[str, Any]
         raise ConfigError(
             f"{path_or_name!r} has no weights for {_abbreviate_names(lacking)}.",
             rule="Only modules outside the layers, such as a new head, can be initialized randomly.",
-            remedy="Pass a config with the number of saved layers, or build under LazyInit for random weights.",
+            remedy="Pass a config with the number of layers in the files. For random weights, build the model under "
+            "LazyInit.",
         )
 
 
 def _tie_equal_weights(model: Any) -> None:
-    """Tie two parameters of the model if their saved weights are equal, as transformers does."""
+    """Tie the parameters that the model declares as tied if their saved weights are equal, as transformers does."""
     for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
         one, other = model.get_parameter(target), model.get_parameter(source)
         if one is other or deferred_storage_of(one) is None or deferred_storage_of(other) is None:

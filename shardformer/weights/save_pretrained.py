@@ -1,4 +1,4 @@
-"""Save a sharded model in the format of transformers, with full weights."""
+"""Save a sharded model with full weights in the format of transformers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def export_pretrained(
     tokenizer: Any = None,
     max_file_bytes: int = MAX_BYTES,
 ) -> Path:
-    """Export a sharded model to a directory that transformers' ``from_pretrained`` reads.
+    """Export a sharded model to a directory that transformers' ``from_pretrained`` can load.
 
     All ranks must call it. Writes full weights as safetensors files with an index, the config and generation config.
     No rank materializes more of the full model than one tensor: each rank writes its shards to a temporary file, as
@@ -120,11 +120,12 @@ def _resolve_export_directory(folder: Any, tensors: ModelTensors, max_file_bytes
     if find_metadata(tensors.model).adapters is not None:
         raise ConfigError(
             f"This {type(tensors.model).__name__} has PEFT adapters, which from_pretrained cannot load.",
-            remedy="Save them with save_pretrained of the PEFT model, or export the result of merge_and_unload().",
+            remedy="Save the adapters with save_pretrained of the PEFT model, or export the result of "
+            "merge_and_unload().",
         )
     if unknown := [name for name, x in tensors.tensors.items() if x.dtype == torch.complex128]:
         raise ConfigError(
-            f"{unknown[0]} has the dtype complex128, which safetensors does not support.",
+            f"The tensor {unknown[0]} has the dtype complex128, which safetensors does not support.",
             remedy="Convert it to complex64 before training, or store it as float64 with torch.view_as_real. "
             "save_checkpoint supports complex128.",
         )
@@ -134,9 +135,9 @@ def _resolve_export_directory(folder: Any, tensors: ModelTensors, max_file_bytes
 
 
 def check_target(target: Path, model: Any = None) -> None:
-    """Raise ConfigError if ``target`` is not a directory that an export may create or replace.
+    """Raise ConfigError if an export must not create or replace the directory ``target``.
 
-    It must not be a file, the directory from which the model was loaded, or a directory that no export wrote.
+    Files, the directory from which the model was loaded, and directories that no export wrote must not be replaced.
     """
     if target.is_symlink():
         raise ConfigError(
@@ -171,7 +172,7 @@ def _is_export(folder: Path) -> bool:
 
 
 def _distribute_tensors(index: CheckpointIndex, max_file_bytes: int) -> dict[str, list[tuple[str, IndexEntry]]]:
-    """Distribute the tensors of a model over weights files of limited size, as a dict from file names to tensors."""
+    """Distribute the tensors of a model over files of limited size. Return a dict from file names to tensors."""
     files: list[list[tuple[str, IndexEntry]]] = []
     used = max_file_bytes
     for full, entry in sorted(index.tensors.items()):
@@ -209,14 +210,14 @@ def _read_full_tensor(reader: BoxReader, name: str, entry: IndexEntry) -> Tensor
         view = full[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
         reader.read(f"{WEIGHTS}/{name}", box, (box.start, box.size), view)
         if weighted_sum(view, box.start) != box.sum:
-            raise corrupt_checkpoint_error(f"The checksum of {name} changed after it was written")
+            raise corrupt_checkpoint_error(f"The checksum of {name} differs from the checksum when it was written")
     return full
 
 
 def _complete_export(
     temporary_directory: Path, target: Path, model: Any, files: dict[str, list[tuple[str, IndexEntry]]], tokenizer: Any
 ) -> None:
-    """Write all files of an export except the weights, and move the directory to its final path."""
+    """Write the remaining files of an export, such as the config, and move the directory to its final path."""
     remove(temporary_directory / EXPORT_FILE_NAME)
     if len(files) > 1:
         weight_map = {name: file for file, entries in files.items() for name, _ in entries}
@@ -245,7 +246,7 @@ def _save_config_and_tokenizer(folder: Path, model: Any, tokenizer: Any) -> None
 
 
 def check_export(model: Any, tokenizer: Any = None) -> None:
-    """Raise ConfigError if an export would fail, because transformers cannot write or read the config or tokenizer.
+    """Raise ConfigError if an export would fail because of the config or the tokenizer.
 
     Writes all files except the weights to a temporary directory, and reads the config from it.
     """
@@ -261,7 +262,7 @@ def check_export(model: Any, tokenizer: Any = None) -> None:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
             raise ConfigError(
                 f"{type(model).__name__} cannot be exported: {' '.join(lines)}.",
-                remedy="Correct the fields of the config, or disable the export.",
+                remedy="Correct the config, or disable the export.",
             ) from error
 
 
@@ -269,13 +270,13 @@ _EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding1D, Embedding1D)
 
 
 def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """Count the parameters of the full model, like ``num_parameters`` of transformers."""
+    """Return the number of parameters of the full model, like ``num_parameters`` of transformers."""
     state = metadata_of(self)
     if state.stages is not None and state.context.pipe.size > 1:
         if only_trainable or exclude_embeddings:
             raise ConfigError(
                 "num_parameters with only_trainable or exclude_embeddings is not available on a pipeline stage.",
-                remedy="Call it on the plain model before sharding.",
+                remedy="Call num_parameters on the plain model before sharding.",
             )
         return int(state.stages.num_parameters)
     embeddings = {id(p) for m in self.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters()}
@@ -289,7 +290,7 @@ def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: 
 
 
 def save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
-    """Save the full weights of a sharded model on the first rank, with ``save_pretrained`` of its class.
+    """Save the full weights of a sharded model on the first rank, with transformers' ``save_pretrained``.
 
     All ranks must call it. Replaces the directory atomically (see ``DirectoryWriter``).
     """
@@ -316,12 +317,13 @@ def _check_saving(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise ConfigError(
             f"save_pretrained requires a directory, but received the path of a file: {os.fspath(folder)!r}.",
-            remedy="Pass a directory.",
+            remedy="Pass the path of a directory.",
         )
     is_first = all(axis.rank == 0 for axis in state.context.axes.values())
     if is_first and not kwargs.get("is_main_process", True):
         raise ConfigError(
-            "save_pretrained(is_main_process=False) was called on the first rank.", remedy="Remove is_main_process."
+            "save_pretrained(is_main_process=False) was called on the first rank, which writes the files.",
+            remedy="Remove is_main_process.",
         )
     entries = {e.name: e.spec for e in state.entries}
     for name, value in (kwargs.get("state_dict") or {}).items():
@@ -334,24 +336,25 @@ def _check_saving(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any
 
 
 def raise_resize_error(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Raise ConfigError, because new rows of an embedding would not be sharded."""
+    """Raise ConfigError for ``resize_token_embeddings`` on a sharded model, because new rows would not be sharded."""
     raise ConfigError(
-        "resize_token_embeddings is not supported on a sharded model.", remedy="Resize the plain model, then shard it."
+        "resize_token_embeddings is not supported on a sharded model.",
+        remedy="Resize the embeddings of the plain model, then shard the model.",
     )
 
 
 def raise_load_adapter_error(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Raise ConfigError for ``load_adapter`` of transformers on a sharded model."""
+    """Raise ConfigError, because ``load_adapter`` of transformers does not work on a sharded model."""
     raise ConfigError(
         "load_adapter of transformers is not supported on a sharded model.",
-        rule="It assigns full tensors to the parameters of the adapter.",
+        rule="It assigns full tensors to adapter parameters that are sharded.",
         remedy="Use PeftModel.from_pretrained(model, folder), or load the adapter before shard_model.",
     )
 
 
 def raise_submodule_save_error(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Raise ConfigError for a submodule of a sharded model, because only the full model can gather its weights."""
+    """Raise ConfigError for ``save_pretrained`` on a submodule of a sharded model."""
     raise ConfigError(
         f"save_pretrained is not supported on a {type(self).__name__} inside a sharded model.",
-        remedy="Save the full model, or use shardformer.full_state_dict(model).",
+        remedy="Save the full model, or gather its weights with shardformer.full_state_dict(model).",
     )

@@ -1,4 +1,4 @@
-"""Load and return state dicts of a sharded model, with full tensors or local shards."""
+"""Load and gather state dicts of a sharded model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardformer.torch_compat import IncompatibleKeys
 
 
 def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-    """Load a state dict with full tensors of the plain model, or with the local shards of this rank.
+    """Load a state dict that contains either full tensors or the local shards of this rank.
 
     Communicates nothing, except under ZeRO stage 3, where all ranks must call it with full tensors. Raises ConfigError
     for the state dict of another model. The model is then unchanged.
@@ -42,7 +42,7 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool
         a, b = (next(name for name, full in sharded.items() if full is kind) for kind in (True, False))
         raise ConfigError(
             f"The state dict contains the full tensor {a}, but only a shard of {b}.",
-            remedy="Pass shardformer.full_state_dict(model), or a checkpoint of the plain model.",
+            remedy="Pass the result of full_state_dict(model), or the state dict of the plain model.",
         )
     _check_names(type(self).__name__, own, here, state_dict, strict=strict)
     local = {n: specs[n].slice(v, state.coords) if sharded.get(n) else v for n, v in own.items()}
@@ -56,7 +56,7 @@ def _first_names(model: nn.Module, state: ShardingMetadata) -> dict[str, str]:
 def _add_tied_names(
     state_dict: Mapping[str, Any], here: Mapping[str, Tensor], firsts: Mapping[str, str]
 ) -> Mapping[str, Any]:
-    """Add a tied weight of this pipeline stage to a state dict that has it only under its name on another stage."""
+    """Add the tied weights of this pipeline stage to a state dict that has them under their names on other stages."""
     values = {firsts[name]: value for name, value in state_dict.items() if name in firsts}
     tied = {name: first for name in here if name not in state_dict and (first := firsts.get(name)) in values}
     return {**state_dict, **{name: values[first] for name, first in tied.items()}}
@@ -78,8 +78,8 @@ def _load_stage_3(self: nn.Module, state: ShardingMetadata, state_dict: Mapping[
             if name in shapes and tuple(value.shape) != shapes[name]:
                 raise ConfigError(
                     f"{name} has the shape {tuple(value.shape)} in the state dict, but {shapes[name]} in this model.",
-                    rule="Under ZeRO stage 3, load_state_dict needs full tensors.",
-                    remedy="Pass shardformer.full_state_dict(model), or the weights of the plain model.",
+                    rule="Under ZeRO stage 3, load_state_dict requires full tensors.",
+                    remedy="Pass the result of full_state_dict(model), or the state dict of the plain model.",
                 )
 
     collective_call(state.context, check, action="load a state dict")
@@ -90,7 +90,7 @@ def _check_load_arguments(assign: bool) -> None:
     if assign:
         raise ConfigError(
             "load_state_dict(assign=True) is not supported on a sharded model.",
-            rule="The option would replace the parameters whose gradients are synchronized between ranks.",
+            rule="It would replace parameters whose gradients are synchronized between ranks.",
             remedy="Remove assign=True, so that the values are copied.",
         )
 
@@ -101,20 +101,20 @@ def _check_tensor_types(state_dict: Mapping[str, Any]) -> None:
             is_tensor = isinstance(value, Tensor)
             what = ("meta tensor" if value.is_meta else "sparse tensor") if is_tensor else type(value).__name__
             raise ConfigError(
-                f"{name} is a {what} in the state dict.",
-                remedy="Pass regular tensors. Convert with tensor.to_dense() or torch.from_numpy if needed.",
+                f"The value of {name} in the state dict is a {what}.",
+                remedy="Pass regular tensors. Convert other values with tensor.to_dense() or torch.from_numpy.",
             )
 
 
 def _is_full_tensor(name: str, value: Tensor, local: Tensor, spec: ShardSpec) -> bool | None:
-    """Return whether a value of a state dict is a full tensor, not a shard, or None if both have the same shape."""
+    """Return True for a full tensor and False for a shard, or None if both have the same shape."""
     if value.shape == local.shape:
         return None if spec.shape == tuple(local.shape) else False
     if tuple(value.shape) == spec.shape:
         return True
     raise ConfigError(
         f"{name} has the shape {tuple(value.shape)} in the state dict, but {spec.shape} in this model.",
-        remedy="Build the model from the config of the saved model.",
+        remedy="Build the model from the config with which the state dict was saved.",
     )
 
 
@@ -140,7 +140,9 @@ def _check_names(
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Gather the plain model's state dict, with all full parameters and buffers, on the CPU of every rank.
+    """Gather the full state dict of a sharded model on the CPU of every rank.
+
+    The state dict has the parameters and buffers of the plain model.
 
     ``model`` is the sharded model, or a wrapper of PEFT around it, whose adapters are included.
 
@@ -152,7 +154,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gather_state_dict(model: nn.Module, is_selected: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Gather the tensors of ``full_state_dict`` whose names are selected. All ranks select the same names."""
+    """Gather only selected tensors of a sharded model's full state dict. All ranks must select the same names."""
     state = metadata_of(model)
     axes = [state.context.tensor, state.context.pipe, *([state.context.data] if state.parameter_owner else [])]
     wait_for_all_ranks("full_state_dict", *axes)
@@ -183,9 +185,9 @@ def gather_state_dict(model: nn.Module, is_selected: Callable[[str], bool]) -> d
 def _broadcast_from_stages(
     local_state: dict[str, Tensor], stages: Stages, state: ShardingMetadata, is_selected: Callable[[str], bool]
 ) -> dict[str, Tensor]:
-    """Broadcast the state dict of each pipeline stage, and return the state dict of the full model.
+    """Broadcast the state dicts of all pipeline stages, and return the state dict of the full model.
 
-    Its order is that of the plain model. Tied names share one tensor.
+    The names are in the order of the plain model. Tied names share one tensor.
     """
     pipe, device = state.context.pipe, state.context.device
     full: dict[str, Tensor] = {}

@@ -40,7 +40,7 @@ def test_a_long_schedule_fits_on_a_screen(capsys: pytest.CaptureFixture[str]) ->
     said = capsys.readouterr().out
     assert len(said.splitlines()) <= 36
     assert "F0 " in said and "B31" in said and "F15" not in said
-    assert "time 30 to 75 is not shown" in said and "--out FILE.svg shows the whole schedule" in said
+    assert "time 30 to 75 is not shown" in said and "--out FILE.svg to see the whole schedule" in said
     schedule = make_schedule("1f1b", 4, 32)
     assert "F15" in schedule_as_text(schedule, simulate(schedule)), "without a width, nothing is left out"
 
@@ -94,9 +94,9 @@ def test_the_path_of_a_saved_chart_is_printed(tmp_path: Path, capsys: pytest.Cap
         (("--send", "-1"), "send=-1"),
         (("--out", "chart.pdf"), "chart.svg"),
         (("--micro-batches", "100000"), "Use --micro-batches 4096 or fewer"),
-        (("--stages", "16384", "--micro-batches", "1"), "cells: a row per stage"),
-        (("--schedule", "interleaved", "--num-model-chunks", "1000000"), "cells: a row per stage"),
-        (("--schedule", "zbv", "--stages", "16", "--micro-batches", "1024"), "cells: a row per stage"),
+        (("--stages", "16384", "--micro-batches", "1"), "cells. It has one row per stage"),
+        (("--schedule", "interleaved", "--num-model-chunks", "1000000"), "cells. It has one row per stage"),
+        (("--schedule", "zbv", "--stages", "16", "--micro-batches", "1024"), "cells. It has one row per stage"),
         (("--durations", "F=1e308,B=1e308"), "chart of inf time units"),
         (("--durations", "F=1e-308"), "of similar size"),
         (("--send", "1e9"), "exceeds 32768 columns"),
@@ -135,7 +135,7 @@ def test_a_grid_lists_the_shards_of_each_rank(
     [
         (["--grid", "2x2", "--tensor-parallel-mode", "3d"], "Pass three sizes"),
         (["--grid", "ax2"], "--grid 4 or --grid 2x2"),
-        (["--grid", "200x200"], "at most 1024 rows"),
+        (["--grid", "200x200"], "at most 1024 ranks"),
         (["--grid", "99999999999999999999x2"], "ranks per axis"),
         (["--grid", "2x2", "--out", "grid.png"], "--out has no effect with --grid"),
         (["--grid", "2x2", "--stages", "4"], "--stages has no effect with --grid"),

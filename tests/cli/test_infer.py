@@ -40,4 +40,4 @@ def test_an_invalid_class_name_raises(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_missing_model_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["infer", str(tmp_path)])
-    assert "has no config.json" in capsys.readouterr().err
+    assert "does not contain a config.json" in capsys.readouterr().err

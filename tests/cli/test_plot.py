@@ -125,7 +125,7 @@ def test_without_matplotlib_the_table_and_the_extra_are_printed(
         (("first", "frist"), "'frist' does not exist"),
         (("first", "first/log"), "was passed twice"),
         (("first", "./first/log/../log"), "was passed twice"),
-        (("empty",), "No metrics are recorded in empty"),
+        (("empty",), "No metrics have been recorded in empty"),
         ((".",), "contains 2 runs"),
     ],
 )

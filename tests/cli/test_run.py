@@ -218,7 +218,7 @@ def test_an_error_raised_on_all_ranks_is_printed_once(tmp_path: Path) -> None:
     )
     status, _, err = finish(start("--nproc_per_node", "2", bad))
     assert status == 1 and "Traceback" not in err and "__post_init__" not in err
-    assert err.count("enable_sequence_overlap=True needs") == 1
+    assert err.count("enable_sequence_overlap=True requires") == 1
     assert err.count(f'File "{bad}", line 3, in configure') == 1
     last = err.strip().splitlines()[-1]
     assert "all 2 ranks: exit code 1, ConfigError" in last and "SHARDFORMER_TRACEBACK=1" in last
@@ -381,17 +381,17 @@ def test_without_hosts_the_options_equal_those_of_torchrun() -> None:
 @pytest.mark.parametrize(
     ("arguments", "value"),
     [
-        ([], "has no script"),
-        (["--nproc_per_node", "2"], "has no script"),
+        ([], "No script was passed"),
+        (["--nproc_per_node", "2"], "No script was passed"),
         (["--frobnicate=2", "a.py"], "--frobnicate"),
-        (["--nproc", "2", "a.py"], "'--nproc' is incomplete"),
+        (["--nproc", "2", "a.py"], "'--nproc' is ambiguous"),
         (["--nproc_per_node", "many", "a.py"], "'many'"),
         (["--nproc_per_node", "0", "a.py"], "0 processes"),
         (["--nnodes", "none", "a.py"], "'none'"),
         (["--nnodes", "2", "--node_rank", "2", "a.py"], "--node_rank 2"),
         (["--host", "127.0.0.1", "--standalone", "a.py"], "--standalone"),
         (["--host", "127.0.0.1", "--rdzv_endpoint", "x:1", "a.py"], "rendezvous"),
-        (["--host", "127.0.0.1", "--nnodes", "2", "a.py"], "--nnodes 2 differs"),
+        (["--host", "127.0.0.1", "--nnodes", "2", "a.py"], "--nnodes 2 does not match"),
         (["--nproc_per_node", "99999999999999999999", "a.py"], "too many processes"),
         (["--nproc_per_node", "1000000", "a.py"], "1000000 processes"),
         (["--nnodes", "99999999999999999999", "a.py"], "--nnodes '9999"),

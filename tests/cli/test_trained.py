@@ -236,12 +236,12 @@ def test_the_exported_byte_tokenizer_has_the_tokens_of_the_run(text: str, adds_e
         ("generate {run} ''", "The prompt '' is empty"),
         (
             "generate {run} hi --max-new-tokens 1023",
-            "exceeds the 1024 positions of the model. Use --max-new-tokens 1022",
+            "exceed the maximum sequence length of the model, 1024 tokens. Use --max-new-tokens 1022",
         ),
-        ("generate {run} hi --top-p 1.5", "--top-p 1.5 is not above 0 and up to 1"),
-        ("generate {run} hi --temperature 0", "--temperature 0.0 is not above 0"),
+        ("generate {run} hi --top-p 1.5", "--top-p 1.5 is not a number above 0 and up to 1"),
+        ("generate {run} hi --temperature 0", "--temperature 0.0 is not a number above 0"),
         ("generate {run}/none hi", "is not a trained model"),
-        ("export {run}/model out", "is already a model for from_pretrained"),
+        ("export {run}/model out", "is already a model folder that from_pretrained can load"),
         ("export {run} {run}", "is not an export of ShardFormer"),
         ("export {empty} out", "contains no checkpoint"),
         ("evaluate {run} --set data.validation=", "has no validation data"),
@@ -293,7 +293,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_on_conversations(folder, tokenizer=str(folder / "words"))
 
 
-NOTE = "The prompt is a user message in the chat template. --raw continues it as it is.\n"
+NOTE = "The prompt was inserted into the chat template as a user message. Use --raw to continue it unchanged.\n"
 
 
 def test_a_run_on_conversations_answers_in_its_chat_template(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,7 +214,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
             ["gpt2", "--schedule", "gpipe", "--micro-batches", "4"],
             "--micro-batches 4 --schedule gpipe has no effect without --pipe",
         ),
-        (["gpt2", "--partition", "uniform"], "Add --pipe 2, or remove it"),
+        (["gpt2", "--partition", "uniform"], "Add --pipe 2, or remove --partition uniform"),
         (["gpt2", "--pipe", "0"], "pipe=0 is less than 1.\n  Use --pipe 1 or more.\n"),
         (["gpt2", "--pipe", "2", "--schedule", "gpip"], "Did you mean 'gpipe'?"),
         (
@@ -234,7 +234,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         ),
         (["gpt2", "--pipe", "2", "--partition", "1,2,3"], "Pass 2 counts that sum to 6, such as [3, 3]"),
         (["gpt_neo", "--pipe", "2", "--partition", "2,3"], "omits layer 5"),
-        ([os.path.dirname(__file__)], "has no config.json"),
+        ([os.path.dirname(__file__)], "does not contain a config.json"),
         (["bert", "--tokens", "99"], "64 positions"),
         (["vit", "--tokens", "20"], "--tokens 20"),
         (

@@ -40,7 +40,7 @@ def test_user_path_is_expanded_and_absolute(tmp_path: Path, monkeypatch: pytest.
     assert path_of("~/a") == Path("/home/me/a")
     assert path_of("link/../a") == tmp_path / "link/../a", "a link may lead elsewhere"
     for wrong in ("", "a\0b", None, 3, b"a"):
-        with pytest.raises(ConfigError, match="is not the path of a folder"):
+        with pytest.raises(ConfigError, match="is not a valid path of a folder"):
             path_of(wrong)  # type: ignore[arg-type]
 
 

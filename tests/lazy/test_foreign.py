@@ -190,7 +190,7 @@ def test_an_index_may_only_name_files_in_its_folder(folder: Path, name: Any) -> 
 @pytest.mark.parametrize("text", ["[]", "3", "{}", '{"weight_map": []}', "{", ""])
 def test_an_invalid_index_is_refused(folder: Path, text: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"is not an index"):
+    with pytest.raises(ConfigError, match=r"is not a valid index"):
         shardformer.from_pretrained(transformers.LlamaForCausalLM, folder)
 
 

@@ -175,7 +175,7 @@ def test_files_may_be_overwritten_after_materialization(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no config.*Correct the path"):
+    with pytest.raises(ConfigError, match=r"cannot read the config.*Correct the path"):
         from_pretrained(transformers.BertModel, tmp_path / "nowhere")
 
 
@@ -229,7 +229,7 @@ def test_a_head_for_other_classes_is_initialized_as_in_transformers(tmp_path: Pa
 
 def test_missing_layers_are_refused(tmp_path: Path) -> None:
     save(BERT(), tmp_path)
-    with pytest.raises(ConfigError, match=r"no weights for bert.encoder.layer.2\..*number of saved layers"):
+    with pytest.raises(ConfigError, match=r"no weights for bert.encoder.layer.2\..*number of layers in the files"):
         from_pretrained(transformers.BertForMaskedLM, tmp_path, num_hidden_layers=3)
 
 

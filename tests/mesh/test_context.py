@@ -308,7 +308,9 @@ def test_missing_environment_variables_are_named(monkeypatch: pytest.MonkeyPatch
     for name in missing:
         monkeypatch.delenv(name)
     monkeypatch.delenv("SLURM_PROCID", raising=False)
-    with pytest.raises(LaunchError, match=f"{', '.join(missing)}, which a launcher sets, are missing.*shardformer run"):
+    with pytest.raises(
+        LaunchError, match=f"{', '.join(missing)} are missing, so no launcher has started this process.*shardformer run"
+    ):
         launch_from_torch()
 
 
@@ -384,7 +386,7 @@ def test_context_without_world_cannot_communicate() -> None:
     assert (context.rank, context.tensor.ranks, context.flatten("data", "row").ranks) == (6, (4, 5, 6, 7), (0, 2, 4, 6))
     assert context.coords == {"data": 1, "pipe": 0, "sequence": 0, "tensor": 2, "row": 1, "column": 0}
     assert context.tensor.group is None
-    with pytest.raises(LaunchError, match="all_reduce was called on an axis that has no process group"):
+    with pytest.raises(LaunchError, match="all_reduce was called on a mesh axis that has no process group"):
         all_reduce(torch.ones(1), context.tensor, op="max")
     with pytest.raises(ConfigError, match=r"no axis 'rwo'.*tensor, row, column.*'row'"):
         context.axis("rwo")

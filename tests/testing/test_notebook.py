@@ -68,7 +68,7 @@ def test_what_cannot_be_launched_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(LaunchError, match="has used CUDA"):
             notebook_launcher(print)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(LaunchError, match="already one of several ranks"):
+    with pytest.raises(LaunchError, match="already a rank of a distributed run"):
         notebook_launcher(print)
 
 
@@ -79,7 +79,9 @@ def test_functions_of_a_notebook_cannot_be_sent_to_workers(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "__main__", main)
     model_fn.__module__, model_fn.__qualname__ = "__main__", "model_fn"
     main.model_fn = model_fn  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="model_fn of a notebook or interactive session cannot be sent"):
+    with pytest.raises(
+        ConfigError, match="model_fn is defined in a notebook or interactive session and cannot be sent"
+    ):
         RemoteCall.of(model_fn, (), {})
     main.__file__ = "script.py"
     RemoteCall.of(model_fn, (), {})
