@@ -159,6 +159,7 @@ def _describe_file_difference(rank: int, first: int, every: dict[int, FileFinger
     pairs = list(zip(files, usual, strict=False))
     (path, contents), (other, right) = next((pair for pair in pairs if pair[0][1] != pair[1][1]), pairs[0])
     if len(files) != len(usual):
-        return f"rank {rank} reads {len(files)} files such as {path!r}, but rank {first} {len(usual)} such as {other!r}"
+        counts = [f"{len(found)} file{'s' * (len(found) > 1)}" for found in (files, usual)]
+        return f"rank {rank} reads {counts[0]} such as {path!r}, but rank {first} reads {counts[1]} such as {other!r}"
     what = contents.describe_difference(right)
     return f"rank {rank} reads {path!r}, rank {first} reads {other!r}, and they differ in their {what}"
