@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardformer.comm.collective_call import collective_call
 from shardformer.config import ShardConfig, ShardOptions
 from shardformer.consistency.initial_weights import check_same_files
+from shardformer.context_parallel.method import choose_ring_sizes, is_explicit_method
 from shardformer.discovery.derive_policy import (
     DerivedPolicy,
     NothingShardedError,
@@ -25,8 +26,7 @@ from shardformer.discovery.derive_policy import (
 from shardformer.discovery.user_policy_validation import check_registered_policy, validate_user_policy
 from shardformer.discovery.validation import validate_context_parallel, validate_tensor_grid
 from shardformer.errors import ConfigError, PolicyError, first_line
-from shardformer.integrations.peft import has_adapters, shard_with_adapters
-from shardformer.integrations.peft.entry_points import PEFT_ENTRY_POINTS
+from shardformer.integrations.peft import PEFT_ENTRY_POINTS, has_adapters, shard_with_adapters
 from shardformer.layout.packed_weights import find_packed_weights
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.layer_sequence import measure_layer_costs, no_layers_error
@@ -36,7 +36,6 @@ from shardformer.policies.role_policy import RolePolicy
 from shardformer.public_names import renamed_parameters
 from shardformer.random_state import fork_random_state
 from shardformer.sharding.apply import ResolvedPolicy, Sharder, bind_policy
-from shardformer.sharding.apply_context_parallel import choose_ring_sizes, is_explicit_method
 from shardformer.sharding.checks import check_can_be_sharded, check_no_integer_weights, runs_user_code
 from shardformer.sharding.compiled_layers import compile_model
 from shardformer.sharding.describe import sharded_extra_repr

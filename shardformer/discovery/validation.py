@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
+from shardformer.context_parallel.method import RingSizes
 from shardformer.discovery import reduced_model
 from shardformer.discovery.example_inputs import Forward, forward_call
 from shardformer.discovery.forward_trace import StackCallRecord
@@ -41,7 +42,7 @@ from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import LayerStack
 from shardformer.sharding.apply import shard_for_validation
-from shardformer.sharding.apply_context_parallel import ContextFindings, RingSizes, explain_unsupported_attention
+from shardformer.sharding.apply_context_parallel import ContextFindings, explain_unsupported_attention
 from shardformer.sharding.apply_tensor_grid import (
     ArgumentSamples,
     find_full_input_modules,

@@ -1,14 +1,15 @@
-"""Set up context parallelism: check the model, choose ring and Ulysses sizes, and install hooks."""
+"""Set up context parallelism: check the model and its attention, and install hooks."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from shardformer.context_parallel import attention
+from shardformer.context_parallel.method import GROUP, RING, choose_ring_sizes, is_explicit_method
 from shardformer.context_parallel.model_hooks import FullSequenceHook, ModelInputHook, StackHook, run_on_local_positions
 from shardformer.context_parallel.sequence_layout import ContextParallelState, Dims
 from shardformer.errors import ConfigError
@@ -20,32 +21,6 @@ from shardformer.module_paths import find_module
 from shardformer.pipeline.layer_sequence import StackDescription
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.transformers_compat import get_uniform_field
-
-RING, GROUP = "ring", "ulysses"
-"""Names of the two axes into which the sequence axis is split."""
-
-
-@dataclass(frozen=True)
-class RingSizes:
-    """The sizes of the ring and Ulysses groups into which context parallelism divides the sequence axis.
-
-    Args:
-        ring: number of ranks that exchange keys and values.
-        group: number of ranks in a Ulysses group, which exchange attention heads for sequence positions.
-        gathers: whether keys and values are all-gathered instead of sent around the ring.
-    """
-
-    ring: int
-    group: int
-    gathers: bool = False
-
-    def __str__(self) -> str:
-        if self.gathers:
-            return f"keys gathered over {self.ring} ranks"
-        parts = [f"ring of {self.ring}"] if self.ring > 1 else []
-        parts += [f"Ulysses over {self.group}"] if self.group > 1 else []
-        return " x ".join(parts)
 
 
 def check_context_parallel(
@@ -86,70 +61,6 @@ def explain_unsupported_attention(model: nn.Module) -> str | None:
     if own:
         return f"implements its own attention in {', '.join(own)}"
     return None if classes else "has no attention module that uses the AttentionInterface"
-
-
-def is_explicit_method(context: ParallelContext, method: str) -> bool:
-    """Return whether the config specifies a method of context-parallel attention instead of ``"auto"``."""
-    return method != "auto" or (RING in context.sizes and GROUP in context.sizes)
-
-
-def choose_ring_sizes(model: nn.Module, context: ParallelContext, method: str) -> RingSizes:
-    """Choose how many ranks form a ring and how many form a Ulysses group.
-
-    ``"auto"`` minimizes the communicated bytes, by the formulas of ring attention and Ulysses, with Ulysses groups
-    within a host. Raises ConfigError if the method does not fit the sizes of the sequence axis.
-    """
-    size, view = context.sequence.size, context.sizes
-    if RING in view and GROUP in view:
-        sizes = RingSizes(view[RING], view[GROUP], method == "gather")
-        if (method == "ring" and sizes.group > 1) or (method in ("ulysses", "gather") and sizes.ring > 1 < sizes.group):
-            raise ConfigError(
-                f"context_parallel={method!r} does not fit the sequence axis of size {sizes.ring} x {sizes.group}.",
-                rule="Two sizes define a ring of Ulysses groups. Ranks exchange keys along the ring, and heads within "
-                "a group.",
-                remedy="Use context_parallel='auto', or pass one size for the axis.",
-            )
-        return sizes
-    if method == "ulysses":
-        return RingSizes(1, size)
-    if method in ("ring", "gather"):
-        return RingSizes(size, 1, method == "gather")
-    return min(_iterate_candidate_sizes(model, context), key=lambda found: found[0])[1]
-
-
-def _iterate_candidate_sizes(model: nn.Module, context: ParallelContext) -> Iterator[tuple[float, RingSizes]]:
-    size, queries, keys = context.sequence.size, *_get_head_counts(model)
-    queries, keys = max(queries // context.tensor.size, 1), max(keys // context.tensor.size, 1)
-    for group in range(1, size + 1):
-        if size % group or group > queries or (group > 1 and not _is_inside_host(context, group)):
-            continue
-        ring = size // group
-        local_keys = max(keys / group, 1)
-        sent = 4.5 * local_keys * (ring - 1) / ring
-        sent += 4 * (queries + max(keys, group)) / ring * (group - 1) / group**2
-        yield sent, RingSizes(ring, group)
-
-
-def _get_head_counts(model: nn.Module) -> tuple[int, int]:
-    """Return the numbers of query heads and KV heads in the config, or (1, 1) if they differ between layers."""
-    config = getattr(model, "config", None)
-    inner = getattr(config, "get_text_config", lambda: config)()
-    for name in ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads"):
-        if isinstance(queries := get_uniform_field(inner, name), int):
-            keys = get_uniform_field(inner, "num_key_value_heads")
-            return queries, keys if isinstance(keys, int) else queries
-    return 1, 1
-
-
-def _is_inside_host(context: ParallelContext, group: int) -> bool:
-    """Return whether each Ulysses group of this size stays on one host, as far as the hosts are known.
-
-    A Ulysses group consists of consecutive ranks of the sequence axis.
-    """
-    lines = context.grid.rank_groups("sequence")
-    return not any(
-        context.grid.crosses_hosts(line[i : i + group]) for line in lines for i in range(0, len(line), group)
-    )
 
 
 @dataclass(frozen=True)

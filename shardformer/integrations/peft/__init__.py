@@ -3,30 +3,87 @@
 >>> model = peft.get_peft_model(model, peft.LoraConfig(...))                # doctest: +SKIP
 >>> model = shardformer.shard_model(model, context=context)                 # doctest: +SKIP
 
-The functions of PEFT can also add adapters to a model that is already sharded. PEFT is imported when it is used.
+The functions of PEFT can also add adapters to a model that is already sharded: ``peft.get_peft_model``,
+``PeftModel.from_pretrained``, ``peft.inject_adapter_in_model`` and ``add_adapter`` of transformers create a
+``PeftModel`` or a tuner. Their constructors are replaced by functions that shard the new adapters if the model is
+sharded. They are replaced when PEFT is imported, before or after ``shard_model``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial, wraps
 from typing import Any
 
 from torch import nn
 
-from shardformer.integrations.peft import sharding
-from shardformer.integrations.peft.entry_points import PEFT_ENTRY_POINTS
-from shardformer.integrations.peft.models import install_methods
-from shardformer.integrations.peft.sharding import has_adapters
-from shardformer.torch_patches import call_after_import
+from shardformer.integrations.peft import shard_peft_model
+from shardformer.integrations.peft.models import change_adapters, install_methods
+from shardformer.integrations.peft.shard_peft_model import has_adapters
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE
+from shardformer.torch_patches import Patch, Undo, all_of, call_after_import, install, replace_attribute
 
-__all__ = ["from_pretrained", "get_peft_model", "has_adapters", "shard_with_adapters"]
+__all__ = ["PEFT_ENTRY_POINTS", "from_pretrained", "get_peft_model", "has_adapters", "shard_with_adapters"]
+
+
+OWNER = "shardformer.integrations.peft"
+IMPORT_PATCH = Patch("sys.meta_path", OWNER, "replaces constructors of PEFT when it is imported")
+ADAPTER_PATCH = Patch(
+    "peft.PeftModel.__init__, peft.PeftMixedModel.__init__, peft.tuners.tuners_utils.BaseTuner.__init__",
+    OWNER,
+    "shard the adapters that PEFT adds to a sharded model",
+)
+_IS_CHANGING: ContextVar[bool] = ContextVar("is_changing", default=False)
+
+
+def _apply() -> Undo:
+    from peft import PeftMixedModel, PeftModel
+    from peft.tuners.tuners_utils import BaseTuner
+
+    kinds = ((PeftModel, True), (PeftMixedModel, True), (BaseTuner, False))
+    new = [(kind, _constructor(kind.__init__, wraps_model=is_wrapper)) for kind, is_wrapper in kinds]
+    return all_of(*(replace_attribute(kind, "__init__", made) for kind, made in new))
+
+
+def _constructor(original: Callable[..., None], *, wraps_model: bool) -> Callable[..., None]:
+    """Wrap a PEFT constructor so that the adapters it adds to a sharded model are also sharded.
+
+    Args:
+        wraps_model: whether the user calls the constructed object instead of the model.
+    """
+
+    @wraps(original)
+    def __init__(
+        self: Any, model: Any, peft_config: Any, adapter_name: str = "default", *args: Any, **kwargs: Any
+    ) -> None:
+        if METADATA_ATTRIBUTE not in getattr(model, "__dict__", {}) or _IS_CHANGING.get():
+            original(self, model, peft_config, adapter_name, *args, **kwargs)
+            return
+
+        def change() -> Any:
+            token = _IS_CHANGING.set(True)
+            try:
+                original(self, model, peft_config, adapter_name, *args, **kwargs)
+            finally:
+                _IS_CHANGING.reset(token)
+            return self if wraps_model else model
+
+        config = peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config
+        change_adapters(model, config, change)
+
+    return __init__
+
+
+PEFT_ENTRY_POINTS = ("peft", IMPORT_PATCH, partial(install, ADAPTER_PATCH, _apply))
+"""Arguments of ``call_after_import``, which let PEFT's functions add adapters to sharded models."""
 
 
 def shard_with_adapters(
     model: nn.Module, shard: Callable[..., Any], finish: Callable[[nn.Module], object]
 ) -> tuple[nn.Module, Any]:
-    """Shard a model that has PEFT adapters. See ``shardformer.integrations.peft.sharding``."""
-    return sharding.shard_with_adapters(model, shard, finish, install_methods)
+    """Shard a model that has PEFT adapters. See ``shardformer.integrations.peft.shard_peft_model``."""
+    return shard_peft_model.shard_with_adapters(model, shard, finish, install_methods)
 
 
 def get_peft_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -15,9 +15,9 @@ from shardformer.comm.collective_call import collective_call, wait_for_all_ranks
 from shardformer.comm.collectives import gather_full
 from shardformer.consistency.initial_weights import broadcast_random_state
 from shardformer.errors import ConfigError, InputError
-from shardformer.integrations.peft import sharding
-from shardformer.integrations.peft.layers import EMBEDDINGS
-from shardformer.integrations.peft.sharding import calls_model, inner_model, is_tuner_model
+from shardformer.integrations.peft import shard_peft_model
+from shardformer.integrations.peft.shard_peft_model import calls_model, inner_model, is_tuner_model
+from shardformer.integrations.peft.sharded_adapters import EMBEDDINGS
 from shardformer.layout.packed_weights import check_no_packed_weights, count_packed_values
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, metadata_of, sharded_module
 from shardformer.module_paths import parent_of
@@ -46,7 +46,7 @@ def change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
         ConfigError: on every rank, if an optimizer shards the model already, or the layout does not support the
             adapters. The model is then unchanged.
     """
-    sharding.check_peft()
+    shard_peft_model.check_peft()
     state, inner = metadata_of(model), inner_model(model)
     _check_can_change(state)
     needs_values = _needs_values(config)
@@ -66,18 +66,21 @@ def change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
         with_values = {p for p in layers if needs_values or p.rpartition(".")[2] in saved or p in saved}
         plain = {path: _plain_layer(layer, state, path in with_values) for path, layer in layers.items()}
         for path, layer in plain.items():
-            sharding.place(inner, path, layer)
-        with sharding.without_hooks(inner), sharding.without_metadata(inner):  # which PEFT would copy with modules
+            shard_peft_model.place(inner, path, layer)
+        with (
+            shard_peft_model.without_hooks(inner),
+            shard_peft_model.without_metadata(inner),
+        ):  # which PEFT would copy with modules
             made = collective_call(state.context, change)
-        wrappers = sharding.remove_wrappers(inner)
+        wrappers = shard_peft_model.remove_wrappers(inner)
         for path, layer in layers.items():
             outer = next((p for p in wrappers if path.startswith(f"{p}.")), path)
             _copy_changes(layer, plain[path], state)
-            sharding.place(inner, outer, layer)
+            shard_peft_model.place(inner, outer, layer)
             for name, child in made._modules.items():
                 if child is plain[path]:  # word_embeddings
                     made._modules[name] = layer
-        sharding.add_adapters(made, inner, wrappers)
+        shard_peft_model.add_adapters(made, inner, wrappers)
     if made is not inner:
         install_methods(made)
     return made
@@ -147,7 +150,7 @@ def _copy_changes(layer: ParallelModule, plain: nn.Module, state: ShardingMetada
         if full.numel() == 1 or any(full.stride()):  # it has values
             with torch.no_grad():
                 param.copy_(layer.shard_specs[name].slice(full.detach(), state.coords))
-    sharding.move_hooks_between(plain, layer)
+    shard_peft_model.move_hooks_between(plain, layer)
 
 
 def install_methods(model: Any) -> None:
@@ -243,7 +246,7 @@ def _full_parameters(model: Any, value_of: Callable[[str, Tensor], Tensor]) -> I
             owner, leaf = parent_of(model, name)
             shown.append((owner, leaf, param))
             full[name] = owner._parameters[leaf] = nn.Parameter(value, requires_grad=param.requires_grad)
-        with sharding.without_hooks(model) if full else nullcontext():
+        with shard_peft_model.without_hooks(model) if full else nullcontext():
             yield full
     finally:
         for owner, leaf, param in shown:
@@ -253,7 +256,7 @@ def _full_parameters(model: Any, value_of: Callable[[str, Tensor], Tensor]) -> I
 def _delete_adapter(self: Any, adapter_name: str) -> None:
     _check_can_change(metadata_of(self))
     type(self).delete_adapter(self, adapter_name)
-    sharding.forget_adapter(self, inner_model(self), adapter_name)
+    shard_peft_model.forget_adapter(self, inner_model(self), adapter_name)
 
 
 def _save_pretrained(self: Any, save_directory: Any, **options: Any) -> None:
@@ -287,11 +290,11 @@ def _all_adapters(self: Any) -> Iterator[None]:
     hidden = {path: inner.get_submodule(path) for path in elsewhere}
     try:
         for path, wrapper in elsewhere.items():
-            sharding.place(inner, path, wrapper)
+            shard_peft_model.place(inner, path, wrapper)
         yield
     finally:
         for path, module in hidden.items():
-            sharding.place(inner, path, module)
+            shard_peft_model.place(inner, path, module)
 
 
 @contextmanager
@@ -299,8 +302,10 @@ def _plain_embeddings(self: Any) -> Iterator[None]:
     """Temporarily replace the parallel layers of embeddings and heads, because PEFT expects plain layers."""
     state, shown = metadata_of(self), []
     for tuner in _embeddings_of(inner_model(self)):
-        if sharding.is_wrapper(tuner) and isinstance(layer := sharding.wrapped_module(tuner), ParallelModule):
-            shown.append((*sharding.holder_of(tuner), layer))
+        if shard_peft_model.is_wrapper(tuner) and isinstance(
+            layer := shard_peft_model.wrapped_module(tuner), ParallelModule
+        ):
+            shown.append((*shard_peft_model.holder_of(tuner), layer))
     try:
         for holder, name, layer in shown:
             holder._modules[name] = _plain_layer(layer, state, with_values=False)
@@ -364,7 +369,7 @@ def _unload_with(self: Any, what: str, *args: Any, **options: Any) -> nn.Module:
         _check_can_change(state)
         config: Any = getattr(inner, "config", None)
         ties = getattr(config, "tie_word_embeddings", None)
-        with sharding.released(inner):
+        with shard_peft_model.released(inner):
             collective_call(state.context, lambda: getattr(self.base_model, what)(*args, **options))
         if ties is not None and state.context.pipe.size > 1:
             config.tie_word_embeddings = ties  # PEFT compares weights that may be on different stages

@@ -1,7 +1,8 @@
 """Remove the adapters from a model, shard the plain model, and add the adapters to the sharded model.
 
 The plain model is sharded as if it had no adapters: its policy, its plan and all checks stay the same. Each adapter is
-then sharded like the layer that it belongs to (``layers.py``). Its parameters get a layout and a gradient reduction.
+then sharded like the layer that it belongs to (``sharded_adapters.py``). Its parameters get a layout and a gradient
+reduction.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from shardformer.consistency.initial_weights import model_fingerprint, sync_init
 from shardformer.errors import ConfigError, check_release
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
-from shardformer.integrations.peft.layers import (
+from shardformer.integrations.peft.sharded_adapters import (
     EMBEDDINGS,
     AdapterDropout,
     has_complete_gradients,
