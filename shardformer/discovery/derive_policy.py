@@ -169,7 +169,7 @@ class DerivedPolicy(RolePolicy):
     def __str__(self) -> str:
         return format_policy(self)
 
-    def replicated(self) -> None:
+    def replicated_paths(self) -> None:
         """Allow parameters to be replicated if no valid way to shard them was found."""
 
     def config_sanity_check(self) -> None:

@@ -37,7 +37,7 @@ from shardformer.offload.saved_tensors import (
     ForwardRecord,
     SavedTensorHandle,
     SavedTensorHooks,
-    StoredStorage,
+    SavedStorage,
     check_version,
     has_foreign_hooks,
     is_dense,
@@ -124,13 +124,13 @@ class ActivationStore:
         self.undo: list[Callable[[], Any]] = []
         self._graph, self._forward = ForwardRecord(), 0
         self._fixed: Collection[int] = ()  # storage addresses of parameters and buffers
-        self._stored: WeakValueDictionary[tuple[int, int, int, int, int, bool], StoredStorage] = WeakValueDictionary()
+        self._stored: WeakValueDictionary[tuple[int, int, int, int, int, bool], SavedStorage] = WeakValueDictionary()
         self._inputs: dict[StorageKey, tuple[StorageWeakRef, tuple[int, int], str]] = {}  # layer inputs
-        self._possible_inputs: deque[tuple[int, StoredStorage]] = deque()  # (index in the forward record, storage)
-        self._copying_to_host: deque[StoredStorage] = deque()
-        self._prefetched: WeakKeyDictionary[StoredStorage, int] = WeakKeyDictionary()  # prefetched storages
+        self._possible_inputs: deque[tuple[int, SavedStorage]] = deque()  # (index in the forward record, storage)
+        self._copying_to_host: deque[SavedStorage] = deque()
+        self._prefetched: WeakKeyDictionary[SavedStorage, int] = WeakKeyDictionary()  # prefetched storages
         self._graphs: WeakSet[ForwardRecord] = WeakSet()  # graphs of the current backward pass
-        self._fetched: WeakSet[StoredStorage] = WeakSet()
+        self._fetched: WeakSet[SavedStorage] = WeakSet()
         self._read: list[tuple[StorageWeakRef, int]] = []  # fetched memory that the backward pass now owns
         self._largest = 0
         self._task = -1
@@ -232,7 +232,7 @@ class ActivationStore:
         key = (memory, x._version, start, end, forward, is_input)
         stored = self._stored.get(key)
         if stored is None:
-            stored = self._stored[key] = StoredStorage(self.counter, x, start, end)
+            stored = self._stored[key] = SavedStorage(self.counter, x, start, end)
             if stored.size >= self._min_bytes:
                 if self._axis is None:
                     self._start_offload(stored)
@@ -242,7 +242,7 @@ class ActivationStore:
                     self._possible_inputs.append((len(self._graph.order), stored))
         return SavedTensorHandle(stored, self._graph, x)
 
-    def _shard_layer_input(self, stored: StoredStorage, name: str) -> None:
+    def _shard_layer_input(self, stored: SavedStorage, name: str) -> None:
         """Replace the saved input of a layer by this rank's shard of it."""
         assert self._axis is not None and stored.data is not None
         with torch.no_grad():
@@ -251,7 +251,7 @@ class ActivationStore:
         stored.count_data(PARTITIONED)
         self._start_offload(stored)
 
-    def _start_offload(self, stored: StoredStorage) -> None:
+    def _start_offload(self, stored: SavedStorage) -> None:
         """Start copying saved data to the host. If too many copies are in progress, wait for an earlier one."""
         if not self._to_host:
             return
@@ -270,7 +270,7 @@ class ActivationStore:
         stored.count_data(COPYING_TO_HOST)
         self._copying_to_host.append(stored)
 
-    def _finish_offload(self, stored: StoredStorage) -> None:
+    def _finish_offload(self, stored: SavedStorage) -> None:
         """Wait for a copy to the host, and then free the device memory unless the backward pass already needs it."""
         assert stored.copy is not None and stored.data is not None
         stored.copy.finish()
@@ -316,7 +316,7 @@ class ActivationStore:
         self._prefetch(handle.graph, handle.place)
         return out
 
-    def _fetch(self, stored: StoredStorage) -> None:
+    def _fetch(self, stored: SavedStorage) -> None:
         if stored.is_leaving:
             stored.is_wanted = True
         if not stored.is_on_host or stored.gathered is not None:
@@ -326,11 +326,11 @@ class ActivationStore:
         stored.base, stored.copy = stored.start, self._link.to_device(stored.data, stored.host)
         self._count_fetched(stored, len(stored.data))
 
-    def _count_fetched(self, stored: StoredStorage, size: int) -> None:
+    def _count_fetched(self, stored: SavedStorage, size: int) -> None:
         stored.count(FETCHED, size)
         self._fetched.add(stored)
 
-    def _gather_full(self, stored: StoredStorage) -> Tensor:
+    def _gather_full(self, stored: SavedStorage) -> Tensor:
         """Return the full input of a layer, whose shards are all-gathered in the first call."""
         if stored.gathered is None:
             assert self._axis is not None and stored.data is not None and stored.number is not None
@@ -341,7 +341,7 @@ class ActivationStore:
             self._count_fetched(stored, len(stored.gathered))
         return stored.gathered
 
-    def _transfer_to_backward(self, stored: StoredStorage) -> None:
+    def _transfer_to_backward(self, stored: SavedStorage) -> None:
         """Drop the references to fetched memory, so that autograd frees it after use."""
         fetched_memory = [stored.gathered]
         stored.gathered, stored.is_wanted = None, False

@@ -175,11 +175,11 @@ class ForwardRecord:
         fetched: All storages from this index on were fetched or are being fetched.
     """
 
-    order: list[ReferenceType[StoredStorage]] = field(default_factory=list)
+    order: list[ReferenceType[SavedStorage]] = field(default_factory=list)
     fetched: int = 0
 
 
-class StoredStorage:
+class SavedStorage:
     """A range of bytes of a saved tensor's storage, which can be moved to the host or sharded over ranks.
 
     Attributes:
@@ -255,7 +255,7 @@ class SavedTensorHandle:
 
     __slots__ = ("dtype", "graph", "offset", "place", "shape", "stored", "stride")
 
-    def __init__(self, stored: StoredStorage, graph: ForwardRecord, x: Tensor) -> None:
+    def __init__(self, stored: SavedStorage, graph: ForwardRecord, x: Tensor) -> None:
         self.stored, self.graph, self.place = stored, graph, len(graph.order)
         self.shape, self.stride, self.dtype = x.shape, x.stride(), x.dtype
         self.offset = x.storage_offset() * x.element_size()

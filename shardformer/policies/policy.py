@@ -112,7 +112,7 @@ class Policy(LegacyPolicy):
         """Return the reason why this model does not support pipeline parallelism, or None if it does."""
         return None
 
-    def replicated(self) -> list[str] | None:
+    def replicated_paths(self) -> list[str] | None:
         """Return the paths of modules and parameters that may stay replicated, or None if all of them may."""
         return None
 

@@ -220,7 +220,7 @@ class RolePolicy(Policy):
             every[-1] = replace(every[-1], stages=replace(stages, with_last_layer=(*stages.with_last_layer, *tops)))
         return LayerSequence(tuple(every))
 
-    def replicated(self) -> list[str] | None:
+    def replicated_paths(self) -> list[str] | None:
         base = paths.get_module(self.model, self.base)
         known = [name for name, _ in [*base.named_modules(), *base.named_parameters()]]
         out = []
@@ -235,7 +235,7 @@ class RolePolicy(Policy):
         names = [name for name, _ in self.model.named_modules()]
         out += [name for path in self._replicated_paths for name in paths.match_paths(path, names)]
         for path, policy in self._find_submodel_policies():
-            inner = policy.replicated()
+            inner = policy.replicated_paths()
             out += [path] if inner is None else [paths.join_path(path, name) for name in inner]
         return out
 
@@ -326,7 +326,7 @@ def check_no_missing_roles(policy: Policy, model: nn.Module, matched: Collection
         matched: ids of the parameters with a rule.
         stacks: paths of the stacks of layers.
     """
-    replicated = policy.replicated()
+    replicated = policy.replicated_paths()
     if replicated is None:
         return
     total = sum(p.numel() for p in model.parameters())

@@ -93,7 +93,7 @@ class Sharder:
     ) -> None:
         if config.context is None and config.tensor_parallel_process_group is None and not dist.is_initialized():
             launch_from_torch()
-        self.context = checks.check_process_group(config)
+        self.context = checks.check_and_make_context(config)
         self.grid: TensorGrid | None = None
         if config.is_grid and self.context.tensor.size > 1:
             config, self.grid = apply_tensor_grid.reshape_config_to_grid(config, self.context)

@@ -51,7 +51,7 @@ OTHER_PROCESSES_TIMEOUT_S = 10.0
 """How long to wait for processes outside the passed group, which may not shard any model."""
 
 
-def check_process_group(config: ShardConfig) -> ParallelContext:
+def check_and_make_context(config: ShardConfig) -> ParallelContext:
     """Check that all processes passed consistent process groups, and return the parallel context of the config.
 
     No collective is possible before this check. Each process announces its group in the launcher's store and reads the

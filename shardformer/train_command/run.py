@@ -31,7 +31,7 @@ from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.load_data import TrainingData, load_data
 from shardformer.train_command.model_config import get_class_names, get_image_size, load_model_config
 from shardformer.train_command.preference import PreferenceCollator, compute_reference
-from shardformer.train_command.run_checks import Resume, check_task
+from shardformer.train_command.run_checks import Resume, check_attention_fits_task
 from shardformer.train_command.summary import EXPORT_FOLDER, Header, RunSummary, print_footer
 from shardformer.training.engine import Engine
 from shardformer.training.initialize import initialize, make_context, num_processes
@@ -171,7 +171,7 @@ def load_data_and_model(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
     saved = load_model_config(config)
     data = load_data(config, get_image_size(saved), get_class_names(saved))
     model = build_model(config, data, saved)
-    check_task(config, model)
+    check_attention_fits_task(config, model)
     if config.data.packing or config.model.task == "preference":
         is_preference = config.model.task == "preference"
         check_packing(model, *(("model.task = 'preference'", "Use another model") if is_preference else ()))

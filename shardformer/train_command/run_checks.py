@@ -159,7 +159,7 @@ DECODER = "is_decoder"
 """Config field that turns an encoder of transformers into a decoder."""
 
 
-def check_task(config: TrainConfig, model: Any) -> None:
+def check_attention_fits_task(config: TrainConfig, model: Any) -> None:
     """Raise ConfigError if a language model is not suitable for its task because it attends to the wrong tokens.
 
     A causal model must not read the token that it predicts, and a masked model must read later tokens. Models that

@@ -127,15 +127,15 @@ class FlatShard:
         self._fetched: tuple[Tensor, AsyncCopy] | None = None
         self.sync_versions()
 
-    def enable_rounding(self, keys: Mapping[int, int]) -> None:
+    def enable_stochastic_rounding(self, seeds: Mapping[int, int]) -> None:
         """Enable rounding of bf16 parameters after each update if the shard has no fp32 master weights.
 
         Args:
-            keys: Seed for the random rounding of each ParamEntry, by the id of the entry.
+            seeds: Seed for the random rounding of each ParamEntry, by the id of the entry.
         """
         if self.rounded is not None:
             self.rounded.set_slices(
-                [RoundedSlice(p.value, p.shard_range, p.param_range.start, keys[id(p.entry)]) for p in self.slices]
+                [RoundedSlice(p.value, p.shard_range, p.param_range.start, seeds[id(p.entry)]) for p in self.slices]
             )
 
     @property

@@ -101,14 +101,14 @@ class ZeroOptimizer(Optimizer):
         self.model_params = [list(group["params"]) for optimizer in self.inner for group in optimizer.param_groups]
         self._by_bucket = {id(shard.gradients): shard for shard in self.shards}
         self._places = {id(g): (shard, n) for shard in self.shards for n, g in enumerate(shard.gradients)}
-        self._replace_parameters()
+        self._replace_parameters_with_slices()
         last_first = self.shards if self._scheduler is not None else self.shards[::-1]
         offloaded = [shard for shard in last_first if shard.host is not None]
         unsharded_cache = self._scheduler.unsharded_cache if self._scheduler is not None else None
         self._placement = DevicePlacement(settings, offloaded, unsharded_cache, self.inner, table.context)
-        keys = {id(entry): number for number, entry in enumerate(table.entries)}
+        seeds = {id(entry): number for number, entry in enumerate(table.entries)}
         for shard in self.shards:
-            shard.enable_rounding(keys)
+            shard.enable_stochastic_rounding(seeds)
         self._update = OptimizerUpdate(self.inner, self.shards, self._host, table.context)
         if isinstance(self._host, FileStore):
             self._move_to_files(self._host)
@@ -202,7 +202,7 @@ class ZeroOptimizer(Optimizer):
         for shard in self.shards:
             shard.show_gradients_to_user()
 
-    def _replace_parameters(self) -> None:
+    def _replace_parameters_with_slices(self) -> None:
         """Replace the parameters and states of the inner optimizers by this rank's slices of them.
 
         Communicates one all-reduce for each state tensor of which several ranks store slices.

@@ -100,7 +100,11 @@ def test_different_weight_files_raise_on_all_ranks_and_name_the_file_and_rank(
     change(folders[1])
     models = [load(folder) for folder in folders[:2]]
     said = outcomes(models)
-    for part in (f"rank 1 reads '{folders[1] / NAME}'", f"rank 0 reads '{folders[0] / NAME}'", f"differ in their {named}"):
+    for part in (
+        f"rank 1 reads '{folders[1] / NAME}'",
+        f"rank 0 reads '{folders[0] / NAME}'",
+        f"differ in their {named}",
+    ):
         assert [part in each for each in said] == [True, True], said
     assert all(p.is_meta for model in models for p in model.parameters())
 

@@ -110,7 +110,7 @@ def test_wildcard_matches_every_stage() -> None:
     policy = StagedPolicy()
     policy.set_model(Staged())
     assert [stack.layers for stack in policy.stacks()] == ["layers.0.blocks", "layers.1.blocks"]
-    assert policy.replicated() == ["layers.0.merge", "layers.1.merge"]
+    assert policy.replicated_paths() == ["layers.0.merge", "layers.1.merge"]
 
 
 def test_sequence_parallelism_is_refused() -> None:

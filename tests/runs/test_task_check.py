@@ -13,7 +13,7 @@ from shardformer.errors import ConfigError
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.train_command.dry_run import make_dry_run_report
 from shardformer.train_command.run import load_data_and_model
-from shardformer.train_command.run_checks import check_task, label_dependence
+from shardformer.train_command.run_checks import check_attention_fits_task, label_dependence
 from tests.runs.files import SMALL, config, write_text
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -76,12 +76,12 @@ def test_a_large_model_is_checked_with_a_reduced_model(tmp_path: Path) -> None:
     fields = {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12, "intermediate_size": 3072}
     made = config(tmp_path, "bert", {"train": write_text(tmp_path)}, model={"config": fields})
     with pytest.raises(ConfigError, match=r"does not support BertLMHeadModel, whose predictions depend on the tokens"):
-        check_task(made, model_of("bert", fields))
+        check_attention_fits_task(made, model_of("bert", fields))
 
 
 def test_the_random_state_is_kept(tmp_path: Path) -> None:
     made = config(tmp_path, "gpt2", {"train": write_text(tmp_path)})
     model = model_of("gpt2", SMALL["gpt2"])
     before = torch.get_rng_state()
-    check_task(made, model)
+    check_attention_fits_task(made, model)
     assert torch.equal(torch.get_rng_state(), before)

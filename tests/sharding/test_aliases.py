@@ -96,7 +96,7 @@ class TwoRules(ToyPolicy):
         ]
         return {"": ModulePolicyDescription(sub_module_replacement=subs)}
 
-    def replicated(self) -> None:
+    def replicated_paths(self) -> None:
         """Policy without any other rule."""
 
 

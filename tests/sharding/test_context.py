@@ -182,7 +182,8 @@ def test_replicated_attention_is_reported() -> None:
         if context.rank:
             return str(shardformer.shard_model(copy.deepcopy(plain_of("bloom")), context=context))
         with pytest.warns(
-            UserWarning, match="Each of the 2 ranks of the sequence axis therefore computes the attention for all positions"
+            UserWarning,
+            match="Each of the 2 ranks of the sequence axis therefore computes the attention for all positions",
         ):
             model = shardformer.shard_model(copy.deepcopy(plain_of("bloom")), context=context)
         return str(shardformer.describe_sharding(model))
