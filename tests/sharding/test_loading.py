@@ -97,8 +97,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda m: {**plain().state_dict(), "lm_head.weight": m.lm_head.weight}, {}, "but only a shard of lm_head.weight"),
     (lambda m: plain().state_dict(), {"assign": True}, "assign=True"),
     (lambda m: {"model.norm.weight": torch.ones(5)}, {"strict": False}, "model.norm.weight has the shape (5,)"),
-    (lambda m: {**ones(), "lm_head.weight": None}, {}, "lm_head.weight is a NoneType"),
-    (lambda m: {**ones(), "lm_head.weight": ones()["lm_head.weight"].numpy()}, {}, "lm_head.weight is a ndarray"),
+    (lambda m: {**ones(), "lm_head.weight": None}, {}, "value of lm_head.weight in the state dict is a NoneType"),
+    (lambda m: {**ones(), "lm_head.weight": ones()["lm_head.weight"].numpy()}, {}, "value of lm_head.weight in the state dict is a ndarray"),
     (lambda m: {**ones(), "lm_head.weight": ones()["lm_head.weight"].to("meta")}, {}, "is a meta tensor"),
     (lambda m: {**ones(), "lm_head.weight": ones()["lm_head.weight"].to_sparse()}, {}, "is a sparse tensor"),
 ]
@@ -134,7 +134,7 @@ def test_full_tensors_load_under_zero_stage_3() -> None:
         loss.backward()
         optimizer.step()  # from the loaded values
         assert float(model(**batch()).loss.detach()) < expected
-        with pytest.raises(ConfigError, match=r"has the shape \(3,\).*needs full tensors"):
+        with pytest.raises(ConfigError, match=r"has the shape \(3,\).*requires full tensors"):
             model.load_state_dict({**other, "lm_head.weight": torch.zeros(3)})
 
     run_as_threads(do, data=2)
