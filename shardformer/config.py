@@ -519,7 +519,7 @@ class ParallelConfig:
 
 
 def check_compile(value: Any) -> None:
-    """Raise ConfigError if the option ``compile`` is neither a bool nor a name. The backend is looked up later."""
+    """Raise ConfigError if ``compile`` is neither a bool nor a backend name. The backend is looked up later."""
     rule, remedy = "It must be a bool or the name of a backend of torch.compile", "Write compile=True"
     check_argument("compile", value, isinstance(value, bool | str) and value != "", rule, remedy)
 

@@ -110,7 +110,7 @@ def _raise_unless_valid(name: str, value: object, is_valid: bool, problem: str, 
 
 
 def check_int(name: str, value: object, least: int = 1, *, unit: str = "", example: int | None = None) -> None:
-    """Raise ConfigError unless ``value`` is an integer of at least ``least``.
+    """Raise ConfigError unless ``value`` is an integer that is at least ``least``.
 
     Args:
         name: name of the argument, or class and argument joined by a dot.

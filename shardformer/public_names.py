@@ -73,7 +73,7 @@ def renamed_arguments(
     values: Mapping[str, Mapping[Any, str]] | None = None,
     attributes: Mapping[str, str] | None = None,
 ) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator that keeps deprecated names of arguments and attributes, with a DeprecationWarning.
+    """Return a class decorator that accepts deprecated names of arguments and attributes, with a DeprecationWarning.
 
     Args:
         names: earlier name of an argument -> its name.
@@ -103,7 +103,7 @@ def renamed_arguments(
 
 
 def renamed_parameters(names: Mapping[str, str], earlier_order: Sequence[str] = ()) -> Callable[[F], F]:
-    """Return a function decorator that keeps deprecated names and orders of arguments, with a DeprecationWarning.
+    """Return a function decorator that accepts deprecated names and orders of arguments, with a DeprecationWarning.
 
     Args:
         names: earlier name of an argument -> its name.

@@ -114,7 +114,7 @@ def restore_cpu_generators() -> Iterator[None]:
 
 @contextmanager
 def seeded(*seed_parts: object) -> Iterator[None]:
-    """Seed the CPU's generators with a hash of the arguments, and restore them at the end of the ``with`` block."""
+    """Seed the CPU's random generators with a hash of the arguments, and restore them after the ``with`` block."""
     with restore_cpu_generators():
         seed_generators(*seed_parts)
         yield
@@ -199,7 +199,7 @@ class LocalRandomState:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Use the outer random state in the ``with`` block, even between ``enter`` and ``leave``."""
+        """In the ``with`` block, use the outer random state, which ``enter`` has replaced until ``leave``."""
         if self.is_in_graph and torch.compiler.is_compiling():
             torch.ops.shardformer.swap_random_state()
             try:
@@ -219,7 +219,7 @@ class LocalRandomState:
 
 
 class ContinuedRandomState:
-    """Separate random state that continues from one ``with`` block to the next."""
+    """Separate random state that is used in ``with`` blocks, and that continues from one block to the next."""
 
     def __init__(self, *seed_parts: object) -> None:
         self._seed_parts = seed_parts

@@ -410,7 +410,7 @@ def _derive_policy(model: nn.Module, example: Example) -> RolePolicy:
 
 
 def _is_only_for_submodel(model: nn.Module, policy: Policy) -> bool:
-    """Return whether a policy does not fit ``model`` itself, but only a transformers model inside it."""
+    """Return whether a policy fits only a transformers model inside ``model``, and not ``model`` itself."""
     config, library = getattr(model, "config", None), type(model).__module__.partition(".")[0]
     has_submodel = any(module is not model and getattr(module, "config", None) is config for module in model.modules())
     if not has_submodel or is_user_registered(model) or library in ("transformers", "timm"):

@@ -233,7 +233,7 @@ apply_to_tensors = nn.Module._apply
 
 
 def is_wrapper_tensor(x: Tensor) -> bool:
-    """Return whether a tensor is a subclass instance that wraps other tensors and has no memory of its own."""
+    """Return whether a tensor is of a subclass whose instances wrap other tensors and have no memory of their own."""
     return hasattr(type(x), "__tensor_flatten__")
 
 
@@ -364,7 +364,7 @@ def name_of_backend(backend: str | Callable[..., Any]) -> str:
 
 
 def reason_of_recompilation(call: Callable[[], Any]) -> str:
-    """Run a function that reaches the recompile limit, and return the reason that ``torch.compile`` logs."""
+    """Run a function that reaches the recompile limit, and return the reason that ``torch.compile`` logs for it."""
     reasons: list[str] = []
 
     def note(entry: logging.LogRecord) -> bool:

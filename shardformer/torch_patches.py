@@ -83,7 +83,7 @@ def uninstall() -> None:
 
 @contextmanager
 def temporarily(patch: Patch, apply: Apply) -> Iterator[None]:
-    """Install a patch for the duration of a ``with`` block. Threads share it, and the last block removes it."""
+    """Install a patch for the duration of a ``with`` block. Threads share the patch, and the last block removes it."""
     with _LOCK:
         install(patch, apply)
         _BLOCKS[patch] = _BLOCKS.get(patch, 0) + 1

@@ -209,7 +209,7 @@ def without_caches(output: Any, arguments: Collection[str]) -> Any:
 
 
 def synchronize_generation(model: nn.Module, begin: Callable[[], None], any_rank: Callable[[bool], bool]) -> None:
-    """Make ``generate`` of a model continue on every rank until the sequences of all ranks are finished.
+    """Make a model's ``generate`` method continue on every rank until the sequences of all ranks are finished.
 
     transformers has a mode for this (``synced_gpus``), in which a finished rank continues with forward passes whose
     tokens are discarded. The mode checks all processes of torch.distributed. Here it calls ``any_rank`` instead.

@@ -92,7 +92,7 @@ class CommandGroup(TyperGroup):
 
 
 def _make_command_class(renamed: Mapping[str, str], groups: Groups) -> type[TyperCommand]:
-    """Return a Typer command class that groups options in its help and raises ConfigError for renamed options."""
+    """Create a Typer command class that shows options in groups, and that raises ConfigError for renamed options."""
 
     class Command(TyperCommand):
         def format_help(self, ctx: Any, formatter: Any) -> None:

@@ -60,7 +60,7 @@ def print_help(usage: str, about: str, sections: Sequence[Section], example: str
 
 
 def option_row(option: Any) -> tuple[str, str]:
-    """Format an option or argument of a Typer command as a row of the help screen, which includes its default."""
+    """Format an option or argument of a Typer command, with its default value, as a row of the help screen."""
     if option.param_type_name == "argument":
         return str(option.metavar or option.name.upper()), str(option.help or "")
     value = "" if option.is_flag else f" {option.metavar or str(option.name).rpartition('_')[2].upper()}"

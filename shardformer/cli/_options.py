@@ -1,4 +1,4 @@
-"""Helpers for commands: options that are generated from dataclass fields, and checks of arguments."""
+"""Functions that generate command-line options from dataclass fields, and that check arguments of commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T", bound="DataclassInstance")
 def options_from_dataclass(
     kind: type[T], flags: Mapping[str, str] | None = None
 ) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Return a decorator that turns a function that takes a dataclass into a Typer command with one option per field.
+    """Return a decorator that turns a function of a dataclass into a Typer command with one option per field.
 
     The fields of ``kind`` are ``Annotated`` with their help, a ``typer.Option`` or a ``typer.Argument``. A boolean
     field becomes a switch ``--name`` without ``--no-name``.
@@ -67,7 +67,7 @@ def _field_parameter(field: Field[Any], hint: Any) -> Parameter:
 
 
 def _parallel_flag(name: str, text: str) -> Parameter:
-    """Create the Typer parameter for a flag that sets a ``ParallelConfig`` field. By default, the field is not set."""
+    """Create the Typer parameter of a flag for a field of ``ParallelConfig``. By default, the field is not set."""
     kind, _ = ParallelConfig.described_fields()[name]
     plain = next((each for each in (bool, int) if kind in (each, each | None)), str)
     option = parallel_option(name, text, *([f"--{name.replace('_', '-')}"] if plain is bool else []))

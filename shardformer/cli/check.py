@@ -108,7 +108,7 @@ def _check_versions() -> list[CheckResult]:
 
 
 def _version(name: str, found: str, remedy: str) -> CheckResult:
-    """Check whether an installed version was tested. Older versions have failed, newer ones are ``untested``."""
+    """Check whether the installed version of a library was tested. Older ones fail, newer ones are ``untested``."""
     major, minor = (int(part) for part in found.split(".")[:2])
     oldest, newest = TESTED[name]
     if (major, minor) < oldest:
@@ -178,7 +178,7 @@ def _check_all_reduce() -> CheckResult:
 
 
 def measure_all_reduce(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> float:
-    """Return the median time in milliseconds of a 1 MB all-reduce over gloo between new processes.
+    """Start processes, and return the median time in milliseconds of a 1 MB all-reduce between them over gloo.
 
     Raises WorkerError if a process fails or times out. All processes are ended.
     """
@@ -220,7 +220,7 @@ def measure_all_reduce(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> 
 
 
 def time_all_reduce(rank: int, num_processes: int, store: str) -> None:
-    """Take part in several all-reduces as one rank, verify the sums, and print the median time in milliseconds."""
+    """Run several all-reduces with the other ranks, verify the sums, and print the median time in milliseconds."""
     import datetime
     from statistics import median
 

@@ -171,7 +171,7 @@ def _draw_grid(console: Console, grid: str, mode: str, as_json: bool) -> None:
 
 
 def _parse_durations(text: str, schedule: Schedule) -> dict[ActionKind, float]:
-    """Parse the durations of pipeline actions, such as ``F=1,B=2``. Raises ConfigError for an unknown action."""
+    """Parse durations such as ``F=1,B=2`` for forward and backward. Raises ConfigError for an unknown action."""
     kinds = {str(action.kind): action.kind for order in schedule.actions for action in order}
     found = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -192,7 +192,7 @@ def _parse_durations(text: str, schedule: Schedule) -> dict[ActionKind, float]:
 
 
 def _color_schedule(text: str, schedule: Schedule) -> Text:
-    """Return the printed schedule in the colors of the saved chart. Outside a terminal, rich prints no colors."""
+    """Color the text of a pipeline schedule like the saved chart. Outside a terminal, rich prints no colors."""
     from rich.style import Style
     from rich.text import Text
 

@@ -136,7 +136,7 @@ def _apply_template(tokenizer: Any, messages: list[dict[str, str]], add_generati
 
 
 def _end_of_answer(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Return options of ``generate`` that stop the generation where the chat template ends an answer."""
+    """Return arguments that make ``generate`` stop at the marker with which the chat template ends an answer."""
     ask, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     prompt, whole = _apply_template(tokenizer, [ask], True), _apply_template(tokenizer, [ask, answer], False)
     end = whole.removeprefix(f"{prompt}b").strip() if whole.startswith(f"{prompt}b") else ""
@@ -149,7 +149,7 @@ def _end_of_answer(model: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 def _check_sampling(values: dict[str, float | None]) -> dict[str, Any]:
-    """Return the sampling options that were passed. Raises ConfigError for a value outside its range."""
+    """Return the sampling options that are not None, such as ``temperature``. Raises ConfigError for invalid values."""
     options = {name: value for name, value in values.items() if value is not None}
     for name, most in (("temperature", float("inf")), ("top_p", 1.0)):
         if name in options and not 0 < options[name] <= most:
@@ -160,7 +160,7 @@ def _check_sampling(values: dict[str, float | None]) -> dict[str, Any]:
 
 
 def _encode(tokenizer: Any, prompt: str, model_config: Any, max_new_tokens: int, is_chat: bool) -> Any:
-    """Tokenize a prompt into token ids of shape (1, S). Raises InputError if the prompt is too long."""
+    """Tokenize a prompt into token ids of shape (1, sequence length). Raises InputError if the prompt is too long."""
     from shardformer.train_command.build import max_positions
 
     if not hasattr(tokenizer, "decode"):

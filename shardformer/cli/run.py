@@ -1,4 +1,4 @@
-"""The ``shardformer run`` command, which starts processes like torchrun and also supports host files."""
+"""The ``shardformer run`` command, which starts a script like torchrun, and also supports host files."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ class _RunParser(argparse.ArgumentParser):
 
 
 def _help_row(action: argparse.Action) -> tuple[str, str]:
-    """Return the help row of an option: its names with the metavar, and its description."""
+    """Format an option as a row of the help screen: its names, a placeholder for its value, and its description."""
     names = sorted({name.replace("_", "-") for name in action.option_strings}, key=lambda name: name.startswith("--"))
     usual = (action.metavar or action.dest.rpartition("_")[2].upper(), action.help or "")
     metavar, text = HELP_TEXTS.get(action.dest, usual)

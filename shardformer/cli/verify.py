@@ -1,4 +1,4 @@
-"""The ``shardformer verify`` command, which trains a model sharded and unsharded and compares the results."""
+"""The ``shardformer verify`` command, which trains a model with and without sharding and compares results."""
 
 from __future__ import annotations
 
@@ -138,13 +138,13 @@ class VerifyOptions:
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False
 
     def make_layout(self) -> ParallelConfig:
-        """Create a ParallelConfig from the options. By default, ``tensor`` is 2, or 1 with ``--pipe``."""
+        """Create a ParallelConfig from the command-line options. By default, ``tensor`` is 2, or 1 with ``--pipe``."""
         is_default = "pipe" not in self.parallel and self.parallel.get("sequence", 1) == 1
         defaults = {"data": 1, "tensor": 2 if is_default else 1}
         return ParallelConfig(**{**defaults, **self.parallel})
 
     def make_pipeline(self, loss_weight: LossWeight | None = None) -> VerifyPipeline | None:
-        """Create the pipeline options, or return None without ``--pipe``. Raises ConfigError if they are invalid."""
+        """Create the pipeline options, or None if ``--pipe`` is not set. Raises ConfigError for invalid options."""
         names = ("micro_batches", "schedule", "num_model_chunks", "partition", "recompute_layers")
         found = {name: self.parallel[name] for name in names if name in self.parallel}
         if "pipe" not in self.parallel:
@@ -227,7 +227,7 @@ def _check_options(options: VerifyOptions) -> None:
 
 
 def _check_options_have_effect(options: VerifyOptions, layout: ParallelConfig) -> None:
-    """Raise ConfigError for options that have no effect because their parallel axis has size 1."""
+    """Raise ConfigError for options that have no effect because the parallel axis that they configure has size 1."""
     sizes = {name: size or 1 for name, size in layout.sizes.items()}
     for name, axis, needed in (
         ("tensor_parallel_mode", "tensor", "--tensor 2x2"),
@@ -264,7 +264,7 @@ def _find_sources(options: VerifyOptions) -> list[ModelSource]:
 
 
 def _min_num_layers(pipeline: VerifyPipeline) -> int:
-    """Return the minimum number of layers that a model needs for these pipeline stages."""
+    """Return the minimum number of layers that a model needs to be split into the configured pipeline stages."""
     stages = pipeline.stage_manager()
     return stages.num_virtual_stages if isinstance(stages.partition, str) else sum(stages.partition)
 
@@ -316,7 +316,7 @@ def _to_json(reports: list[Report], as_list: bool) -> str:
 
 
 def _print_head_result(console: Console, report: Report) -> None:
-    """Print the verification result of one model class on a line."""
+    """Print a line with the verification result of one model class."""
     mark = "[green]ok[/]" if report.passed else "[bold red]FAIL[/]"
     missing = f" Gradients that only one of the two models has: {', '.join(report.missing)}." if report.missing else ""
     console.print(f"{report.model:30} {mark}  {report.verdict}{missing}", soft_wrap=True)

@@ -1,3 +1,3 @@
-"""Earlier package of the worker pool and of ranks as threads, which are now in ``shardformer.local_ranks``."""
+"""Former location of the worker pool and of ranks that run as threads, now in ``shardformer.local_ranks``."""
 
 from __future__ import annotations

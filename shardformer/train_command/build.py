@@ -134,7 +134,7 @@ def _group_parameters(
 
 
 def lr_factors_of(table: OptimizerTable, model: nn.Module) -> dict[str, float]:
-    """Return a dict that maps each parameter name to the factor for its learning rate.
+    """Return a dict from parameter names to the factors by which their learning rates are multiplied.
 
     ``layer_decay`` counts the layers of the longest ``ModuleList`` from its end. Lists inside a layer, such as
     experts, do not count. Parameters before the list in the order of registration, such as embeddings, belong to the
@@ -159,7 +159,7 @@ def lr_factors_of(table: OptimizerTable, model: nn.Module) -> dict[str, float]:
 
 
 def _layer_depths(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
-    """Count how many layers of the model's longest ``ModuleList`` come after each parameter."""
+    """Return, for each parameter, how many layers of the model's longest ``ModuleList`` come after it."""
     stacks: dict[str, nn.ModuleList] = {}
     for path, module in model.named_modules():
         is_in_layer = any(len(stack) > 1 and path.startswith(f"{outer}.") for outer, stack in stacks.items())
@@ -215,7 +215,7 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def prepare_model(config: TrainConfig, model: nn.Module) -> nn.Module:
-    """Freeze the parameters that match ``model.freeze``, and add LoRA adapters if the ``lora`` table is set."""
+    """Freeze the parameters that match ``model.freeze``, and add LoRA adapters if ``lora`` is configured."""
     freeze_parameters(model, config.model.freeze)
     return model if config.lora is None else add_adapters(config.lora, model, config.model.task)
 
@@ -264,7 +264,7 @@ IN_PLACE = Patch(
 
 
 def _adapters_in_place(model: nn.Module) -> AbstractContextManager[Any]:
-    """Disable ``Module.to`` while PEFT adds adapters to fake tensors, which torch cannot move."""
+    """Disable ``Module.to`` while PEFT adds adapters to a model of fake tensors, because torch cannot move them."""
     if not isinstance(next(model.parameters()), FakeTensor):
         return nullcontext()
     return temporarily(IN_PLACE, lambda: replace_attribute(nn.Module, "to", lambda self, *args, **kwargs: self))
@@ -306,7 +306,7 @@ def build_scheduler(table: ScheduleTable, num_steps: int) -> Callable[[Optimizer
 
 
 def lr_schedule(table: ScheduleTable, num_steps: int) -> Callable[[int], float]:
-    """Return a function that maps a step, counted from 0, to its learning-rate factor."""
+    """Return a function that maps a step, counted from 0, to the factor for the base learning rate."""
     length = num_steps if table.steps is None else table.steps
     return partial(lr_factor, table, count_warmup_steps(table, num_steps), length)
 
@@ -317,7 +317,7 @@ def count_warmup_steps(table: ScheduleTable, num_steps: int) -> int:
 
 
 def _to_steps(value: float, length: int) -> int:
-    """Convert a number of steps, or a fraction of ``length`` that is below 1, to a number of steps."""
+    """Convert ``value`` to a number of steps, where a value below 1 is a fraction of ``length``."""
     return math.ceil(value * length) if value < 1 else round(value)
 
 
@@ -492,7 +492,7 @@ POSITION_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_lengt
 
 
 def model_class_for(config: TrainConfig) -> Any:
-    """Return the transformers model class for the head or the task of a run configuration.
+    """Return the transformers model class for ``model.head`` or, if it is not set, for ``model.task``.
 
     Raises:
         ConfigError: transformers has no such class.
@@ -567,7 +567,7 @@ def create_model(model_class: Any, model_config: Any, dtype: torch.dtype, trust_
 
 
 def _check_task_support(config: TrainConfig, model_config: Any, model_class: Any) -> None:
-    """Raise ConfigError if transformers has no model class for this model type and task."""
+    """Raise ConfigError if transformers has no class for the model type and the task of the run."""
     known = config_classes_of(model_class)
     if (
         known is None

@@ -340,7 +340,7 @@ class TrainConfig(ConfigTable):
 
 
 def _conditions_of_keys(config: TrainConfig) -> dict[str, tuple[bool, str]]:
-    """Return for each optional key whether the run uses it, and which setting it requires."""
+    """Return, for each optional key, whether the run uses it, and the setting without which it has no effect."""
     task, layout = config.model.task, config.layout
     is_image_task, tensor_ranks = task == "image_classification", num_ranks(layout.tensor, "tensor")
     has_changing_rate = config.schedule.name != "constant" or 0 < config.schedule.warmup < 1
@@ -394,7 +394,7 @@ def _conditions_of_keys(config: TrainConfig) -> dict[str, tuple[bool, str]]:
 
 
 def remote_code_hint(remedy: str, error: Exception) -> str:
-    """Advise setting ``trust_remote_code`` if an error of transformers mentions it, and otherwise return ``remedy``."""
+    """Return ``remedy``, or advice to set ``trust_remote_code`` if the error of transformers mentions it."""
     needs_code = "trust_remote_code" in str(error)
     return "Review that code, and set model.trust_remote_code = true to run it" if needs_code else remedy
 
@@ -595,7 +595,7 @@ def hook_classes() -> dict[str, Any]:
 
 
 def _remove_union_types(key_path: Iterable[str]) -> list[str]:
-    """Remove the type names, such as ``str``, that pydantic adds to an error location inside a union."""
+    """Remove the type names, such as ``str``, that pydantic adds to the location of an error in a union type."""
     return [
         part for part in key_path if part.replace("_", "").isalnum() and part not in ("str", "int", "bool", "float")
     ]

@@ -93,7 +93,7 @@ def _read_pair(row: Mapping[str, Any], fields: tuple[str, str]) -> list[Message]
 
 
 def _add_system(messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
-    """Insert the ``system`` field of a row as the first message, unless there is already a system message."""
+    """Insert the ``system`` field of a row as the first message, unless that is already a system message."""
     system = row.get(SYSTEM)
     if not isinstance(system, str) or not system:
         return messages
@@ -130,7 +130,7 @@ def read_answer(row: Mapping[str, Any], field: str, data: DataTable) -> list[Mes
 
 
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tools that a data set row passes to the chat template. The tools may be JSON strings."""
+    """Return the tools (callable functions) of a row for the chat template. The tools may be JSON strings."""
     tools = _from_json(row.get(TOOLS) or [])
     if not isinstance(tools, (list, tuple)) or not all(isinstance(_from_json(tool), Mapping) for tool in tools):
         raise InputError(
@@ -201,7 +201,7 @@ def _read_call(call: Any) -> Any:
 
 
 def _join_parts(parts: Sequence[Any], message: Message, field: str) -> str:
-    """Join the text parts of a message. Raises InputError for other parts, such as images."""
+    """Join the text parts of a message to one string. Raises InputError for other parts, such as images."""
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise InputError(
@@ -214,7 +214,7 @@ def _join_parts(parts: Sequence[Any], message: Message, field: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Token ids and labels of one training sample, as int32 tensors of shape (S,)."""
+    """Token ids and labels of one training sample, as int32 tensors of shape (sequence length,)."""
 
     ids_S: torch.Tensor
     labels_S: torch.Tensor
@@ -344,7 +344,7 @@ class ChatFormat:
 
 
 def _is_trained(answer: Message) -> bool:
-    """Return whether an answer contributes to the loss, unlike empty answers and answers of weight 0."""
+    """Return whether an answer contributes to the loss, which is false for empty answers and for a weight of 0."""
     return answer.get(WEIGHT, 1) != 0 and bool(answer.get(CALLS) or (answer["content"] or "").strip())
 
 
@@ -374,7 +374,7 @@ def _compile_template(template: str) -> Any:
 
 
 def encode_conversations(rows: Iterable[Mapping[str, Any]], data: DataTable, chat: ChatFormat) -> Iterator[Sample]:
-    """Tokenize conversations, and skip those without a label in their first ``data.sequence_length`` tokens.
+    """Tokenize conversations, and skip those whose first ``data.sequence_length`` tokens contain no label.
 
     Raises:
         InputError: No row has a label.

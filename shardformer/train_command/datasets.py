@@ -138,7 +138,7 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
 
 
 def mask_tokens(ids_S: Tensor, tokenizer: TextTokenizer) -> dict[str, Tensor]:
-    """Mask random tokens of a sequence as in BERT, at least one, and return the input ids and the labels."""
+    """Mask at least one random token of a sequence as in BERT, and return the input ids and the labels."""
     assert tokenizer.mask is not None
     chosen_S = torch.rand(ids_S.shape) < MASKED_SHARE
     chosen_S[torch.randint(len(ids_S), ())] = True  # a sample without masked tokens would have no loss
@@ -358,5 +358,5 @@ def encode_labels(labels: Sequence[Any], classes: Sequence[Any], is_validation: 
 
 
 def encode_label_lists(labels: Sequence[Sequence[Any]], classes: Sequence[Any], is_validation: bool) -> list[list[int]]:
-    """Convert each label to its index in ``classes``, for samples that have several labels."""
+    """Convert the labels of each sample to their indices in ``classes``, for samples with several labels."""
     return [encode_labels(row, classes, is_validation) for row in labels]

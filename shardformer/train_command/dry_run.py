@@ -124,7 +124,7 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
 
 
 def _free_memory() -> tuple[str, int | None]:
-    """Return the name of the local device, and its free memory in bytes or None if it is unknown."""
+    """Return the name of the local device and its free memory in bytes, which is None if it is unknown."""
     device = local_device()
     if device.type == "cuda":
         return torch.cuda.get_device_name(device), int(torch.cuda.mem_get_info(device)[0])
@@ -139,7 +139,7 @@ def _free_memory() -> tuple[str, int | None]:
 
 
 class _MemoryEstimator:
-    """Estimates the memory of single ranks with fake tensors, which do not allocate memory.
+    """Estimates the memory use of individual ranks with fake tensors, which do not allocate memory.
 
     Attributes:
         description: Describes how the first estimated rank shards the model.
@@ -188,7 +188,7 @@ class _MemoryEstimator:
 def _trace_peak_memory(
     model: Any, layout: ParallelConfig, data: TrainingData, batch: Any, shapes: dict[Any, Any]
 ) -> tuple[int | None, str]:
-    """Trace a training step and return its peak memory without the parameters.
+    """Trace a training step, and return its peak memory in bytes, excluding the parameters.
 
     If tracing fails, return None and the reason. ``shapes`` collects the shapes that each stage sends to the next one.
     """

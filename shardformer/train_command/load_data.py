@@ -312,7 +312,7 @@ class _DatasetBuilder:
 
     @property
     def skipped(self) -> str:
-        """Text that reports how many rows are left out, or "" if there are none."""
+        """Message that reports how many rows are left out, or "" if no row is left out."""
         length = self.config.data.sequence_length
         text = f"{self.num_skipped} of {self.num_rows} rows are left out, because they have no answer within"
         return f"{text} {length} tokens" if self.num_skipped else ""

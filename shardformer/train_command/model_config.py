@@ -1,4 +1,4 @@
-"""Builds the config of the model from its saved config, the run configuration and the training data."""
+"""Builds the transformers config of a model from its saved config, the run configuration and the training data."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def load_model_config(config: TrainConfig, defaults: Fields | None = None) -> An
 
 
 def _load_saved_config(config: TrainConfig) -> tuple[Any, Fields]:
-    """Return the saved config of the model, and the fields in its file. A model type has no file and no fields."""
+    """Return the config of the model, and the fields in its config.json, or no fields for a mere model type."""
     transformers = load_transformers()
     name, random, trust = config.model.name, config.model.random, config.model.trust_remote_code
     try:
@@ -113,7 +113,7 @@ def _config_with_type(nested: Any, value: Fields) -> Any:
 
 
 def _add_default_fields(model_config: Any, run_fields: Fields, defaults: Fields) -> dict[str, Any]:
-    """Add defaults for fields that the run does not set. Fields of a text model are added to the text config."""
+    """Add default values for fields that the run does not set. Fields of a text model go into the text config."""
     text, known = model_config.get_text_config(), _field_names(model_config)
     place = next((name for name, value in vars(model_config).items() if value is text), None)
     fields = dict(run_fields)
@@ -140,7 +140,7 @@ def _merge_fields(model_config: Any, saved: Fields, fields: Fields) -> dict[str,
 
 
 def _build_config(config: TrainConfig, model_config: Any, saved: Fields, fields: Fields) -> Any:
-    """Build a model config of the same class with changed fields, or raise ConfigError if its class rejects them.
+    """Build a copy of a model config with changed fields, or raise ConfigError if the config class rejects them.
 
     For a model type, only the fields of the run are passed, under the names that the run uses, because derived fields
     may depend on the name. A file also contains derived fields, such as the type of each layer. If the class rejects
@@ -170,7 +170,7 @@ def _build_config(config: TrainConfig, model_config: Any, saved: Fields, fields:
 def _candidate_omissions(
     config_class: Any, model_config: Any, saved: Fields, fields: Fields
 ) -> Iterator[Sequence[str]]:
-    """Yield the saved fields to omit in each attempt to build the config: none, one derived field, or all of them."""
+    """Yield the saved fields to omit in each attempt to build the config: none, a derived one, or all derived ones."""
     yield ()
     derived = []
     changed = {model_config.attribute_map.get(name, name) for name in fields}

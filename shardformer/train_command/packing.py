@@ -1,4 +1,4 @@
-"""Packs several documents into one row, and groups samples of similar length into the same batch."""
+"""Packs several documents into one token sequence, and groups samples of similar length into the same batch."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ ANSWER_IDS, REJECTED_FROM, REFERENCE = "answer_ids", "rejected_from", "reference
 
 @dataclass(eq=False)
 class PreferenceDataset(Dataset[dict[str, Any]]):
-    """Data set for DPO, whose samples contain the prompt twice, with the chosen and with the rejected answer.
+    """Data set for DPO, whose samples contain the prompt with the chosen answer, then again with the rejected one.
 
     ``position_ids`` restart at the second prompt, so that the model masks attention between the answers.
 
@@ -58,7 +58,7 @@ class PreferenceDataset(Dataset[dict[str, Any]]):
 
 
 def read_pairs(rows: Sequence[Mapping[str, Any]], data: DataTable, chat: ChatFormat) -> PreferenceDataset:
-    """Tokenize the chosen and the rejected answer of each row. Leave out rows whose answers are truncated away.
+    """Tokenize the chosen and the rejected answer of each row. Leave out rows whose answers are cut off.
 
     Raises:
         InputError: A row has no answers, or no row has both answers within ``data.sequence_length`` tokens.
@@ -96,7 +96,7 @@ class PreferenceCollator(PaddingCollator):
 
 
 def answer_logps(logits_BSV: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the log-probabilities of the chosen and the rejected answers, as an fp32 tensor of shape (B, 2)."""
+    """Return the log-probabilities of the chosen and rejected answers, as an fp32 tensor of shape (batch size, 2)."""
     labels_BS = batch[ANSWER_IDS][:, 1:].to(logits_BSV.device)
     logits_TV = logits_BSV[:, :-1].float().flatten(0, 1)
     losses = F.cross_entropy(logits_TV, labels_BS.flatten(), ignore_index=IGNORED, reduction="none")
@@ -129,7 +129,7 @@ class PreferenceLoss:
 
 
 def count_rows(batch: Mapping[str, Tensor]) -> float:
-    """Return the number of rows in a micro-batch, which is the weight of its loss."""
+    """Return the number of samples in a micro-batch, by which its mean loss is weighted."""
     return float(len(batch["input_ids"]))
 
 

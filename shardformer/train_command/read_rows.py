@@ -51,7 +51,7 @@ def expand_patterns(names: Sequence[str]) -> list[str]:
 
 
 def file_checksums(data: DataTable) -> dict[str, int]:
-    """Return a checksum for each data file, computed from its size, its start and its end."""
+    """Return a checksum for each data file, computed from its size, its first and its last bytes."""
     found = {}
     names = [*data_sources_of(data), *data_sources_of(data, validation=True)]
     for name in dict.fromkeys(expand_patterns(names)):
@@ -114,7 +114,7 @@ def _read_rows(config: TrainConfig, names: Sequence[str], validation: bool) -> D
 
 
 def split_rows(rows: DatasetRows, fraction: float, seed: int) -> tuple[DatasetRows, DatasetRows]:
-    """Split rows at random into training rows and validation rows, and keep the order of the rows.
+    """Split rows at random into training rows and validation rows, and keep the original order in both parts.
 
     ``fraction`` is the share of validation rows. A single text is split at a line break or space, and its end is the
     validation text.
@@ -300,7 +300,7 @@ def _parse_json_row(file: str, number: int, line: str) -> Mapping[str, Any]:
 
 
 def _to_numbers(rows: list[dict[str, str]], field: str, kind: type) -> DatasetRows:
-    """Convert a field to numbers of the type ``kind`` if this is possible in all rows."""
+    """Convert a field to numbers of type ``kind``, or return the rows unchanged if a row has no such number."""
     try:
         return [{**row, field: kind(row[field])} for row in rows]
     except (KeyError, ValueError):

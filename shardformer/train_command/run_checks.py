@@ -191,7 +191,7 @@ def check_attention_fits_task(config: TrainConfig, model: Any) -> None:
 
 
 def _suggest_task(model: Any) -> str:
-    """Suggest training on the masked task, or setting ``is_decoder`` if it makes the attention of the model causal."""
+    """Suggest the masked task, or ``is_decoder = true`` if this setting makes the attention of the model causal."""
     masked = "Set model.task = 'masked'"
     if getattr(model.config, DECODER, True):
         return f"{masked}, or use a model that predicts the next token"

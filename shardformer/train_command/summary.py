@@ -125,7 +125,7 @@ def describe_layout(layout: ParallelConfig, sizes: Mapping[str, int], where: str
 
 
 def print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
-    """Print labeled lines of text. In a terminal, wrap the texts to its width."""
+    """Print each text after its label. In a terminal, wrap the texts to its width."""
     from rich.text import Text
 
     width = max(console.width - LABEL, 2 * LABEL) if console.is_terminal else 10**6

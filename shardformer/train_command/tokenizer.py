@@ -95,7 +95,7 @@ class TextTokenizer:
         return self.tokenizer is None
 
     def export(self, *, adds_end: bool, chat_template: str | None = None) -> Any:
-        """Return a transformers tokenizer that produces the same tokens, to save with the model.
+        """Return a transformers tokenizer that produces the same tokens as this one, to save it with the model.
 
         ``adds_end`` must be True if the run tokenizes texts with ``encode_with_special_tokens``.
         """

@@ -165,7 +165,7 @@ def _find_model_of_checkpoint(path: Path, source: str) -> TrainedModel:
 
 
 def _hook_states(checkpoint: Path) -> dict[str, Any]:
-    """Return the states of the hooks in a checkpoint by the class names of the hooks."""
+    """Return a dict from the class names of hooks to the states of these hooks in a checkpoint."""
     extra = from_json(CheckpointIndex.read(checkpoint).values["extra"])
     user = extra.get(USER_STATE_KEY) if isinstance(extra, dict) else None
     return (user.get(HOOKS) if isinstance(user, dict) else None) or {}

@@ -109,7 +109,7 @@ class ShardedDataLoader:
         self.shard_over(context)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the local shards of the remaining batches in the current epoch."""
+        """Yield this rank's shard of each remaining batch in the current epoch."""
         self.compare()
         batches = self._iterate_local_batches()
         while group := list(itertools.islice(batches, self._accumulate)):
@@ -192,7 +192,7 @@ class ShardedDataLoader:
         return -(-(batches - merges) // self._accumulate)
 
     def shard_over(self, context: ParallelContext) -> None:
-        """Shard all following batches over the data-parallel ranks of ``context``, after a change of the layout."""
+        """After a change of the parallel layout, shard later batches over the data-parallel ranks of ``context``."""
         self.check_ranks(context.data.size)
         self._shard, self._context = DataShard(context.data.rank, context.data.size), context
 
@@ -205,7 +205,7 @@ class ShardedDataLoader:
         self.epoch = self.seen = 0
 
     def state(self) -> dict[str, Any]:
-        """Return the data position to store in a checkpoint: the epoch, the number of samples and the seed."""
+        """Return the data position to store in a checkpoint: the epoch, the samples read and the seed."""
         return {"epoch": self.epoch, "seen": self.seen, "seed": self.seed, "samples": self._source.count}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -248,7 +248,7 @@ class ShardedDataLoader:
 
 
 def create_data_loader(source: Any, context: ParallelContext, **options: Any) -> ShardedDataLoader:
-    """Create a data loader on each rank, and raise an error on all ranks if one fails or reads different data."""
+    """Create a data loader on each rank, and raise on all ranks if one rank fails or reads other data."""
     make = partial(ShardedDataLoader, source, context, **options)
     loader: ShardedDataLoader = collective_call(context, make, action="create the data loader")
     loader.compare()
@@ -382,7 +382,7 @@ def collate_samples(samples: list[Any]) -> Any:
 
 
 def _collate_column(key: str, values: list[Any]) -> Any:
-    """Collate the values of one key in all samples of a batch."""
+    """Collate the values of one key, such as ``input_ids``, in all samples of a batch."""
     if all(isinstance(value, str) for value in values):
         return values
     if all(isinstance(value, (int, float)) and not isinstance(value, numpy.generic) for value in values):

@@ -59,7 +59,7 @@ def unpack_engine_state(loaded: LoadedCheckpoint) -> tuple[int, int, Any, Loaded
 
 
 def lock_checkpoint_folder(folder: str | os.PathLike[str], owner: object, world: Axis) -> None:
-    """Lock a checkpoint folder until ``owner`` is deleted, so that no other job saves into it.
+    """Lock a checkpoint folder until the object ``owner`` is deleted, so that no other job saves into the folder.
 
     The first rank takes the lock. If it fails, all ranks raise.
     """
@@ -286,7 +286,7 @@ class Engine:
             return self._average_over_data_ranks(self.pipeline.mean_loss(map(self._prepare_batch, several)))
 
     def _synchronized_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches, and check before each batch that no rank has run out of batches."""
+        """Yield batches, and check before each batch that either all ranks have another batch or none has."""
         for batch in batches:
             compare_step_call("engine.evaluate with another batch", self.world)
             yield batch
@@ -324,7 +324,7 @@ class Engine:
         return move_to_device(to_forward_arguments(batch, self.model, has_target=self._has_target), self.context.device)
 
     def _average_over_data_ranks(self, loss: Tensor) -> Tensor:
-        """Average the loss over the data-parallel ranks if ``average_loss_over`` is "ranks"."""
+        """Average the loss over the data-parallel ranks if the option ``average_loss_over`` is "ranks"."""
         if self.parallel.average_loss_over == "ranks" and self.context.data.size > 1:
             return all_reduce(loss, self.context.data, purpose="loss") / self.context.data.size
         return loss
@@ -466,7 +466,7 @@ class Engine:
         return None
 
     def check_save(self, *, extra: Any = None, position: Any = None) -> None:
-        """Raise the error that ``save`` would raise if the engine cannot be saved, without writing a file."""
+        """Check that the engine can be saved, and otherwise raise the error of ``save``, without writing a file."""
         engine_state = pack_engine_state(self.steps, self.skipped, position, extra)
         check_savable(self.model, self.optimizer, scheduler=self.scheduler, extra=engine_state)
 

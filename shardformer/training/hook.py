@@ -63,7 +63,7 @@ def check_has_validation(hook: Hook, trainer: TrainerProtocol) -> None:
 
 
 def read_metric(hook: Hook, metric: str, trainer: TrainerProtocol) -> float:
-    """Return the value of a metric after a validation. Raise InputError if no earlier hook computed the metric."""
+    """Return the value of a metric in ``trainer.values``. Raise InputError if no earlier hook computed the metric."""
     if metric not in trainer.values:
         name = type(hook).__name__
         raise InputError(
@@ -156,10 +156,10 @@ class Hook:
         """Called after the last checkpoint is written, unless the run failed with an error."""
 
     def state(self) -> Any:
-        """Return plain values to store in checkpoints, or None. Only the values of the first rank are stored."""
+        """Return the hook's state for checkpoints as plain Python values, or None. Only the first rank's is stored."""
 
     def load_state(self, state: Any) -> None:
-        """Restore the hook from the values in a checkpoint, which the method ``state`` returned."""
+        """Restore the hook from the values that ``state`` returned when the checkpoint was saved."""
 
 
 _OTHERS = ("on_validation_batch", "state", "load_state")

@@ -146,7 +146,7 @@ def make_context(context: ParallelContext | None, config: ParallelConfig) -> Par
 
 
 def _with_derived_axes(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
-    """Add the mesh axes of the tensor-parallel grid and of the sequence-parallel rings to a context."""
+    """Add the mesh axes of a tensor-parallel grid, and the ring and Ulysses axes, to a context if they are used."""
     if "ring" not in context.sizes:
         sequence = config.sequence if isinstance(config.sequence, int) else list(config.sequence)
         context = with_ring_axes(context, sequence)
@@ -368,7 +368,7 @@ def shard_with_data(
     policy: Any = None,
     example: Callable[[], Any] = lambda: None,
 ) -> Engine:
-    """Shard a model and its optimizers as ``initialize`` does, for a loop that reads the data itself.
+    """Shard a model and its optimizers as ``initialize`` does, for a training loop that reads the data itself.
 
     Args:
         example: Function that returns example arguments of ``forward``, from which a policy may be derived, or None.
@@ -381,7 +381,7 @@ def shard_with_data(
 
 
 def _example_arguments(data: ShardedDataLoader | None, model: nn.Module, *, has_target: bool) -> Any:
-    """Build example arguments for ``model.forward`` from the first training samples, or return None."""
+    """Build example arguments of ``forward`` from the first training samples, or return None if none can be read."""
     batch = data.example() if data is not None else None
     if batch is None or is_batch_list(batch):
         return None

@@ -110,7 +110,7 @@ def moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def is_smoothed(name: str, series: Series) -> bool:
-    """Return whether a metric has enough points to be plotted as a moving average."""
+    """Return whether a metric is plotted as a moving average, because it fluctuates and has many points."""
     return name not in _NEVER_SMOOTHED and int(np.isfinite(series[1]).sum()) > _MANY_POINTS
 
 
@@ -133,7 +133,7 @@ def find_isolated_points(values: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def uses_log_scale(name: str, values: NDArray[np.float64]) -> bool:
-    """Return whether a metric needs a logarithmic axis. A loss does if it spans more than two orders of magnitude."""
+    """Return whether a loss or gradient norm needs a log axis, because it spans more than two orders of magnitude."""
     if name not in _LOG_IF_WIDE or len(values) == 0 or values.min() <= 0:
         return False
     return bool(log10(values.max()) - log10(values.min()) > log10(_WIDE))
@@ -162,7 +162,7 @@ def layout_changes(records: Sequence[MetricsRecord]) -> list[LayoutChange]:
 
 
 def loss_difference(records: Sequence[MetricsRecord], others: Sequence[MetricsRecord]) -> tuple[float, int] | None:
-    """Return the largest relative difference between the losses of two runs, and the number of common steps."""
+    """Return the largest relative difference between the losses of two runs, and the number of compared steps."""
     one, two = (dict(zip(*drop_nonfinite(metric_series(each, "loss")))) for each in (records, others))
     common = one.keys() & two.keys()
     scale = {step: max(abs(one[step]), abs(two[step])) or 1.0 for step in common}
@@ -183,7 +183,7 @@ def describe_differences(runs: Runs) -> list[str]:
 
 
 def find_coinciding(runs: Runs, name: str) -> list[tuple[int, int]]:
-    """Find the runs whose curves for a metric coincide.
+    """Find the groups of runs whose curves for a metric coincide.
 
     Returns, for each run, its position among the runs with the same curve, and the number of these runs.
     """
@@ -228,7 +228,7 @@ def plot_metrics(*runs: str | Path, metrics: Sequence[str] | None = None) -> Fig
 
 
 def check_metric_names(names: Sequence[str], runs: Runs, argument: str) -> list[str]:
-    """Check that metrics were recorded, and return their names without duplicates."""
+    """Check that the metrics with these names were recorded, and return the names without duplicates."""
     rule = "Only recorded metrics can be plotted. Validation metrics are plotted with those of training"
     check_names(names, list_metrics(runs), f"{argument} has no metric", rule)
     return list(dict.fromkeys(names))

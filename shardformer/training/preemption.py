@@ -106,7 +106,7 @@ class StepSynchronizer:
 
     @contextmanager
     def handling_signals(self, on_signal: Callable[[signal.Signals], None]) -> Iterator[None]:
-        """Record SIGTERM and SIGINT instead of ending the process. A second signal calls the previous handler.
+        """Record SIGTERM and SIGINT in a ``with`` block instead of exiting. A second signal calls the previous handler.
 
         Forked child processes get the previous handlers, because worker pools stop their processes with SIGTERM. If the
         signal also ends data loading processes, the current step is still finished.

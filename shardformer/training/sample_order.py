@@ -53,13 +53,13 @@ class StreamedSource:
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches per epoch, or None if it is unknown or if the iterable yields samples."""
+        """Number of batches per epoch, or None if it is unknown or if the iterable yields single samples."""
         return length_or_none(self._source) if self.makes_batches else None
 
     def batches(
         self, epoch: int, seed: int, size: int | None, shard: DataShard, start: int, drop_last: bool, merge_last: bool
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the size and the local shard of each global batch. The first ``start`` samples are skipped."""
+        """Yield the size of each global batch and this rank's shard of it. The first ``start`` samples are skipped."""
         reader = self._get_reader(epoch, seed, start)
         if self._collate is None:
             for batch, count, part in reader.read_shards(shard, start):
@@ -129,7 +129,7 @@ class _StreamReader:
             pass
 
     def read_shards(self, shard: DataShard, start: int) -> Iterator[tuple[Any, int, Any]]:
-        """Yield each global batch after the first ``start`` samples, with its number of samples and its local shard."""
+        """Yield each global batch after the first ``start`` samples, its number of samples, and this rank's shard."""
         while found := self._read_next(1):
             (batch,) = found
             named = batch if isinstance(batch, Mapping) else {"batch": batch}
@@ -189,7 +189,7 @@ class _SeededDataset(torch_data.Dataset[Any]):
 
 @dataclass(frozen=True, eq=False)
 class _SeededCollate:
-    """Collate function that sets a random seed for each batch, which depends on the first sample of the batch."""
+    """Collate function that first sets a random seed, derived from the position of the batch in the epoch."""
 
     collate: Collate
 
@@ -240,7 +240,7 @@ class IndexedSource:
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches per epoch, or None if it is unknown or if the sampler yields samples."""
+        """Number of batches per epoch, or None if it is unknown or if the sampler yields single samples."""
         return length_or_none(self._sampler) if self.makes_batches else None
 
     def batches(
@@ -251,7 +251,7 @@ class IndexedSource:
         shard: DataShard,
         start: int,
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the size and the local shard of each global batch after the first ``start`` samples.
+        """Yield the size of each global batch after the first ``start`` samples, and this rank's shard of it.
 
         ``global_batches`` splits the order of an epoch into batches.
         """

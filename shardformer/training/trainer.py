@@ -106,7 +106,7 @@ class Trainer:
 
     @property
     def epoch(self) -> int:
-        """Number of epochs that the training data has completed."""
+        """Number of complete passes over the training data so far."""
         return self._training_data.epoch
 
     @property
@@ -216,7 +216,7 @@ class Trainer:
         return self.values
 
     def evaluate(self, validation: Any, *, batch_size: int | None = None) -> dict[str, float]:
-        """Compute the loss on validation data and the metrics that hooks add, without training.
+        """Compute the loss on validation data, and the metrics that hooks such as ``Metrics`` add, without training.
 
         Args:
             validation: Data in any form that ``initialize`` accepts, or a ``ShardedDataLoader``.
@@ -329,7 +329,7 @@ class Trainer:
             self.stopped_by = self._stop_reason or "a hook of another rank requested it"
 
     def _take_requests(self) -> StepRequests:
-        """Return the requests of hooks on all ranks. If a rank received a signal, ``on_signal`` is called first."""
+        """Return and clear the requests of all ranks. If a rank received a signal, ``on_signal`` is called first."""
         requests = self._synchronizer.take_requests()
         if requests.signal and not self.was_interrupted:
             self._call_hooks_synchronized("on_signal")

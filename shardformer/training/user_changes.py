@@ -121,7 +121,7 @@ def apply_changes(changes: Mapping[ItemKey, Any], unsharded: nn.Module) -> None:
 
 
 def _changed_items(before: Mapping[ItemKey, Snapshot], after: Mapping[ItemKey, Snapshot]) -> dict[ItemKey, Snapshot]:
-    """Return the items that changed between two snapshots. Raise ConfigError if one of them cannot be carried over."""
+    """Return the items that changed between snapshots. Raise ConfigError if one cannot be set in a resharded model."""
 
     def summary(item: Snapshot | None) -> object:
         return item and (item.description, item.identity)
@@ -204,13 +204,13 @@ def _snapshot_tensor(tensor: Tensor) -> Snapshot:
 
 
 def _unwrap_function(value: Any) -> Any:
-    """Return the function that a ``functools.partial`` wraps, or a function itself. Otherwise return None."""
+    """Return ``value`` if it is a function, the function in a ``functools.partial``, or None for other values."""
     function = value.func if isinstance(value, partial) else value
     return function if isinstance(function, FUNCTIONS) else None
 
 
 def _refers_to_module(value: Any) -> bool:
-    """Return whether a function or ``functools.partial`` refers to a module or tensor of the old model."""
+    """Return whether a function or ``functools.partial`` has a module or tensor in its arguments or closure."""
     references = [*value.args, *value.keywords.values()] if isinstance(value, partial) else []
     for cell in getattr(_unwrap_function(value), "__closure__", None) or ():
         with suppress(ValueError):  # the cell is empty

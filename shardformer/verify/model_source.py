@@ -62,7 +62,7 @@ MULTIMODAL_TASKS = (
 
 
 def main_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
-    """Return a dict from transformers model types to the name of their main class for one of ``tasks``."""
+    """Return a dict from transformers model types to the name of their class for the first match in ``tasks``."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, str] = {}
@@ -182,7 +182,7 @@ def _roll_text(sample: Mapping[str, Tensor], shift: int, ids: Mapping[str, int])
 
 
 def output_mean(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return the mean over all outputs of a model, which is the loss of a model without labels."""
+    """Return a loss for a model without labels: the sum of the weighted mean squares of all outputs."""
     return probe_loss(model(**batch), equal_sample_weights=True)
 
 

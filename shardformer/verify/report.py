@@ -41,7 +41,7 @@ class Difference:
 
 @dataclass
 class Report:
-    """Result of ``verify``, with the largest differences, and with ``passed`` if they are within their tolerances.
+    """Result of ``verify``: the largest differences, and whether they are within their tolerances (``passed``).
 
     ``collectives`` contains the communication of one step: the name of each collective, the number of calls of rank 0,
     and the bytes that all ranks of its groups sent.

@@ -417,7 +417,7 @@ class RandomBatches:
 
 
 def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return the loss of a model, or the mean squared distance of its outputs from a cosine if it has no loss.
+    """Return the loss of a model, or, without a loss, the mean squared distance of its outputs from a cosine curve.
 
     The cosine is the same in every row, so the loss of a batch is the mean of the losses of its shards. It is not
     constant, because the distance of a normalized output from a constant has no gradient.
@@ -448,7 +448,7 @@ def weights_loss_by_sample(head: str) -> bool:
 
 
 def num_samples(batch: Mapping[str, Any]) -> float:
-    """Return the number of samples in a batch, which is the weight of its loss."""
+    """Return the number of samples in a batch, by which its mean loss is weighted."""
     return float(next(v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim() > 0))
 
 

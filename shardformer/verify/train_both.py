@@ -64,7 +64,7 @@ UNITS = 4  # maximum random error of an operation, in units in the last place
 
 
 class ForceFp64(TorchFunctionMode):
-    """Torch function mode that replaces casts to a lower precision by casts to fp64, as in LLaMA's fp32 norm."""
+    """Torch function mode that turns casts to a lower precision into casts to fp64, such as in the norm of LLaMA."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -113,7 +113,7 @@ def _patch_backward() -> Undo:
 
 
 class RandomRounding(TorchDispatchMode):
-    """Torch dispatch mode that adds random rounding errors to every result, to estimate the rounding noise.
+    """Torch dispatch mode that adds random rounding errors to each operation's result, to estimate rounding noise.
 
     A sum whose terms cancel then varies by the rounding of its terms (Monte Carlo arithmetic, Parker 1997).
     """
@@ -469,7 +469,7 @@ def _train_unsharded(job: VerifyJob) -> TrainingTrace:
 
 
 def _record_backward(job: VerifyJob, model: nn.Module, step: int, trace: TrainingTrace) -> None:
-    """Run a step of the unsharded model, and record the loss, the gradients and the rounding noise of the gradients."""
+    """Run forward and backward of the unsharded model, and record the loss, the gradients and their rounding noise."""
 
     def gradients(rounding: AbstractContextManager[Any]) -> dict[str, Tensor | None]:
         model.zero_grad()
@@ -501,7 +501,7 @@ def _unsharded_loss(job: VerifyJob, model: nn.Module, step: int, seed: int = 0) 
 
 
 def _check_loss_is_reproducible(job: VerifyJob, model: nn.Module) -> None:
-    """Raise ConfigError if the loss changes when it is computed again, because the model uses random numbers."""
+    """Raise ConfigError if the model uses random numbers, so that the loss changes when it is computed again."""
     draws_anew = job.pipeline is not None or job.num_parts < job.data
     with torch.no_grad(), _precision_mode(job):
         first, second = (float(_unsharded_loss(job, model, 0, seed)) for seed in (0, int(draws_anew)))
@@ -607,7 +607,7 @@ def _make_pipeline_step(job: VerifyJob, model: nn.Module, settings: VerifyPipeli
 def _gather_full_tensors(
     model: nn.Module, context: ParallelContext, local_tensors: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor | None]:
-    """Gather the full tensors from all ranks and stages by parameter name. Tied tensors that differ become NaN."""
+    """Gather full tensors from all ranks and pipeline stages by name. Tied tensors that differ become NaN."""
     specs, state = shard_specs(model), metadata_of(model)
     present = [(name, t) for name, t in local_tensors.items() if t is not None]
     gathered = gather_full_tensors([t for _, t in present], [specs[name] for name, _ in present], state.axis)

@@ -130,7 +130,7 @@ class VerifyTraining:
         return SCALE if self.precision == "fp16" else 1.0
 
     def zero_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments for ``shard_optimizer``."""
+        """Return the keyword arguments for ``shard_optimizer`` that correspond to these options."""
         kept = MixedPrecision(self.precision, loss_scale=LossScale(SCALE))
         return {"stage": self.zero_stage, "precision": kept, "offload": self.offload}
 

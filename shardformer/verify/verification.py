@@ -145,7 +145,7 @@ def _worst_gradient_difference(
 def _worst_weight_difference(
     job: VerifyJob, plain: TrainingTrace, sharded: TrainingTrace, bounds: Tolerances
 ) -> tuple[Difference, list[str]]:
-    """Return the largest weight difference, relative to the change of the weight in training, and missing weights."""
+    """Return the largest difference of a weight, relative to its change in training, and the missing weights."""
     worst = NO_DIFFERENCE
     gone = [name for name in {**plain.after, **sharded.after} if (name in plain.after) != (name in sharded.after)]
     steps = len(plain.losses)
@@ -161,7 +161,7 @@ def _worst_weight_difference(
 
 
 def _is_only_rounding(plain: TrainingTrace, name: str) -> bool:
-    """Return whether a gradient contains only rounding errors, as is the case for the bias of attention keys."""
+    """Return whether a gradient is zero except for rounding errors, like that of the key bias in attention."""
     grads = [grad for step in plain.grads if (grad := step.get(name)) is not None and grad.numel()]
     return plain.noise.get(name, 0.0) > 1e-3 * max((float(grad.abs().max()) for grad in grads), default=0.0)
 
@@ -187,7 +187,7 @@ NOTE_VARIABLE = "SHARDFORMER_UNGUARDED"
 
 
 def check_main_guard() -> None:
-    """Stop a worker that calls ``verify`` because it imports a script without a main guard."""
+    """Stop a worker process that calls ``verify`` again while it imports a script without a main guard."""
     if not getattr(process.current_process(), "_inheriting", False):
         return
     place = _main_module_location()
@@ -327,6 +327,6 @@ def _non_default_options(config: Mapping[str, Any] | ShardConfig | None) -> dict
 
 
 def run_job_and_report(job: VerifyJob) -> Report | None:
-    """Train both models on this worker, and return the report on the first worker, and None on other workers."""
+    """Train both models on this worker, and return the report, or None if this is not the first worker."""
     plain, sharded, name, layout = run_job(job)
     return compare(job, plain, sharded, name, layout) if plain is not None else None

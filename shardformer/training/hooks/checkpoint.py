@@ -177,7 +177,7 @@ class Checkpoint(Hook):
         self.best_value, self.best_step = (state["best_value"], state["best_step"]) if is_same else (None, None)
 
     def _check_best_exists(self, trainer: TrainerProtocol) -> None:
-        """Warn if the best checkpoint of the resumed run no longer exists, and forget its value."""
+        """Warn if the best checkpoint of the resumed run no longer exists, and reset the best metric value."""
         if self.best_step is None:
             return
         folder = step_folder(self.directory, self.best_step)

@@ -120,7 +120,7 @@ class Metrics(Hook):
 
 
 def _compare_numbers(labels: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the labels and predictions of a regression or a multi-label classification."""
+    """Return the labels and predictions to compare in a regression or a multi-label classification."""
     output = output.squeeze(-1) if output.dim() > labels.dim() else output
     if output.shape != labels.shape:
         raise InputError(

@@ -143,7 +143,7 @@ class StatusLine:
         return self.required[0]
 
     def texts(self, width: int) -> list[str]:
-        """Return the texts to show next to the bar: all required texts, and the optional texts that fit."""
+        """Return the texts to show next to the progress bar: all required texts, and the optional texts that fit."""
         shown = list(self.required)
         for text in self.optional:
             if len(GAP.join([*shown, text])) + self.bar_width(width) + 1 > width:
@@ -152,13 +152,13 @@ class StatusLine:
         return shown
 
     def bar_width(self, width: int) -> int:
-        """Return the width of the bar in columns, or 0 if the required texts do not leave enough space for a bar."""
+        """Return the width of the progress bar in columns, or 0 if the required texts do not leave enough space."""
         if self.done is None or len(GAP.join(self.required)) + MIN_BAR + 1 > width:
             return 0
         return BAR if width >= WIDE else MIN_BAR
 
     def to_text(self, width: int, is_ascii: bool = False) -> Text:
-        """Format the status, including the bar, in at most ``width`` columns."""
+        """Format the status, including the progress bar, in at most ``width`` columns."""
         from rich.text import Text
 
         columns = self.bar_width(width)
