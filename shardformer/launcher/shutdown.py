@@ -140,7 +140,7 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
 
 
 def _report_waiting(count: int, number: signal.Signals, seconds: float) -> None:
-    """Print that the launcher is waiting for processes to end, which may take several seconds."""
+    """Print how long the launcher waits at most for its processes to end after a signal."""
     processes = f"{count} process{'es' * (count > 1)}"
     again = "press Ctrl-C again" if number is signal.SIGINT else "send it again"
     print(

@@ -146,7 +146,7 @@ def interface_for_host(host: str) -> str | None:
 
 
 def _store_of_attempt(timeout: timedelta) -> Any:
-    """Connect restarted processes to a new key-value store, which the previous attempts have not used.
+    """Return a key-value store for restarted processes that previous attempts have not used, or None.
 
     torch's static rendezvous reuses its store across attempts, with the addresses of exited processes that gloo would
     try to reach. None at the first attempt, or if the launcher provides no store.

@@ -239,7 +239,7 @@ class TrialOutputs(LastStageOutputs):
 
 
 class _DeferredLossWeights(LossWeights):
-    """Loss weights that delay errors until the end of the model's forward pass."""
+    """Loss weights whose errors are raised only at the end of the model's forward pass."""
 
     _first_error: Exception | None = None
 

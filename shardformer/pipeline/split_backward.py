@@ -185,7 +185,7 @@ class _BranchNode:
         return [k for k, (follower, _) in enumerate(self.node.next_functions) if follower is not None]
 
     def _select_needed_grads(self, for_exits: bool) -> tuple[bool, ...]:
-        """Return ``needs_input_grad`` flags for either only the gradients of weights or only the other gradients."""
+        """Return ``needs_input_grad`` flags that request only the gradients of weights, or only the other gradients."""
         assert self.needed_grads is not None
         # needs_input_grad has an entry per argument, next_functions one per tensor; those with gradients correspond
         indices = iter(self._list_edge_indices())

@@ -69,7 +69,7 @@ class ParameterPlaceholders:
                 module.__dict__["named_parameters"] = _NamedParameters(module, self)
 
     def rename(self, rename: Callable[[str], str]) -> None:
-        """Rename all parameters, after modules were moved inside the model."""
+        """Update the stored names of parameters after modules were moved inside the model."""
         self._placeholders = [(module, name, tuple(map(rename, names))) for module, name, names in self._placeholders]
         self._local_dtypes = {rename(name): dtype for name, dtype in self._local_dtypes.items()}
 
@@ -128,7 +128,7 @@ class ParameterPlaceholders:
 
 
 class _NamedParameters:
-    """Replaces the ``named_parameters`` method of a module, and can include placeholders."""
+    """Replaces the ``named_parameters`` method of a module, and can include placeholders for missing parameters."""
 
     def __init__(self, module: nn.Module, placeholders: ParameterPlaceholders) -> None:
         self._module, self._placeholders = module, placeholders
@@ -166,7 +166,7 @@ def _convert_placeholder(module: nn.Module, name: str, to: torch.device | torch.
 
 
 def make_nan_tensor(*shape: int, like: Tensor) -> Tensor:
-    """Return a tensor of the specified shape whose elements are all the same NaN in memory."""
+    """Return a NaN tensor of the specified shape, whose elements share the memory of one number."""
     return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(shape)
 
 
@@ -189,7 +189,7 @@ def compute_placeholder_output(module: nn.Module, args: tuple[Any, ...], kwargs:
 
 
 def has_nan(x: Any) -> bool:
-    """Return whether ``x`` is a tensor that contains NaN, because it may be computed from placeholders."""
+    """Return whether ``x`` is a tensor that contains NaN, as a tensor computed from placeholders does."""
     return _has_float_values(x) and bool(x.isnan().any())
 
 
