@@ -402,7 +402,7 @@ def _find_read_integers(model: nn.Module, trace: ForwardTrace, path: str, count:
 
 
 def _relative_path(group: LinearGroup, path: str, layer: str) -> str:
-    """Return a path relative to the block's module, or relative to the layer with a leading dot if it is outside it."""
+    """Return a path relative to the block's module, or outside it, relative to the layer with a leading dot."""
     if f"{path}.".startswith(f"{group.entry}."):
         return path[len(group.entry) :].lstrip(".")
     return path[len(layer) :]

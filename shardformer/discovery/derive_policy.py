@@ -486,7 +486,7 @@ def _store_nearest_candidate(cache: _ValidationCache, block: BlockCandidates) ->
 def _build_policy(
     model: nn.Module, blocks: Sequence[BlockCandidates], vocabulary: Mapping[str, tuple[str, ...]]
 ) -> type[DerivedPolicy]:
-    """Build a policy class from blocks, with paths relative to the base model if it contains all of the blocks."""
+    """Build a policy class from blocks, with paths relative to the base model if it contains all of them."""
     prefix = getattr(model, "base_model_prefix", "")
     stacks = {block.layers: [b for b in blocks if b.layers == block.layers] for block in blocks}
     paths = [*stacks, *vocabulary.get("embeddings", ())]

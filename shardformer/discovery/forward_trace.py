@@ -226,7 +226,7 @@ def _shares_memory(x: Tensor, module_input: Tensor | None) -> bool:
 
 
 def find_common_parent(paths: Sequence[str]) -> str:
-    """Return the path of the innermost module that contains all modules in ``paths``."""
+    """Return the path of the innermost module that contains all modules whose paths are in ``paths``."""
     split = [path.split(".")[:-1] for path in paths]
     shared = []
     for parts in zip(*split, strict=False):
@@ -315,7 +315,7 @@ class StackCallRecord:
         )
 
     def receives_tokens(self, path: str) -> bool:
-        """Return whether a module received the hidden states of all tokens, or was not called."""
+        """Return whether a module received hidden states that contain all tokens, or was not called."""
         return path not in self._calls or self.has_token_dim(self._calls[path].hidden_states)
 
     def receives_one_number_per_token(self, path: str) -> bool:
@@ -397,7 +397,7 @@ class StackCallRecord:
 
 
 def _iter_called_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name and module of each child of a module, with module lists replaced with their members."""
+    """Yield the name and module of each child of a module, or for a module list, those of its members."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _iter_called_children(child, f"{prefix}{name}.")

@@ -58,7 +58,7 @@ def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Return whether a module may be a layer of a model: it has children and parameters, unlike a linear layer."""
+    """Return whether a module may be a layer in a stack, because it has submodules and parameters."""
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
@@ -79,7 +79,7 @@ class _PipelineHintSearch:
         self._base = instantiate_policy(policy, reference.model).base
 
     def find_hints(self, stacks: LayerStacks) -> tuple[LayerStacks, str | None]:
-        """Return the stacks with validated hints and None, or the unchanged stacks and the reason for failure."""
+        """Return (stacks with validated hints, None), or (unchanged stacks, reason why validation failed)."""
         if (missing := self._find_uncalled_layer(stacks)) is not None:
             return stacks, f"the layer {missing} is not called for every batch"
         failure = self._validate(stacks)

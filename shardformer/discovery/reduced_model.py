@@ -218,7 +218,7 @@ class _ReadDetector(TorchDispatchMode):
 
 
 def make_validation_key(model: nn.Module) -> Hashable | None:
-    """Return a key to cache validation results of a model, or None if it has no config or runs user code."""
+    """Return a key to cache validation results of a model, or None if the model has no config or runs user code."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string") or not all(map(runs_library_code, model.modules())):
         return None
@@ -259,7 +259,7 @@ class ReducedModel:
         )
 
     def compute_further_references(self) -> tuple[ReferenceGradients, ...]:
-        """Compute the loss and the gradients for each additional batch."""
+        """Compute the loss and the gradients for each further example batch."""
         return tuple(ReferenceGradients.of(self.model, further.run) for further in self.further)
 
     def explain_unvalidated(self, failure: str | None) -> dict[str, str]:

@@ -341,7 +341,7 @@ def model_class(name: str) -> type[nn.Module] | None:
 
 
 def rebuild_config(small: Any, kept_fields: Collection[str]) -> Any:
-    """Create a config again so that its class recomputes all derived fields except ``kept_fields``."""
+    """Construct a config again so that its class recomputes all derived fields except ``kept_fields``."""
     default, now, assigned = vars(type(small)()), vars(small), {}
     for field in (field for field in dataclasses.fields(small) if field.init):
         name = small.attribute_map.get(field.name, field.name)

@@ -91,7 +91,7 @@ def _is_library_frame(frame: FrameType) -> bool:
 
 
 def validate_policy(reference: ReferenceGradients, policy: type[Policy], ranks: int, **options: bool) -> str | None:
-    """Shard a model with a policy and train it; return the first difference from unsharded training, or None.
+    """Shard a model with a policy and train the model; return the first difference from unsharded training, or None.
 
     Args:
         options: boolean options of ``ShardConfig``.
@@ -372,7 +372,7 @@ def _validate_context(
 def _iter_context_candidates(
     model: nn.Module, stacks: Sequence[StackCallRecord], *, is_dispatched: bool, allow_full_attention: bool
 ) -> Iterator[ContextFindings]:
-    """Yield the sets of modules that may need to gather the full sequence, the least expensive first."""
+    """Yield sets of modules that may need the full sequence under context parallelism, the least expensive first."""
     if is_dispatched:
         yield ContextFindings()
     classes = find_attention_classes(model)

@@ -157,7 +157,7 @@ def _running_processes(context: PContext) -> list[Any]:
 
 
 def _finish_processes(processes: Sequence[Any], number: signal.Signals, timeout_s: float | None) -> None:
-    """Send a signal to processes, and wait until they have saved their work and exited.
+    """Send a signal to worker processes, and wait until they have saved their work and exited.
 
     Unlike torch, this does not signal their process groups, because that would end the data loading workers of a
     process that is finishing its step. Raises SignalException at a second signal.

@@ -199,7 +199,7 @@ def _another_thread_runs() -> bool:
 
 
 def launcher_variable() -> str | None:
-    """Return the environment variable which shows that a launcher started this process, or None.
+    """Return the name of the environment variable that shows that a launcher started this process, or None.
 
     SLURM also sets ``SLURM_PROCID`` in the script of sbatch and in the shell of salloc, which are not tasks of srun.
     """

@@ -353,7 +353,7 @@ class Axis:
 
     @staticmethod
     def by_key(key: str) -> Axis:
-        """Return the axis that has the key by which graphs of torch.compile refer to it."""
+        """Return the axis with this key, by which graphs of torch.compile refer to the axis."""
         return _AXES[key]
 
     @property
@@ -472,7 +472,7 @@ class ParallelContext:
         return thread is None or thread is threading.current_thread()
 
     def expand_views(self, names: Iterable[str]) -> set[str]:
-        """Replace the name of each reshaped axis with the names of the axes into which it was reshaped."""
+        """Return axis names in which each reshaped axis is replaced with the axes into which it was reshaped."""
         views = {view.of[0]: tuple(view.sizes) for view in self.grid.views if len(view.of) == 1}
         return {finer for name in names for finer in views.get(name, (name,))}
 

@@ -107,7 +107,7 @@ class Finding(IntEnum):
 
 
 def merge_findings(rank_results: Sequence[Sequence[int]]) -> list[int] | None:
-    """Combine the trial results of all ranks, or return None if they are inconclusive because the loss is random.
+    """Combine the trial results of all ranks, or return None if the results are inconclusive due to a random loss.
 
     A loss that is not repeatable and draws no random numbers reads samples of other data ranks, which differ between
     repetitions.

@@ -201,7 +201,7 @@ class LayerSequence:
         return max(i for i, start in enumerate(self.starts) if start <= layer)
 
     def list_received_states(self, layer: int) -> tuple[str, ...]:
-        """Return which activations a stage receives if it starts at ``layer``: "hidden", "context" or both."""
+        """Return which activations a stage that starts at ``layer`` receives: "hidden", "context", both, or none."""
         if layer == 0:
             return ()
         index = self.find_stack_index(layer)

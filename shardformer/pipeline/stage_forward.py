@@ -114,7 +114,7 @@ class ParameterPlaceholders:
             _convert_placeholder(module, name, known or converted.get(now, now))
 
     def _find_local_param(self, model: nn.Module) -> Tensor | None:
-        """Return the first floating-point parameter that this rank stores, and cache its position."""
+        """Return the first floating-point parameter that this rank stores, and remember its module and name."""
         if self._local_param is not None:
             found = self._local_param[0]._parameters.get(self._local_param[1])
             if found is not None:
@@ -491,7 +491,7 @@ class StageForward:
         self._remove_hooks.append(remove)
 
     def _override_unowned(self, module: nn.Module, owners: frozenset[int]) -> None:
-        """Skip an embedding or linear layer outside the stacks on pipeline stages that do not need its output."""
+        """Skip an embedding or linear layer outside the stacks of layers on stages that do not need its output."""
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -183,7 +183,7 @@ class Stages:
         return self.stage_forward is not None and self.stage_forward.now is not None
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """Return the ranks on the pipe axis that store the parameter or buffer ``name``."""
+        """Return the ranks on the pipe axis whose stages store the parameter or buffer ``name``."""
         return tuple(sorted({self.manager.placement[v] for v in self.owner_stages[name]}))
 
     def is_here(self, name: str) -> bool:
@@ -221,7 +221,7 @@ class Stages:
         self.placeholders.rename(rename)
 
     def add_tensor(self, name: str, owner: str, shape: tuple[int, ...]) -> None:
-        """Assign a new tensor to the pipeline stages that store the parameter or buffer ``owner``."""
+        """Assign the new tensor ``name`` to the pipeline stages that store the parameter or buffer ``owner``."""
         self.owner_layers[name], self.owner_stages[name] = self.owner_layers[owner], self.owner_stages[owner]
         self.state[name], self.parameters[name] = (name, shape), (name, prod(shape))
 
