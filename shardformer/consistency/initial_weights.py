@@ -57,7 +57,7 @@ def _plain_config_fields(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
-    """Broadcast weights and buffers from the first rank of each axis if other ranks of the axis have different ones.
+    """Broadcast weights and buffers from the first rank of each mesh axis if the ranks of the axis differ in them.
 
     Parameters that are not yet materialized get the random state of the first rank. Communicates two numbers per
     tensor, and the tensors or random states only if they differ. Returns notes about what was copied.
@@ -95,7 +95,7 @@ def broadcast_random_state(
     extra_numbers: Sequence[int] = (),
     on_gathered: Callable[[list[list[int]]], None] = lambda _: None,
 ) -> bool:
-    """Copy the random state of torch, NumPy and Python from the first rank of an axis to ranks where it differs.
+    """Copy the random state of torch, NumPy and Python from the first rank of an axis to ranks with another state.
 
     Outside the sharded blocks, these ranks must draw the same random numbers, even if a script seeds each rank
     differently. All ranks must call this at the same time, even without having drawn random numbers, because another

@@ -1,4 +1,4 @@
-"""Detects ranks whose weights, batches or optimizers have diverged, without sending additional messages.
+"""Detects ranks whose weights, batches or optimizers have diverged, without additional collective calls.
 
 The compared numbers are appended to messages that training sends anyway.
 
@@ -66,7 +66,7 @@ WeightSlices = list[tuple[ParamEntry, slice]]
 
 @dataclass(frozen=True)
 class ComparedValue:
-    """A value that must be identical on several ranks, and the texts of the error that is raised if it differs."""
+    """A value that must be identical on several ranks, and the texts of the error that reports a difference."""
 
     what: str
     rule: str
@@ -142,7 +142,7 @@ class ConsistencyMonitor:
     # --- ranks that process the same batch
 
     def values_to_gather(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]:
-        """Return integers that encode this rank's mode, batch, optimizer and weights, to compare with other ranks."""
+        """Encode the training mode, batch, optimizer and weights as integers, to compare them between ranks."""
         options = _hash_63_bits(hash(self.options[1:]))
         projection = self._project_weights(axis) if self.training else (0.0, 0.0)  # evaluation changes no weights
         return [
@@ -154,7 +154,7 @@ class ConsistencyMonitor:
         ]
 
     def count_stepped_batches(self, is_frozen: bool) -> int:
-        """Return the number of batches after which this pipeline stage's optimizer took a step.
+        """Return how many batches were followed by an optimizer step on this pipeline stage.
 
         Call this once before each batch. Returns 0 for a stage without trainable parameters. When such a stage trains
         again, its count continues from ``rounds_of_stages``, the count of the other stages.
@@ -197,13 +197,13 @@ class ConsistencyMonitor:
     # --- data ranks
 
     def bits_to_reduce(self, axis: Axis) -> list[float]:
-        """Hash the training state to 32 values of 1 or -1, which data ranks all-reduce to find differences."""
+        """Hash the training state to 32 values of 1 or -1, which data parallel ranks all-reduce and compare."""
         known = [self.training, self.steps, hash(self.options[1:]), self._hash_weights(axis)]
         number = int.from_bytes(hashlib.sha256(repr(known).encode()).digest()[: BITS // 8], "big")
         return [1.0 if number >> i & 1 else -1.0 for i in range(BITS)]
 
     def check_reduced_bits(self, sums: Tensor, axis: Axis) -> None:
-        """Raise InputError on every rank if the all-reduced hash bits show that data ranks have diverged.
+        """Raise InputError on every rank if the all-reduced hashes of data parallel ranks differ.
 
         On a GPU, this checks the sums of the previous step to avoid a synchronization.
         """
@@ -260,7 +260,7 @@ class ConsistencyMonitor:
         return parts[self._turns.get(axis.name, 0) % len(parts)] if parts else None
 
     def _axes_with_other_ranks(self, axis: Axis) -> Iterator[str]:
-        """Yield the name of each mesh axis that has this rank and at least one other rank in common with ``axis``."""
+        """Yield the name of each mesh axis that contains this rank and at least one other rank of ``axis``."""
         me = axis.ranks[axis.rank]
         for name, each in self.state.axes.items():
             if each.size > 1 and set(each.ranks) & set(axis.ranks) > {me}:
@@ -361,7 +361,7 @@ def _numeric_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _split_weights_into_slices(entries: Sequence[ParamEntry]) -> Iterator[WeightSlices]:
-    """Split the replicated weights into up to 100 groups of similar size, of which each step compares one."""
+    """Split the replicated weights into up to 100 groups of similar size; each training step compares one group."""
     total = sum(e.param.numel() * e.param.element_size() for e in entries)
     room = budget = max(total / PARTS, PART_BYTES)
     slices: WeightSlices = []
@@ -410,7 +410,7 @@ def models_trained_by(optimizer: Optimizer) -> Collection[ShardingMetadata]:
 
 
 def sync_and_check_ranks(state: ShardingMetadata, inputs: Collection[Any], has_drawn: bool = False) -> bool:
-    """Synchronize the random state of ranks that process the same batch, and raise InputError if they diverged.
+    """Synchronize the random state of ranks that process the same batch; raise InputError if these ranks diverged.
 
     See ``broadcast_random_state``.
     """
@@ -443,7 +443,7 @@ PASSES = "_shardformer_passes"  # attribute of an optimizer with the number of g
 
 
 def check_gradients_before_step(optimizer: Optimizer) -> None:
-    """Reduce the gradients that ``no_sync`` has delayed, and raise ConfigError if ranks have different gradients.
+    """Reduce gradients accumulated in ``no_sync`` across ranks; raise ConfigError if ranks have different gradients.
 
     The error is raised on all ranks. Communicates the gradients of backward passes in ``no_sync``, or a checksum of
     each gradient if no gradients were reduced since the last step.

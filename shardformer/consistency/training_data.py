@@ -90,7 +90,7 @@ def _fingerprint_samples(count: int, read: Callable[[int], Any]) -> tuple[list[i
 
 
 def random_projection(value: Any) -> tuple[float, float]:
-    """Project the floating-point numbers of a sample onto a fixed random vector; return the result and their norm."""
+    """Project the floats of a sample onto a fixed random vector; return the projection and the norm of the floats."""
     decimals = list(_iterate_float_tensors(value))
     if not decimals:
         return 0.0, 0.0

@@ -268,7 +268,7 @@ def _find_layer_of(model: nn.Module, path: str, members: list[str]) -> tuple[str
 
 
 def _is_stage(model: nn.Module, outer: str, inner: str) -> bool:
-    """Return whether ``outer`` is one of several similar stages that each contain a list of layers, here ``inner``."""
+    """Return whether ``outer`` is one of several stages of the same class, and ``inner`` is its list of layers."""
     stages = list(model.get_submodule(outer.rpartition(".")[0]).children())
     blocks, stage = model.get_submodule(inner), model.get_submodule(outer)
     if len(stages) == 1 or len({type(m) for m in stages}) > 1 or not _have_same_class(blocks) or "expert" in inner:
@@ -382,7 +382,7 @@ def _iter_attention_candidates(
 
 
 def _find_read_integers(model: nn.Module, trace: ForwardTrace, path: str, count: HeadCount) -> dict[str, int]:
-    """Return the integer attributes that an attention module reads, unless they equal its head count by accident."""
+    """Return the integer attributes that an attention module reads, except any that equals its head count by chance."""
     module, head_field = model.get_submodule(path), str(count.fields.get("num_heads", ""))
     places = {
         like: m for like in _find_in_all_layers(model, path) if type(m := model.get_submodule(like)) is type(module)
@@ -402,7 +402,7 @@ def _find_read_integers(model: nn.Module, trace: ForwardTrace, path: str, count:
 
 
 def _relative_path(group: LinearGroup, path: str, layer: str) -> str:
-    """Return a path relative to the block's module, or a path with a leading dot that is relative to the layer."""
+    """Return a path relative to the block's module, or outside it, relative to the layer with a leading dot."""
     if f"{path}.".startswith(f"{group.entry}."):
         return path[len(group.entry) :].lstrip(".")
     return path[len(layer) :]
@@ -447,7 +447,7 @@ def _guess_parameter_kinds(module: nn.Module, count: HeadCount, width: int) -> l
 
 
 def _find_per_head_arguments(trace: ForwardTrace, group: LinearGroup, count: HeadCount) -> dict[str, LocalAttr]:
-    """Return the arguments of an attention module, after its first, that have a dim of size heads or batch * heads."""
+    """Return the arguments of an attention module, except the first, that have a dim of size heads or batch * heads."""
     arguments = list(trace.inputs.get(group.entry, {}).items())
     samples = arguments[0][1].shape[0] if arguments else 0
     counts = (count.heads, samples * count.heads)
@@ -456,7 +456,7 @@ def _find_per_head_arguments(trace: ForwardTrace, group: LinearGroup, count: Hea
 
 
 def _find_further_inputs(model: nn.Module, trace: ForwardTrace, group: LinearGroup) -> list[str]:
-    """Return the arguments of an attention module, after its first, that its projections read (encoder states)."""
+    """Return the arguments of an attention module, except the first, that its projections read (encoder states)."""
     names: dict[str, bool] = {}
     for like in _find_in_all_layers(model, group.entry):
         arguments = list(trace.inputs.get(like, {}).items())
@@ -541,7 +541,7 @@ def collect_transformers_plan(model: nn.Module) -> dict[str, str]:
 
 
 def find_role_in_plan(plan: Mapping[str, str], layers: str, roles: Iterable[Role]) -> Role | None:
-    """Return the first role that shards its weights like a transformers tensor parallel plan, or None.
+    """Return the first role that shards weights in the same way as a transformers tensor parallel plan, or None.
 
     Args:
         layers: the path of the stack.

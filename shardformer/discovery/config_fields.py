@@ -61,7 +61,7 @@ class ConfigField:
         }
 
     def growth_per_unit(self) -> list[Fraction]:
-        """Return the growth of each matrix dim inside a layer when this config field increases by one."""
+        """Return how much each matrix dim inside a layer grows when this config field increases by one."""
         inside = (pair for place, pair in self.changed_sizes.items() if place.depth and place.role is SizeRole.MATRIX)
         return [Fraction(int(new - old), self.changed_value - self.value) for old, new in inside]
 
@@ -180,7 +180,7 @@ def _guess_head_meaning(
 
 
 def get_rotary_features(field: ConfigField) -> set[int]:
-    """Return the possible rotary dims of a config field: twice the size of each buffer that depends on it."""
+    """Return the rotary dims that a config field may determine: twice the size of each buffer that depends on it."""
     return {2 * int(old) for place, (old, _) in field.changed_sizes.items() if place.role is SizeRole.BUFFER}
 
 
@@ -253,7 +253,7 @@ def iter_integer_fields(config: Any, prefix: Path = ()) -> Iterator[tuple[Path, 
 
 
 def iter_integers(config: Any) -> Iterator[tuple[Path, int]]:
-    """Yield the path and value of each integer greater than 1 in a config, and of each list that repeats one."""
+    """Yield the path and value of each integer greater than 1 in a config, including lists of identical integers."""
     yield from iter_integer_fields(config)
     for path, values in iter_list_fields(config):
         if values[0] > 1 and len(set(values)) == 1:

@@ -170,7 +170,7 @@ class DerivedPolicy(RolePolicy):
         return format_policy(self)
 
     def replicated_paths(self) -> None:
-        """Allow parameters to be replicated if no valid way to shard them was found."""
+        """Return None to allow that parameters are replicated if no valid way to shard them was found."""
 
     def config_sanity_check(self) -> None:
         super().config_sanity_check()
@@ -333,7 +333,7 @@ def _find_hints(
     policy: type[RolePolicy],
     find: Callable[[ReferenceGradients, type[RolePolicy]], tuple[Sequence[LayerStack], str | None]],
 ) -> tuple[Sequence[LayerStack], str | None]:
-    """Find hints for pipeline or sequence parallelism that are valid for all example batches, or for the first.
+    """Find hints for pipeline or sequence parallelism that are valid for all example batches, or only for the first.
 
     If they are valid for the first batch only, the inputs of the other batches are recorded as unvalidated.
     """
@@ -374,7 +374,7 @@ def _find_blocks(
 
 
 class _ValidationCache:
-    """A cache of validation results, because repeated searches propose most candidate policies again."""
+    """A cache of validation results, because repeated searches often try the same candidate policies."""
 
     def __init__(self, reference: ReferenceGradients) -> None:
         self.reference = reference
@@ -383,7 +383,7 @@ class _ValidationCache:
         self._tried: dict[tuple[str, int], str | None] = {}
 
     def find_failure(self, policy: type[RolePolicy], ranks: Sequence[int]) -> str | None:
-        """Validate a policy on each number of ranks, and return the first reason why it fails, or None if it passes."""
+        """Validate a policy on each number of ranks in ``ranks``; return the first failure, or None if it passes."""
         key = str([get_layer_stacks(policy), policy.embeddings, policy.head])
         for size in ranks:
             if (key, size) not in self._tried:
@@ -474,7 +474,7 @@ def _validate_blocks(
 
 
 def _store_nearest_candidate(cache: _ValidationCache, block: BlockCandidates) -> None:
-    """Store the most likely candidate of a failed attention block, to suggest it to users who can edit `forward`."""
+    """Store the most likely role of an attention block that failed, to suggest it to users who can edit `forward`."""
     roles = [] if hasattr(cache.reference.model, "config") else block.roles
     first = next(iter(roles), None)
     if isinstance(first, Attention) and not first.at:  # the layer itself adds the residual
@@ -486,7 +486,7 @@ def _store_nearest_candidate(cache: _ValidationCache, block: BlockCandidates) ->
 def _build_policy(
     model: nn.Module, blocks: Sequence[BlockCandidates], vocabulary: Mapping[str, tuple[str, ...]]
 ) -> type[DerivedPolicy]:
-    """Build a policy class from blocks. Its paths are relative to the base model if that contains all of them."""
+    """Build a policy class from blocks, with paths relative to the base model if it contains all of them."""
     prefix = getattr(model, "base_model_prefix", "")
     stacks = {block.layers: [b for b in blocks if b.layers == block.layers] for block in blocks}
     paths = [*stacks, *vocabulary.get("embeddings", ())]

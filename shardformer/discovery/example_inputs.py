@@ -35,7 +35,7 @@ AUDIO_SAMPLES = 3200  # length of audio inputs, from which feature extractors co
 
 
 class UnknownInputsError(PolicyError):
-    """Raised if no example input can be generated for a model, because it has no known `forward` argument."""
+    """Raised if no example input can be generated for a model, because all its `forward` arguments are unknown."""
 
 
 def name_arguments(batch: Any, model: nn.Module) -> dict[str, Any]:

@@ -197,7 +197,7 @@ class _ForwardTracer:
         return self.trace
 
     def _find_entry(self, group: LinearGroup) -> None:
-        """Find the module whose input the column-parallel candidates of a group read."""
+        """Find the module whose input is also the input of the group's candidates for column parallelism."""
         first = {c: self.trace.read[c][0] for c in group.columns}
         source = first[group.columns[0]]
         same_input = [c for c, x in first.items() if x is source]
@@ -226,7 +226,7 @@ def _shares_memory(x: Tensor, module_input: Tensor | None) -> bool:
 
 
 def find_common_parent(paths: Sequence[str]) -> str:
-    """Return the path of the innermost module that contains all modules in ``paths``."""
+    """Return the path of the innermost module that contains all modules whose paths are in ``paths``."""
     split = [path.split(".")[:-1] for path in paths]
     shared = []
     for parts in zip(*split, strict=False):
@@ -315,7 +315,7 @@ class StackCallRecord:
         )
 
     def receives_tokens(self, path: str) -> bool:
-        """Return whether a module received the hidden states of all tokens, or was not called."""
+        """Return whether a module received hidden states that contain all tokens, or was not called."""
         return path not in self._calls or self.has_token_dim(self._calls[path].hidden_states)
 
     def receives_one_number_per_token(self, path: str) -> bool:
@@ -325,7 +325,7 @@ class StackCallRecord:
         )
 
     def find_enclosing_modules(self, path: str) -> dict[str, str]:
-        """Return the full paths of a module and of its parents inside a layer, by their paths relative to the layer."""
+        """Map the path of a module and of each parent inside its layer, relative to the layer, to the full path."""
         outer = next((outer for outer in self.paths if path.startswith(f"{outer}.")), None)
         parts = path.removeprefix(f"{outer}.").split(".") if outer is not None else []
         names = [".".join(parts[: i + 1]) for i in range(len(parts))]
@@ -338,13 +338,13 @@ class StackCallRecord:
         return x.dim() > 2 and tuple(x.shape[:2]) == self.shape and self.has_token_dim(call.first_output)
 
     def iter_callable_children(self) -> Iterator[tuple[str, str]]:
-        """Yield the layer and the name of each module inside a layer that the layer may call."""
+        """Yield each module that a layer may call, as the path of the layer and a path relative to it."""
         for outer in self.paths:
             for name, _ in _iter_called_children(self._model.get_submodule(outer)):
                 yield outer, name
 
     def find_mixing_modules(self) -> Iterator[tuple[str, str]]:
-        """Yield the layer and the name of each module that may combine information from different tokens."""
+        """Yield each module that may combine different tokens, as the path of its layer and a path relative to it."""
         for outer in self.paths:
             for name, child in _iter_called_children(self._model.get_submodule(outer)):
                 is_token_wise = is_linear(child) or norm_kind(child) is not None or is_elementwise(child)
@@ -380,7 +380,7 @@ class StackCallRecord:
         return False
 
     def find_per_token_args(self) -> Iterator[str]:
-        """Yield the module arguments in a layer, besides hidden states, that contain a vector for each token."""
+        """Yield the arguments of modules in a layer, except hidden states, that contain a vector for each token."""
         for outer in self.paths:
             for path, _ in self._model.get_submodule(outer).named_modules(prefix=outer):
                 for name, x in self._get_named_arguments(path).items():
@@ -397,7 +397,7 @@ class StackCallRecord:
 
 
 def _iter_called_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name and module of each child of a module, with module lists replaced with their members."""
+    """Yield the name and module of each child of a module, or for a module list, those of its members."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _iter_called_children(child, f"{prefix}{name}.")

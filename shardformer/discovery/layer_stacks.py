@@ -58,12 +58,12 @@ def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Return whether a module may be a layer of a model: it has children and parameters, unlike a linear layer."""
+    """Return whether a module may be a layer in a stack, because it has submodules and parameters."""
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def find_pipeline_hints(reference: ReferenceGradients, policy: type[RolePolicy]) -> tuple[LayerStacks, str | None]:
-    """Find out which modules outside the layers belong to which pipeline stage, and add this to the stacks.
+    """Assign the modules outside the layers to pipeline stages, and add the assignment to the stacks as hints.
 
     Returns the stacks with these hints and None, or the unchanged stacks and the reason why validation fails.
     """
@@ -79,7 +79,7 @@ class _PipelineHintSearch:
         self._base = instantiate_policy(policy, reference.model).base
 
     def find_hints(self, stacks: LayerStacks) -> tuple[LayerStacks, str | None]:
-        """Return the stacks with validated hints and None, or the unchanged stacks and the reason for failure."""
+        """Return (stacks with validated hints, None), or (unchanged stacks, reason why validation failed)."""
         if (missing := self._find_uncalled_layer(stacks)) is not None:
             return stacks, f"the layer {missing} is not called for every batch"
         failure = self._validate(stacks)
@@ -117,7 +117,7 @@ class _PipelineHintSearch:
                     yield [_replace_hints(stack, on_every_stage=everywhere) for stack in way]
 
     def _remove_unneeded_hints(self, stacks: LayerStacks) -> LayerStacks:
-        """Remove modules from ``on_every_stage`` as long as validation still passes."""
+        """Remove each module from the hint ``on_every_stage`` if validation passes without it."""
         kept = stacks
         for path in stacks[0].stages.on_every_stage:
             paths = tuple(p for p in kept[0].stages.on_every_stage if p != path)
@@ -132,7 +132,7 @@ class _PipelineHintSearch:
         return [path for path in inside if not any(f"{path}.".startswith(f"{unit}.") for unit in chain.layer_calls)]
 
     def _find_modules_before_layers(self, chain: LayerSequence, *, with_lists: bool) -> tuple[str, ...]:
-        """Return the modules that belong to the first layer's stage, including modules in lists if ``with_lists``."""
+        """Return the modules outside the layers on the first layer's stage, in lists too if ``with_lists`` is true."""
         owners = owner_layers(self._model, chain)
         first = {name.rpartition(".")[0] for name, units in owners.items() if units == frozenset({0})}
         paths = [path for path in self._find_modules_outside_layers(chain) if path in first]
@@ -140,7 +140,7 @@ class _PipelineHintSearch:
         return tuple(dict.fromkeys(self._get_relative_path(re.split(r"\.\d", path)[0]) for path in paths))
 
     def _place_modules_by_call_order(self, stacks: LayerStacks) -> LayerStacks:
-        """Assign modules to stages by call order where it differs from registration order (BART's embedding norm)."""
+        """Assign modules to stages by call order if registration order differs, as for BART's embedding norm."""
         chain = self._build_sequence(stacks)
         owners, outside = owner_layers(self._model, chain), self._find_modules_outside_layers(chain)
         calls = _record_call_order(self._last_reference, (*outside, *chain.layer_calls))
@@ -196,7 +196,7 @@ def _record_call_order(reference: ReferenceGradients, paths: Iterable[str]) -> l
 
 
 def _find_tables_only_in_first(first: nn.Module, second: nn.Module) -> Iterator[str]:
-    """Yield the embeddings that only the first layer has, and the boolean attributes of the modules that own them."""
+    """Yield the embeddings that only the first layer has, and the boolean attributes that differ in their parents."""
     others = dict(second.named_modules())
     for path, module in first.named_modules():
         if path not in others:
@@ -275,7 +275,7 @@ class _SequenceHintCandidates:
 def find_sequence_hints(
     reference: ReferenceGradients, policy: type[RolePolicy], layers: Sequence[str], ranks: int
 ) -> tuple[LayerStacks, str | None]:
-    """Find out which modules need special treatment under sequence parallelism, and add this to the stacks.
+    """Find the modules that need special treatment under sequence parallelism, and add them to the stacks as hints.
 
     Returns the stacks with these hints and None, or the unchanged stacks and the reason why validation fails.
 

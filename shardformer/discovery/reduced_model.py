@@ -52,7 +52,7 @@ class ReferenceGradients:
 
     @cached_property
     def tolerances(self) -> dict[str, float]:
-        """The largest absolute difference that is allowed for each gradient."""
+        """The largest absolute difference per gradient that counts as a rounding error."""
         return compute_tolerances(self.gradients)
 
     @cached_property
@@ -98,7 +98,7 @@ class ReferenceGradients:
 
 
 def compute_tolerances(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the largest absolute difference that is allowed for each gradient."""
+    """Return the largest absolute difference per gradient that counts as a rounding error."""
     nonempty = {name: g for name, g in gradients.items() if g is not None and g.numel()}
     largest = {name: g.abs().max().item() for name, g in nonempty.items()}
     floor = ROUNDING * max((torch.finfo(g.dtype).eps * largest[name] for name, g in nonempty.items()), default=0.0)
@@ -152,7 +152,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def copy_replaced_forwards(reduced: nn.Module, model: nn.Module) -> None:
-    """Copy `forward` methods that the user replaced from ``model`` to a reduced model.
+    """Copy the `forward` methods that the user replaced in ``model`` to a reduced model.
 
     Raises:
         ValueError: if the reduced model lacks the module, or if the method is not bound to its module, because it would
@@ -218,7 +218,7 @@ class _ReadDetector(TorchDispatchMode):
 
 
 def make_validation_key(model: nn.Module) -> Hashable | None:
-    """Return a key to cache validation results of a model, or None if it has no config or runs user code."""
+    """Return a key to cache validation results of a model, or None if the model has no config or runs user code."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string") or not all(map(runs_library_code, model.modules())):
         return None
@@ -253,17 +253,17 @@ class ReducedModel:
     untried: tuple[str, ...] = ()  # image and audio inputs for which no batch could be generated
 
     def compute_reference(self, run: Forward | None = None) -> ReferenceGradients:
-        """Compute the loss and the gradients for the first batch (or for ``run``) and for the additional batches."""
+        """Compute the loss and the gradients for the first batch (or the forward pass ``run``) and further batches."""
         return replace(
             ReferenceGradients.of(self.model, run or self.run), further_batches=self.compute_further_references()
         )
 
     def compute_further_references(self) -> tuple[ReferenceGradients, ...]:
-        """Compute the loss and the gradients for each additional batch."""
+        """Compute the loss and the gradients for each further example batch."""
         return tuple(ReferenceGradients.of(self.model, further.run) for further in self.further)
 
     def explain_unvalidated(self, failure: str | None) -> dict[str, str]:
-        """Return the reasons why inputs were not validated, by the name of the input.
+        """Map the name of each input that was not validated to the reason.
 
         Args:
             failure: why the calls with additional inputs failed, or None if they passed.
@@ -273,7 +273,7 @@ class ReducedModel:
 
     @property
     def samples(self) -> int:
-        """The batch size of the example batch."""
+        """The number of samples in the example batch."""
         return Counter(len(x) for x in self.batch.values() if x.dim()).most_common(1)[0][0]
 
 

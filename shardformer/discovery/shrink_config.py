@@ -89,7 +89,7 @@ def reduce_layers(
         return now is not None and any(now.get(name, length) < length for name, length in lengths.items())
 
     def counts_stages(path: Path, count: int, few: Any) -> bool:
-        """Return whether a field is the number of stages of a model whose layers per stage are in a list field."""
+        """Return whether a field is the number of stages, in a config with a list of the layers per stage."""
         neighbors = (values for at, values in iter_list_fields(config) if at[:-1] == path[:-1])
         is_candidate = path in dict(iter_integer_fields(config)) and any(len(values) == count for values in neighbors)
         return is_candidate and is_shorter(try_list_lengths(config_fields.replace_fields(few, {path: count})))
@@ -113,7 +113,7 @@ def reduce_layers(
 
 
 def reduce_image_sizes(config: Any) -> None:
-    """Reduce the image sizes of vision submodels and of models with stages in a config, in place."""
+    """Reduce, in place, the image sizes in the config of a model that has a vision submodel or stages."""
     for path, size in [*iter_integer_fields(config)]:
         place = get_sub_config(config, path[:-1])
         patch = vars(place).get("patch_size")
@@ -341,7 +341,7 @@ def model_class(name: str) -> type[nn.Module] | None:
 
 
 def rebuild_config(small: Any, kept_fields: Collection[str]) -> Any:
-    """Create a config again so that its class recomputes all derived fields except ``kept_fields``."""
+    """Construct a config again so that its class recomputes all derived fields except ``kept_fields``."""
     default, now, assigned = vars(type(small)()), vars(small), {}
     for field in (field for field in dataclasses.fields(small) if field.init):
         name = small.attribute_map.get(field.name, field.name)
@@ -360,7 +360,7 @@ MIN_UNAMBIGUOUS = 32  # smaller numbers may be equal by chance
 
 
 def filter_same_config(field: ConfigField, others: Sequence[ConfigField]) -> list[ConfigField]:
-    """Return the fields in ``others`` that belong directly to the same config as ``field``."""
+    """Return the fields in ``others`` that are in the same config or nested config as ``field``."""
     return [other for other in others if other.path[:-1] == field.path[:-1]]
 
 
@@ -401,7 +401,7 @@ def reduce_fields(
 
 
 def _reduce_hidden_size(field: ConfigField, every: Sequence[ConfigField], sizes: SmallSizes) -> int:
-    """Return a small value for a hidden size that stays larger or smaller than the config's main hidden size."""
+    """Return a small hidden size that is larger or smaller than the main hidden size if the original one was."""
     matrices: dict[int, set[str]] = {}
     for other in filter_same_config(field, every):
         matrices.setdefault(other.value, set()).update(other.changed_matrices())
@@ -466,7 +466,7 @@ def _reduce_equal_fields(
 
 
 def _reduce_head_counts(values: set[int], sizes: SmallSizes) -> dict[int, int]:
-    """Return a small value for each head count, so that a count that divides another one still does."""
+    """Return a small value for each head count; if a count divides another one, the small values keep this property."""
     ordered = sorted(values)
     small = dict.fromkeys(ordered, sizes.heads)
     if len(ordered) > 1 and any(value % ordered[0] == 0 for value in ordered[1:]):

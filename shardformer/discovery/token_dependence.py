@@ -28,7 +28,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class LabelDependence:
-    """The input tokens on which the prediction of a label depends, in a language model.
+    """The input tokens on which a language model's prediction of a label depends.
 
     Args:
         on_label: Whether the label token or later tokens change the prediction.

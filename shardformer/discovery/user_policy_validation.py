@@ -353,7 +353,7 @@ class _PolicyTrial:
         )
 
     def _iter_faulty_roles(self) -> Iterator[tuple[Role | str, PolicyFault]]:
-        """Shard the model by one role at a time, and yield each role with which it differs, with the difference."""
+        """Shard the model with one role at a time; yield each role that changes the results, and the difference."""
         if not isinstance(self._policy, RolePolicy):
             return
         for role, policy in _iter_single_role_policies(self._policy):

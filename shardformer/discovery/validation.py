@@ -91,7 +91,7 @@ def _is_library_frame(frame: FrameType) -> bool:
 
 
 def validate_policy(reference: ReferenceGradients, policy: type[Policy], ranks: int, **options: bool) -> str | None:
-    """Shard a model with a policy and train it; return the first difference from unsharded training, or None.
+    """Shard a model with a policy and train the model; return the first difference from unsharded training, or None.
 
     Args:
         options: boolean options of ``ShardConfig``.
@@ -308,7 +308,7 @@ def validate_context_parallel(
 def _get_or_validate(
     results: dict[Hashable, Result], key: tuple[Hashable, ...], validate: Callable[[], Result]
 ) -> Result:
-    """Return the cached validation result for a key. Validate if there is none, or if the model has no key."""
+    """Return the cached result of a validation. Run the validation if there is none, or if the model has no key."""
     with reduced_model.ONE_AT_A_TIME:
         if key not in results:
             with torch.enable_grad(), torch.random.fork_rng(devices=[]):
@@ -372,7 +372,7 @@ def _validate_context(
 def _iter_context_candidates(
     model: nn.Module, stacks: Sequence[StackCallRecord], *, is_dispatched: bool, allow_full_attention: bool
 ) -> Iterator[ContextFindings]:
-    """Yield the sets of modules that may need to gather the full sequence, the least expensive first."""
+    """Yield sets of modules that may need the full sequence under context parallelism, the least expensive first."""
     if is_dispatched:
         yield ContextFindings()
     classes = find_attention_classes(model)
@@ -457,7 +457,7 @@ def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str,
 
 
 def _make_larger_batch_run(reduced: ReducedModel) -> Forward:
-    """Return a function that runs a forward pass with one sample more than the example batch."""
+    """Return a function that runs a forward pass on the example batch plus one sample."""
     count = reduced.samples
     more = {n: torch.cat((x, x[:1])) if x.dim() and len(x) == count else x for n, x in reduced.batch.items()}
     return forward_call(reduced.model, more)
@@ -484,7 +484,7 @@ def _find_batch_dims(
 def _record_argument_shapes(
     model: nn.Module, run: Forward, attentions: list[str], stacks: list[str]
 ) -> dict[Any, tuple[int, ...]]:
-    """Run one forward pass, and return the shapes of the tensor arguments of attention modules and first layers."""
+    """Run a forward pass; return the tensor argument shapes of attention modules and of each stack's first layer."""
     found: dict[Any, tuple[int, ...]] = {}
     layers = {path: next(model.get_submodule(path).children()) for path in stacks}
     modules = {**layers, **{path: model.get_submodule(path) for path in attentions}}

@@ -140,7 +140,7 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
 
 
 def _report_waiting(count: int, number: signal.Signals, seconds: float) -> None:
-    """Print that the launcher is waiting for processes to end, which may take several seconds."""
+    """Print how long the launcher waits at most for its processes to end after a signal."""
     processes = f"{count} process{'es' * (count > 1)}"
     again = "press Ctrl-C again" if number is signal.SIGINT else "send it again"
     print(
@@ -157,7 +157,7 @@ def _running_processes(context: PContext) -> list[Any]:
 
 
 def _finish_processes(processes: Sequence[Any], number: signal.Signals, timeout_s: float | None) -> None:
-    """Send a signal to processes, and wait until they have saved their work and exited.
+    """Send a signal to worker processes, and wait until they have saved their work and exited.
 
     Unlike torch, this does not signal their process groups, because that would end the data loading workers of a
     process that is finishing its step. Raises SignalException at a second signal.

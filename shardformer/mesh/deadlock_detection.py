@@ -35,7 +35,7 @@ from shardformer.torch_compat import count_started_collectives, name_of_group
 
 @dataclass(frozen=True)
 class Report:
-    """Report of a rank about the collective or message that it is waiting for.
+    """Report in which a rank describes the collective or message that it is waiting for.
 
     Args:
         seconds: time that its main thread has waited in one call; -1 if it does not wait.
@@ -64,7 +64,7 @@ class Report:
 
 
 def find_deadlock(reports: Mapping[int, Report], after_s: float) -> dict[int, int]:
-    """Find ranks in a deadlock of at least ``after_s`` seconds. Return a dict from each to a rank that it waits for.
+    """Find ranks that are deadlocked for at least ``after_s`` seconds; map each to another rank that it waits for.
 
     The result is empty if all of them wait at the same line of the script, which is the case in a slow collective.
     """
@@ -82,7 +82,7 @@ def find_deadlock(reports: Mapping[int, Report], after_s: float) -> dict[int, in
 
 
 def message_key(group: str, rank: int) -> str:
-    """Return the key in ``Report.begun`` for the number of messages to a rank over a process group."""
+    """Return the key in ``Report.begun`` for the number of messages sent to a rank over a process group."""
     return f"{group}>{rank}"
 
 
@@ -162,12 +162,12 @@ class DeadlockMonitor:
         atexit.register(self.stop_at_exit)
 
     def stop_at_exit(self) -> None:
-        """Stop the thread, and report to the other ranks that the script of this process has ended."""
+        """Stop the monitor thread, and report to the other ranks that the script of this process has ended."""
         self._ends.set()
         self._thread.join(END_S)
 
     def stop_reporting(self) -> None:
-        """Stop the thread, because a new monitor of this process reports to another store."""
+        """Stop the monitor thread, because a new monitor of this process reports to another store."""
         atexit.unregister(self.stop_at_exit)
         self._has_left = True
         self._ends.set()
@@ -182,7 +182,7 @@ class DeadlockMonitor:
         return 0
 
     def find_blocked_ranks(self, ranks: Collection[int], since: int) -> dict[int, str]:
-        """Return a dict that describes the status of each rank which has ended or waits for other ranks.
+        """Map each rank that has ended or waits for other ranks to a description of its status.
 
         Args:
             since: ignore reports for requests before this number.
@@ -198,7 +198,7 @@ class DeadlockMonitor:
         return dict.fromkeys(ranks, "is unreachable, because the process with the store has exited")
 
     def _stored_reports(self, ranks: Iterable[int]) -> dict[int, tuple[int, Report | None]]:
-        """Read the last report of each rank and the number of its request. The report is None if the rank has ended."""
+        """Read each rank's last report and the request number that it answers. The report of an ended rank is None."""
         found: dict[int, tuple[int, Report | None]] = {}
         for rank in ranks:
             if self._store.check([_report_key(rank)]):

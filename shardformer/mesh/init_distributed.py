@@ -146,7 +146,7 @@ def interface_for_host(host: str) -> str | None:
 
 
 def _store_of_attempt(timeout: timedelta) -> Any:
-    """Connect restarted processes to a new key-value store, which the previous attempts have not used.
+    """Return a key-value store for restarted processes that previous attempts have not used, or None.
 
     torch's static rendezvous reuses its store across attempts, with the addresses of exited processes that gloo would
     try to reach. None at the first attempt, or if the launcher provides no store.
@@ -199,7 +199,7 @@ def _another_thread_runs() -> bool:
 
 
 def launcher_variable() -> str | None:
-    """Return the environment variable which shows that a launcher started this process, or None.
+    """Return the name of the environment variable that shows that a launcher started this process, or None.
 
     SLURM also sets ``SLURM_PROCID`` in the script of sbatch and in the shell of salloc, which are not tasks of srun.
     """

@@ -95,7 +95,7 @@ class ProcessGroupTransport:
         get_deadlock_monitor(get_default_store(), dist.get_rank()).carriers.append(weakref.ref(self))
 
     def count_messages(self) -> dict[str, int]:
-        """Return how many messages this process has sent to each rank and received, by the keys of ``Report``."""
+        """Count the messages sent to each rank and all messages received, with the keys of ``Report.begun``."""
         name = name_of_group(self.group)
         sent = {message_key(name, rank): count for rank, count in zip(self._ranks, self._sent, strict=True) if count}
         if self._sends_uncounted:
@@ -104,7 +104,7 @@ class ProcessGroupTransport:
 
     @property
     def world(self) -> ProcessWorld:
-        """World of the processes in this process group."""
+        """``ProcessWorld`` that contains the processes of this process group."""
         return ProcessWorld(tuple(self._ranks))
 
     def _is_staged(self, x: Tensor) -> bool:
@@ -123,7 +123,7 @@ class ProcessGroupTransport:
         return x.device.type == "cpu" or self._backends.get(x.device.type) == "gloo"
 
     def sends_in_turn(self, device: torch.device) -> bool:
-        """Return whether tensors on ``device`` are sent over NCCL, which runs messages of two ranks one at a time."""
+        """Return whether tensors on ``device`` are sent over NCCL, which sends messages between two ranks in turn."""
         return self._backends.get(device.type) == "nccl"
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
@@ -228,7 +228,7 @@ class ProcessGroupTransport:
         return gathered
 
     def announce_call(self, call: str, *, waits: bool) -> AnnouncedCalls:
-        """Announce the next collective call of this rank in the launcher's store, with its number and name."""
+        """Write the number and name of this rank's next collective call to the launcher's store, for other ranks."""
         store, rank = get_default_store(), dist.get_rank()
         reporter = get_deadlock_monitor(store, rank)
         name = f"shardformer/calls/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
@@ -263,7 +263,7 @@ class ProcessGroupTransport:
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     def _peer_calls(self, store: Any, name: str, number: int) -> list[AnnouncedCall | None]:
-        """Return the collective call that each rank announced with this number, or None if it has announced none.
+        """Return the collective call that each rank announced as its call ``number``, or None if it announced none.
 
         A rank with a higher number has made this call too, unless the call failed.
         """
@@ -353,7 +353,7 @@ class Axis:
 
     @staticmethod
     def by_key(key: str) -> Axis:
-        """Return the axis with this key. Graphs of torch.compile refer to an axis by its key."""
+        """Return the axis with this key, by which graphs of torch.compile refer to the axis."""
         return _AXES[key]
 
     @property
@@ -472,7 +472,7 @@ class ParallelContext:
         return thread is None or thread is threading.current_thread()
 
     def expand_views(self, names: Iterable[str]) -> set[str]:
-        """Replace the name of each reshaped axis with the names of the axes into which it was reshaped."""
+        """Return axis names in which each reshaped axis is replaced with the axes into which it was reshaped."""
         views = {view.of[0]: tuple(view.sizes) for view in self.grid.views if len(view.of) == 1}
         return {finer for name in names for finer in views.get(name, (name,))}
 
@@ -604,7 +604,7 @@ class ParallelContext:
 
 
 def with_ring_axes(context: ParallelContext, sequence: RingUlyssesSize | None) -> ParallelContext:
-    """Reshape the sequence axis into a ring axis and a Ulysses axis if ``sequence`` has two sizes."""
+    """Reshape the sequence axis into a ring axis and a Ulysses axis if ``sequence`` is a pair of sizes."""
     if sequence is None or isinstance(sequence, int):
         return context
     ring, group = sequence
@@ -612,7 +612,7 @@ def with_ring_axes(context: ParallelContext, sequence: RingUlyssesSize | None) -
 
 
 def with_grid_axes(context: ParallelContext, tensor: TensorGridSize | None) -> ParallelContext:
-    """Reshape the tensor axis into row, column and depth axes if ``tensor`` has two or three sizes."""
+    """Reshape the tensor axis into row, column and depth axes if ``tensor`` is a tuple of two or three sizes."""
     if not isinstance(tensor, tuple | list) or len(tensor) == 1:
         return context
     row, column, *depth = tensor

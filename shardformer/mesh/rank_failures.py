@@ -49,7 +49,7 @@ class PeerRanks:
 
     @contextmanager
     def report_lost_peer(self, what: str, peer: int | None = None) -> Iterator[None]:
-        """Convert torch's errors about lost connections to a LostPeerError that contains the number of the lost rank.
+        """Convert torch's errors about lost connections to a LostPeerError that identifies the lost rank.
 
         Args:
             peer: index of the peer on the axis, or None if any other rank may be the cause.
@@ -80,7 +80,7 @@ class PeerRanks:
 
 
 class MonitoredWork:
-    """Wrapper of a torch work handle. If another rank is lost, ``wait`` raises an error that identifies this rank.
+    """Wrapper of a torch work handle, whose ``wait`` raises an error that identifies the lost rank, if any.
 
     Attributes:
         joined: (process group, number of collectives that this process has started on it including this one, kind of
@@ -132,7 +132,7 @@ class ReceivedWork(MonitoredWork):
 
     @property
     def awaited(self) -> tuple[Any, int, int] | None:
-        """The message that this rank waits for: (process group, sending rank, messages received), or None."""
+        """The message that this rank waits for: (process group, sender, number of messages from it), or None."""
         if self.joined is None or self._from < 0:
             return None
         return self.joined[0], self._peers.ranks[self._from], self._arrived[self._from]

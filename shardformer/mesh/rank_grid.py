@@ -72,7 +72,7 @@ class RankGrid:
         return (*self.sizes, *(name for view in self.views for name in view.sizes))
 
     def check(self, *names: str) -> None:
-        """Raise ConfigError if the grid has no axis with one of these names."""
+        """Raise ConfigError if one of ``names`` is not an axis of the grid."""
         for name in names:
             if name not in self.names:
                 raise ConfigError(
@@ -154,7 +154,7 @@ class RankGrid:
         return coords
 
     def _fixed_axes(self, names: Sequence[str]) -> list[str]:
-        """Return the axes on which all ranks of a group have the same coordinate, for groups along ``names``."""
+        """Return the axes on which all ranks of each group along the axes ``names`` have the same coordinate."""
         self.check(*names)
         named = set(names)
         views = [v for v in self.views if named & v.sizes.keys() and not named.issuperset(v.of)]

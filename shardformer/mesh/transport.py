@@ -147,7 +147,7 @@ class World(Protocol):
         """Thread that runs this rank, or None if the rank is a process."""
 
     def connect(self, rank_groups: RankGroups) -> Transport:
-        """Create a transport for each group of ranks, and return that of this rank. Ranks must use the same order."""
+        """Create a transport per group of ranks, in the same order on all ranks; return that of this rank's group."""
 
 
 class Transport(Protocol):

@@ -107,7 +107,7 @@ class Finding(IntEnum):
 
 
 def merge_findings(rank_results: Sequence[Sequence[int]]) -> list[int] | None:
-    """Combine the trial results of all ranks, or return None if they are inconclusive because the loss is random.
+    """Combine the trial results of all ranks, or return None if the results are inconclusive due to a random loss.
 
     A loss that is not repeatable and draws no random numbers reads samples of other data ranks, which differ between
     repetitions.
@@ -239,7 +239,7 @@ class TrialOutputs(LastStageOutputs):
 
 
 class _DeferredLossWeights(LossWeights):
-    """Loss weights that delay errors until the end of the model's forward pass."""
+    """Loss weights whose errors are raised only at the end of the model's forward pass."""
 
     _first_error: Exception | None = None
 

@@ -68,7 +68,7 @@ class PipelineHints:
     num_outputs: int | None = 0
 
     def resolve_num_outputs(self, layers: nn.Module) -> PipelineHints:
-        """Return these hints with ``num_outputs=None`` replaced with the number of outputs of a layer."""
+        """Return hints in which ``num_outputs=None`` is replaced with the number of outputs of a layer."""
         if self.num_outputs is not None:
             return self
         forward = type(next(layers.children())).forward
@@ -137,7 +137,7 @@ class StackDescription:
     sequence: SequenceParallelHints = SequenceParallelHints()
 
     def within(self, path: str) -> StackDescription:
-        """Return this stack for a larger model that contains the model at ``path``."""
+        """Return this stack with the paths of a larger model that contains the model at ``path``."""
         own = prepend_path(self, path, "layers", "final_norm", "layer_calls")
         stages = prepend_path(self.stages, path, "with_first_layer", "with_last_layer", "on_every_stage")
         context = self.context and (_prepend_path(path, self.context[0]), self.context[1])
@@ -201,7 +201,7 @@ class LayerSequence:
         return max(i for i, start in enumerate(self.starts) if start <= layer)
 
     def list_received_states(self, layer: int) -> tuple[str, ...]:
-        """Return which activations a stage receives if it starts at ``layer``: "hidden", "context" or both."""
+        """Return which activations a stage that starts at ``layer`` receives: "hidden", "context", both, or none."""
         if layer == 0:
             return ()
         index = self.find_stack_index(layer)

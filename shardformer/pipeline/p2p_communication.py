@@ -125,7 +125,7 @@ class StageExchange:
 
     @property
     def traffic(self) -> CollectiveLog:
-        """The log of this process's collectives."""
+        """The log of the collectives that this process has started."""
         return self._point_to_point.axis.traffic
 
     def begin_step(self, schedule: Schedule, keys: Sequence[Hashable]) -> None:
@@ -187,7 +187,7 @@ class StageExchange:
             self._sent.popleft()
 
     def prefetch(self) -> None:
-        """Start to receive the next messages of all ranks, to overlap communication with computation."""
+        """Start to receive the next messages from all ranks asynchronously, to overlap them with computation."""
         for incoming in self._incoming.values():
             self._post_next_receives(incoming)
 
@@ -259,7 +259,7 @@ class StageExchange:
         return [self._gather_full(part, shape) for part, shape in zip(posted.parts, metas, strict=True)]
 
     def _infer_metas(self, boundary: int, key: Hashable) -> TensorMetas:
-        """Take the shapes of activations from the nearest earlier stage, because a traced rank receives no headers."""
+        """Use the activation shapes of the nearest earlier stage, because a rank traced alone receives no messages."""
         metas_at = {**self.given, **self.known}
         earlier = {b: metas for (b, k), metas in metas_at.items() if k == key and b <= boundary}
         if not earlier:

@@ -296,7 +296,7 @@ class Pipeline:
                 )
 
     def _check_data_ranks(self, batches: Sequence[Batch]) -> bool:
-        """Check that all ranks that must process the same batch received the same batch.
+        """Check that ranks received the same batch if the layout requires them to process the same batch.
 
         Returns whether any of these ranks uses random numbers in training.
         """
@@ -309,7 +309,7 @@ class Pipeline:
         return sync_and_check_ranks(self._state, tensors, self._uses_random()) and training
 
     def _broadcast_loss(self, head: LastStageOutputs, runs_trial: bool) -> list[Tensor]:
-        """Broadcast the loss of a batch from the last pipeline stage to all stages, together with statistics.
+        """Broadcast the loss of a batch and statistics about the loss from the last pipeline stage to all stages.
 
         The statistics are the mean of the loss factors, the mean of their squares, and two flags: whether a trial is
         needed, and whether the loss compares samples.
@@ -330,7 +330,7 @@ class Pipeline:
         return [*found[:-2], loss[-2:]] if runs_trial else found
 
     def _must_run_trial(self, num_parts: int, *, backward: bool) -> bool:
-        """Return whether this is the first step in training or eval mode, which checks if the loss compares samples.
+        """Return whether to check if the loss compares samples, as the first step in training or eval mode does.
 
         An evaluation whose loss is not averaged over data ranks is not checked, because data ranks may run it
         independently.
@@ -478,7 +478,7 @@ class Pipeline:
         return make_schedule(manager.schedule, manager.num_stages, micro_batches, manager.num_model_chunks)
 
     def _compare_stages(self, parts: Sequence[Batch], backward: bool, seed: int) -> tuple[list[Hashable], int]:
-        """Check that all stages received the same batch, and return a key per micro-batch and a common random seed.
+        """Check that all stages received the same batch; return a shape key per micro-batch and a common random seed.
 
         Micro-batches with equal activation shapes have equal keys.
 
@@ -534,7 +534,7 @@ class Pipeline:
         self._stage_dtypes_hash = stages
 
     def _mask_incomparable(self, gathered: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return a copy of the gathered values of all stages, without differences that are allowed."""
+        """Copy the gathered values of all stages, and remove the differences between stages that are allowed."""
         rows = [list(row) for row in gathered]
         are_known = all(row[OPTIONS] for row in rows)
         has_one_kind = len({row[OPTIONS] >> KIND_SHIFT for row in rows}) == 1

@@ -96,7 +96,7 @@ class LastStageOutputs:
         )
 
     def _check_first_loss(self, loss: Tensor, output: Any) -> None:
-        """Raise an error if the first loss is NaN, because all labels are ignored or another stage computes it."""
+        """Raise an error if the first loss is NaN because all labels are ignored or other stages compute its inputs."""
         is_valid, self._stage_forward.is_last_layer_valid = self._stage_forward.is_last_layer_valid, None
         outputs = [t for _, t in iterate_named_tensors({"output": output})]
         if not is_valid or not is_placeholder(loss) or not any(map(is_placeholder, outputs)):
@@ -181,7 +181,7 @@ class NoOutput:
 
 
 def replace_placeholders(output: Any) -> Any:
-    """Replace output tensors that another stage computes with None, unless all outputs are placeholders."""
+    """Set output tensors that only another stage computes to None, unless all outputs are placeholders."""
     tensors = [t for _, t in iterate_named_tensors({"output": output}) if t.is_floating_point() and t.numel()]
     placeholders = {id(t) for t in tensors if is_placeholder(t)}
     if len(placeholders) == len(tensors):
@@ -351,7 +351,7 @@ class Runtime:
         return [x.grad for x in inputs]
 
     def _disable_autocast(self) -> torch.autocast:
-        """Return a context manager that disables autocast, because the forward pass has already fixed the dtypes."""
+        """Return a context manager that disables autocast for a backward pass, because its dtypes are already fixed."""
         return torch.autocast(self._exchange.device.type, enabled=False)
 
     @contextmanager

@@ -35,7 +35,7 @@ _FONT_SIZE_RANGE = 3.0, 9.0  # points
 
 
 def schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None = None) -> str:
-    """Draw a pipeline schedule as a text grid with a legend, its bubble and its micro-batches in flight.
+    """Draw a pipeline schedule as a text grid with a legend, the bubble, and the micro-batches in flight.
 
     The grid has a row per rank and a column per unit of time, which is the duration of the shortest action. ``F3`` is
     the forward pass of micro-batch 3, ``--`` is its continuation, and ``.`` is idle time. With several chunks per rank,
@@ -67,7 +67,7 @@ def schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None =
 
 
 def timeline_as_json(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
-    """Convert a simulated schedule to a dict for JSON, with the start and end of each action and its statistics."""
+    """Convert a simulated schedule to a dict for JSON, with its statistics and the start and end of each action."""
     ranks = [[{"action": str(s.action), "start": s.start, "end": s.end} for s in spans] for spans in timeline.spans]
     return {
         "schedule": schedule.name, "stages": schedule.stages, "micro_batches": schedule.micro_batches,
@@ -171,7 +171,7 @@ def check_matplotlib(what: str) -> None:
 
 @contextmanager
 def replace_chart_file(path: Path) -> Iterator[Path]:
-    """Context manager that replaces ``path`` with the yielded file on success. Raises ConfigError if writing fails."""
+    """Context manager that yields a temporary file and moves it to ``path``. Raises ConfigError if writing fails."""
     try:
         with replace_atomically(path) as hidden:
             yield hidden

@@ -183,7 +183,7 @@ def _build_zbv_rank(stages: int, micro_batches: int, rank: int) -> RankActions:
 
 
 def _build_zbv_few_micro_batches(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
-    """Build the ZB-V schedule for p stages and fewer than 2p - 1 micro-batches by simulation.
+    """Simulate p stages to build the ZB-V schedule for fewer than 2p - 1 micro-batches.
 
     The second chunk has priority over the first, and F over I. W runs if no other action can. One of the 2p activation
     slots is reserved for the second chunk, because a rank filled with activations of the first chunk would deadlock.

@@ -42,7 +42,7 @@ Grads = tuple[Tensor | None, ...]
 def backward_of_inputs(
     outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], WeightBackward]:
-    """Compute the gradients of the inputs only, and return them with a backward pass of the weights to run later.
+    """Compute the gradients of the inputs only; return them and a ``WeightBackward`` that you can run later.
 
     Some nodes cannot run twice or in part (activation checkpointing, offloading, compiled code). In this case, or if a
     split would change the order of accumulation, this runs the full backward pass, and the returned one is empty. If no
@@ -185,7 +185,7 @@ class _BranchNode:
         return [k for k, (follower, _) in enumerate(self.node.next_functions) if follower is not None]
 
     def _select_needed_grads(self, for_exits: bool) -> tuple[bool, ...]:
-        """Return ``needs_input_grad`` flags for either only the gradients of weights or only the other gradients."""
+        """Return ``needs_input_grad`` flags that request only the gradients of weights, or only the other gradients."""
         assert self.needed_grads is not None
         # needs_input_grad has an entry per argument, next_functions one per tensor; those with gradients correspond
         indices = iter(self._list_edge_indices())
@@ -204,7 +204,7 @@ class _BranchNode:
         self.results = {k: results[k] for k in self.exits}
 
     def pop_exit_grads(self) -> Iterator[tuple[GradientEdge, Tensor]]:
-        """Yield each edge that leads to a weight with its gradient, and free the stored gradients."""
+        """Yield each graph edge that leads to a weight and the gradient for it, and free the stored gradients."""
         results, self.results = self.results or {}, None
         for k, grad in results.items():
             if grad is not None:

@@ -69,7 +69,7 @@ class ParameterPlaceholders:
                 module.__dict__["named_parameters"] = _NamedParameters(module, self)
 
     def rename(self, rename: Callable[[str], str]) -> None:
-        """Rename all parameters, after modules were moved inside the model."""
+        """Update the stored names of parameters after modules were moved inside the model."""
         self._placeholders = [(module, name, tuple(map(rename, names))) for module, name, names in self._placeholders]
         self._local_dtypes = {rename(name): dtype for name, dtype in self._local_dtypes.items()}
 
@@ -114,7 +114,7 @@ class ParameterPlaceholders:
             _convert_placeholder(module, name, known or converted.get(now, now))
 
     def _find_local_param(self, model: nn.Module) -> Tensor | None:
-        """Return the first floating-point parameter that this rank stores, and cache its position."""
+        """Return the first floating-point parameter that this rank stores, and remember its module and name."""
         if self._local_param is not None:
             found = self._local_param[0]._parameters.get(self._local_param[1])
             if found is not None:
@@ -128,7 +128,7 @@ class ParameterPlaceholders:
 
 
 class _NamedParameters:
-    """Replaces the ``named_parameters`` method of a module, and can include placeholders."""
+    """Replaces the ``named_parameters`` method of a module, and can include placeholders for missing parameters."""
 
     def __init__(self, module: nn.Module, placeholders: ParameterPlaceholders) -> None:
         self._module, self._placeholders = module, placeholders
@@ -166,7 +166,7 @@ def _convert_placeholder(module: nn.Module, name: str, to: torch.device | torch.
 
 
 def make_nan_tensor(*shape: int, like: Tensor) -> Tensor:
-    """Return a tensor of the specified shape whose elements are all the same NaN in memory."""
+    """Return a NaN tensor of the specified shape, whose elements share the memory of one number."""
     return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(shape)
 
 
@@ -189,7 +189,7 @@ def compute_placeholder_output(module: nn.Module, args: tuple[Any, ...], kwargs:
 
 
 def has_nan(x: Any) -> bool:
-    """Return whether ``x`` is a tensor that contains NaN, because it may be computed from placeholders."""
+    """Return whether ``x`` is a tensor that contains NaN, as a tensor computed from placeholders does."""
     return _has_float_values(x) and bool(x.isnan().any())
 
 
@@ -491,7 +491,7 @@ class StageForward:
         self._remove_hooks.append(remove)
 
     def _override_unowned(self, module: nn.Module, owners: frozenset[int]) -> None:
-        """Skip an embedding or linear layer outside the stacks on pipeline stages that do not need its output."""
+        """Skip an embedding or linear layer outside the stacks of layers on stages that do not need its output."""
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -183,7 +183,7 @@ class Stages:
         return self.stage_forward is not None and self.stage_forward.now is not None
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """Return the ranks on the pipe axis that store the parameter or buffer ``name``."""
+        """Return the ranks on the pipe axis whose stages store the parameter or buffer ``name``."""
         return tuple(sorted({self.manager.placement[v] for v in self.owner_stages[name]}))
 
     def is_here(self, name: str) -> bool:
@@ -212,7 +212,7 @@ class Stages:
         return {prefix + name: prefix + first for name, (first, _) in self.state.items()}
 
     def rename(self, rename: Callable[[str], str]) -> None:
-        """Rename all parameters and buffers, after modules were moved inside the model."""
+        """Update the stored names of parameters and buffers after modules were moved inside the model."""
         self.owner_layers = {rename(name): layers for name, layers in self.owner_layers.items()}
         self.owner_stages = {rename(name): stages for name, stages in self.owner_stages.items()}
         self.state = {rename(name): (rename(first), shape) for name, (first, shape) in self.state.items()}
@@ -221,7 +221,7 @@ class Stages:
         self.placeholders.rename(rename)
 
     def add_tensor(self, name: str, owner: str, shape: tuple[int, ...]) -> None:
-        """Assign a new tensor to the pipeline stages that store the parameter or buffer ``owner``."""
+        """Assign the new tensor ``name`` to the pipeline stages that store the parameter or buffer ``owner``."""
         self.owner_layers[name], self.owner_stages[name] = self.owner_layers[owner], self.owner_stages[owner]
         self.state[name], self.parameters[name] = (name, shape), (name, prod(shape))
 
@@ -369,13 +369,13 @@ def partition_model(
 
 
 def _map_to_first_name(tensors: Mapping[str, Any]) -> dict[str, tuple[str, Tensor]]:
-    """Return each tensor with the first name under which it occurs. Tied weights have the same first name."""
+    """Map each name to its tensor and the first name of this tensor. Tied weights have the same first name."""
     first: dict[int, str] = {}
     return {name: (first.setdefault(id(x), name), x) for name, x in tensors.items() if isinstance(x, Tensor)}
 
 
 def copy_shared_attributes(model: nn.Module, chain: LayerSequence, spans: Sequence[LayerRange]) -> None:
-    """Copy the attributes in ``shared_from_first`` from a stack's first layer to the first layer of every stage."""
+    """Copy the attributes in ``shared_from_first`` from a stack's first layer to its first layer on every stage."""
     for stack, start in zip(chain.stacks, chain.starts, strict=True):
         for span in spans:
             at = max(span.start, start)
