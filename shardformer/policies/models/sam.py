@@ -64,7 +64,7 @@ class SamPolicy(RolePolicy):
     no_sequence_parallel = SamVisionPolicy.no_sequence_parallel
 
     def layer_sequence(self) -> LayerSequence:
-        """Return the layers of the image encoder. The layers of the mask decoder stay on one stage.
+        """Return the layers of the image encoder in execution order. The layers of the mask decoder stay on one stage.
 
         The mask decoder passes two tensors between its layers.
         """
