@@ -171,7 +171,7 @@ def gather_from_sp_region(x: Tensor, axis: Axis, dim: int, full: int) -> Tensor:
 
 
 def reduce_scatter_to_sp_region(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Sum ``x`` over all ranks, and keep only this rank's shard of the sum along ``dim``.
+    """Sum ``x`` over all ranks, and return only this rank's shard of the sum along ``dim``.
 
     Forward: one reduce-scatter. Backward: one all-gather.
     """

@@ -21,7 +21,7 @@ NOTES = "_shardformer_loading"
 
 
 def is_lazy(model: nn.Module) -> bool:
-    """Return whether a parameter or buffer of the model has no values yet."""
+    """Return whether a lazily built parameter or buffer of the model has no values yet."""
     return has_meta_tensors(model) and any(deferred_storage_of(t) is not None for _, t in list_named_tensors(model))
 
 

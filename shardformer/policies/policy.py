@@ -96,7 +96,7 @@ class Policy(LegacyPolicy):
         return convert_legacy_policy(self)
 
     def postprocess(self) -> nn.Module:
-        """Modify the sharded model, and return the model."""
+        """Modify the model after it was sharded, and return the model."""
         model: nn.Module = self.model
         return model
 

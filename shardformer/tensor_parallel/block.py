@@ -181,7 +181,7 @@ class TensorParallelBlock:
         return entered
 
     def _enter_compiled(self, x: Tensor, training: bool) -> Tensor:
-        """Return the full input of a block that is compiled with torch.compile.
+        """Return the full input of a tensor-parallel block that is compiled with torch.compile.
 
         Each linear layer of the block computes its own output. The compiler sums their gradients before the collective
         of the backward pass, as in ``project``.

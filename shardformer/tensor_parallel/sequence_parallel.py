@@ -138,7 +138,7 @@ class StackActivations:
         return ActivationShard(Dim.SEQUENCE, self.axis.name).split(self.full, self.axis.size)
 
     def register(self, first: nn.Module, last: nn.Module) -> None:
-        """Register hooks that shard the input of the first module and gather the output of the last one."""
+        """Register hooks that shard the input of the first module and gather the output of the last module."""
         if self._dim is not None:
             register_forward_hooks(first, HookOrder.STACK, self._enter_module, with_kwargs=True)
             register_forward_hooks(last, HookOrder.STACK, after=self._leave_module)

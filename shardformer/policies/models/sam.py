@@ -1,4 +1,4 @@
-"""Sharding policies for SAM: the image encoder with windowed attention, and the full model with its mask decoder."""
+"""Sharding policies for SAM: its image encoder with windowed attention, and the full model with mask decoder."""
 
 from __future__ import annotations
 
