@@ -1,4 +1,4 @@
-"""Collectives over a mesh axis: autograd support, checks that all ranks agree, and a traffic recorder."""
+"""Collectives over a mesh axis, with autograd support, checks that all ranks agree, and a traffic recorder."""
 
 from __future__ import annotations
 

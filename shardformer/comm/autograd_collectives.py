@@ -32,7 +32,7 @@ SHARD_OF = "_shardformer_shard_of"
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a ``backward`` method raise an error if ``create_graph=True``, which collectives do not support."""
+    """Make a ``backward`` method raise an error under ``create_graph=True``, which collectives do not support."""
 
     @wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
@@ -123,7 +123,7 @@ class _GatherFromRegion(Function):
 
 
 def local_slices(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
-    """Return a copy of this rank's slices of a replicated tensor along ``dim``. Communicates nothing."""
+    """Return a copy of this rank's slices along ``dim`` of a replicated tensor. Communicates nothing."""
     slices = [x.narrow(dim, a, b - a) for a, b in split.parts[axis.rank] or [(0, 0)]]
     return torch.cat(slices, dim) if len(slices) > 1 else slices[0].clone(memory_format=torch.contiguous_format)
 
@@ -138,7 +138,7 @@ def _gather_slices(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) 
 
 
 def copy_to_tp_region(x: Tensor, axis: Axis) -> Tensor:
-    """Return ``x`` as the input of a tensor-parallel block, and all-reduce its gradient in the backward pass.
+    """Pass ``x`` unchanged into a tensor-parallel block, and all-reduce its gradient in the backward pass.
 
     Raises:
         ConfigError: ``x`` is a parameter that is sharded over ``axis``. The sum of the gradients of different shards
@@ -158,12 +158,12 @@ def copy_to_tp_region(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_from_tp_region(x: Tensor, axis: Axis) -> Tensor:
-    """All-reduce ``x``, the partial result of each rank, at the end of a tensor-parallel block."""
+    """All-reduce ``x``, this rank's partial result, at the end of a tensor-parallel block."""
     return x if axis.size == 1 else _ReduceFromTpRegion.apply(x, axis)
 
 
 def gather_from_sp_region(x: Tensor, axis: Axis, dim: int, full: int) -> Tensor:
-    """All-gather the sequence shards ``x`` at the start of a tensor-parallel block.
+    """All-gather ``x``, this rank's sequence shard, at the start of a tensor-parallel block.
 
     Dimension ``dim`` of the result has the length ``full``. Forward: one all-gather. Backward: one reduce-scatter.
     """
@@ -171,7 +171,7 @@ def gather_from_sp_region(x: Tensor, axis: Axis, dim: int, full: int) -> Tensor:
 
 
 def reduce_scatter_to_sp_region(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Sum ``x`` over all ranks, and keep only this rank's shard of the sum along ``dim``.
+    """Sum ``x`` over all ranks, and return only this rank's shard of the sum along ``dim``.
 
     Forward: one reduce-scatter. Backward: one all-gather.
     """
@@ -184,7 +184,7 @@ def scatter_to_region(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
 
 
 def gather_from_region(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str = "block") -> Tensor:
-    """All-gather a tensor that is sharded along ``dim``, for a computation that all ranks repeat.
+    """All-gather a tensor that is sharded along ``dim``, for a computation that every rank does in full.
 
     Forward: one all-gather. Backward: local slices of the gradient.
     """

@@ -55,7 +55,7 @@ def collective_call(
 
 
 def _run_and_catch(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Call ``function``, and return its exception instead of raising it, because other ranks wait for this rank."""
+    """Return the result of ``function`` or its exception, so that this rank still joins the next collective."""
     try:
         return function(), None
     except Exception as error:
@@ -93,7 +93,7 @@ NUM_FACTS = 5
 
 
 def wait_for_all_ranks(call: str, *axes: Axis) -> None:
-    """Wait until every rank of these axes reaches the collective call that is named ``call``.
+    """Wait until every rank of each axis has reached the call that is named ``call``.
 
     Raises InputError on every rank if one makes another call or none. Communicates through the launcher's store.
     """
@@ -111,7 +111,7 @@ def wait_for_all_ranks(call: str, *axes: Axis) -> None:
 
 
 def compare_step_call(call: str, axis: Axis, facts: Mapping[str, int] | None = None) -> None:
-    """Check that all ranks of an axis make the same call with the same training data.
+    """Check that all ranks of an axis make the same call, and with the same training data.
 
     ``facts`` describes the data: it maps names in ``DATA_FACTS`` to numbers, which are 0 if unknown. Raises InputError
     on every rank if the calls or the facts differ. Communicates one all-gather of a few integers.
@@ -131,7 +131,7 @@ def compare_step_call(call: str, axis: Axis, facts: Mapping[str, int] | None = N
 
 
 def gather_at_step(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
-    """Gather integers from each rank of an axis, and check that all ranks make the same call."""
+    """All-gather integers over an axis, and check that all its ranks make the call named ``call``."""
     if axis.size == 1:
         return [list(numbers)]
     axis.transport.announce_call(call, waits=False)

@@ -27,7 +27,7 @@ CHECKSUM_BYTES = 4096
 
 
 class PendingCollective:
-    """A collective that is in progress. Call ``wait()`` to get its result."""
+    """A collective that is running in the background. Call ``wait()`` to get its result."""
 
     def __init__(
         self, works: Sequence[Work], finish: Callable[[], Tensor], record_wait: Callable[[], None] = no_wait_event
@@ -41,7 +41,7 @@ class PendingCollective:
         return self._finish()
 
     def then(self, use: Callable[[Tensor], Tensor]) -> PendingCollective:
-        """Return a pending collective that applies the function ``use`` to the result of this one."""
+        """Return a pending collective whose result is ``use`` applied to the result of this one."""
         return PendingCollective(self._works, lambda: use(self._finish()), self._record_wait)
 
     def is_completed(self) -> bool:
@@ -123,7 +123,7 @@ def start_all_gather(
 
 
 def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> PendingCollective:
-    """Start an all-gather that writes one-dimensional tensors of equal length into the tensor ``out``.
+    """Start an all-gather of one-dimensional tensors of equal length, which writes them into ``out``.
 
     ``x`` may be this rank's view of ``out``, which avoids a copy. Communicates one all-gather of ``out``.
     """
@@ -300,7 +300,7 @@ def checksum(t: Tensor) -> tuple[int, int]:
 
 
 def digest(t: Tensor) -> Tensor:
-    """Return a hash of the bits of ``t`` as a scalar tensor on the same device, without a synchronization."""
+    """Return a hash of the bits of ``t`` as a scalar tensor on its device, without waiting for the device."""
     flat = view_as_bytes(t)
     if flat.storage_offset() % 4:  # unaligned for the int32 view
         flat = flat.clone()

@@ -1,4 +1,4 @@
-"""A tensor that delays its collective until its values are read, because it may turn out to be unnecessary.
+"""A tensor that delays a collective until its values are read, because the collective may be unnecessary.
 
 Two consecutive collectives between layers can often be fused. The all-reduce after the embedding is followed by a
 split for the first layer, and both together are a reduce-scatter. The same holds for the gather before the head. A
@@ -31,7 +31,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 class DeferredTensor(Tensor):
-    """A full tensor that a collective computes from the tensor ``local``, but only when its values are read.
+    """A full tensor whose values a collective computes from the tensor ``local``, but only when they are read.
 
     Args (of ``make``):
         local: this rank's shard or summand.
@@ -72,7 +72,7 @@ class DeferredTensor(Tensor):
 
     @property
     def is_pending(self) -> bool:
-        """Whether ``local`` can replace the full tensor, which was not modified in place and has no gradient hooks."""
+        """Whether ``local`` can be used instead of the full tensor, which was not changed and has no gradient hooks."""
         is_written = self._own is not None or (self._full is not None and self._full._version != self._written)
         return not self._is_watched and not is_written
 

@@ -20,7 +20,7 @@ from shardformer.mesh.transport import CollectiveEvent, CollectiveLog, Collectiv
 
 @dataclass
 class CollectiveRecorder:
-    """Context manager that records the collectives that this process starts.
+    """Context manager that records the collectives that this process starts inside it.
 
     >>> with CollectiveRecorder(context) as recorder:      # doctest: +SKIP
     ...     model(**batch).loss.backward()
@@ -64,7 +64,7 @@ class CollectiveRecorder:
         return len(self._select_records(op, axis, purpose))
 
     def payload_bytes(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
-        """Return the total size in bytes of the full tensors in the recorded collectives."""
+        """Return the total size in bytes of the full tensors that the recorded collectives process."""
         return sum(c.payload_bytes for c in self._select_records(op, axis, purpose))
 
     def wire_bytes(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
@@ -109,7 +109,7 @@ def _track_modules(model: nn.Module, traffic: CollectiveLog) -> list[Any]:
 
 
 def no_wait_event() -> None:
-    """Do nothing, because no recorder is active that must record the end of a wait."""
+    """Do nothing. ``record`` returns this function if no recorder is active."""
 
 
 def record(op: str, axis: Axis, full_bytes: int, purpose: str, *, ranks: int | None = None) -> Callable[[], None]:

@@ -88,7 +88,7 @@ class ShardedTensor(Tensor):
         raise AssertionError
 
     def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Self:
-        """Wrap ``local`` as the shard of a new tensor, by default with the same sharded dimension and dtype."""
+        """Wrap ``local`` as the shard of a new tensor, with this tensor's sharded dimension and dtype by default."""
         raise AssertionError
 
     def view_of(self, local: Tensor, dim: int, replay: Callable[[Tensor], Tensor]) -> Self:
@@ -104,11 +104,11 @@ class ShardedTensor(Tensor):
         raise AssertionError
 
     def stored_shard(self) -> Tensor:
-        """Return this rank's shard in the dtype in which it is stored."""
+        """Return this rank's shard in the dtype in which it is stored, before any cast to the tensor's dtype."""
         return self.local
 
     def sums_operand_gradients(self) -> bool:
-        """Return whether the gradients of a replicated operand are summed over ranks after the backward pass."""
+        """Return whether the gradient of a replicated operand will be summed over the ranks after the backward pass."""
         return False
 
     def write(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -156,7 +156,7 @@ def to_full_tensors(value: Any) -> Any:
 
 
 def call_on_full_tensors(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Gather the full tensors for a torch function that has no rule for shards, and call it."""
+    """Call a torch function that has no rule for shards on the gathered full tensors."""
     first, name = args[0] if args else None, getattr(func, "__name__", "")
     if isinstance(first, ShardedTensor) and (name in _RECEIVES or is_inplace(func, kwargs)):
         return first.write(func, args, kwargs)
@@ -180,13 +180,13 @@ def is_inplace(func: Any, kwargs: Kwargs) -> bool:
 
 
 def metadata_of_wrapper(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Read an attribute of the wrapper, such as its shape, dtype or device, without reading its values."""
+    """Read an attribute of the wrapper, such as its shape, dtype or device, without gathering the shards."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 def empty_full_view(x: ShardedTensor) -> Tensor:
-    """Return an expanded scalar that has the full shape, dtype and device of ``x`` but needs no memory."""
+    """Return a scalar expanded to the full shape, dtype and device of ``x``, which needs almost no memory."""
     return x.local.new_empty((), dtype=x.full_dtype).expand(x.full_shape)
 
 
@@ -228,7 +228,7 @@ def _local_operand(value: Any, x: ShardedTensor) -> Any:
 
 
 def view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply a view function such as ``transpose`` to the local shard, by its rule in ``VIEW_RULES``."""
+    """Apply a view function such as ``transpose`` to the local shard, by the function's rule in ``VIEW_RULES``."""
     x, *rest = args
     if not isinstance(x, ShardedTensor):
         return call_on_full_tensors(func, args, kwargs)
@@ -261,7 +261,7 @@ def copy_shard(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def query_local(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Call ``requires_grad_``, ``is_contiguous`` or a similar function on the local shard."""
+    """Call ``requires_grad_``, ``is_contiguous`` or a similar method on the local shard."""
     result = func(args[0].stored_shard(), *args[1:], **kwargs)
     return args[0] if isinstance(result, Tensor) else result
 
@@ -300,7 +300,7 @@ def unflatten(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *,
 
 
 def squeeze(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    """Return the dimensions to squeeze, except a sharded dimension that only has the local length 1."""
+    """Return the dimensions to squeeze, without a sharded dimension of length 1 only in the local shard."""
     named = args[0] if args else kwargs.get("dim", range(len(shape)))
     dims = {dim % len(shape) for dim in ([named] if isinstance(named, int) else named)}
     gone = tuple(sorted(dim for dim in dims if shape[dim] == 1))
@@ -341,7 +341,7 @@ split = _rule_along_dim(1, 0)
 
 
 def getitem(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    """Convert an index of the full tensor into an index of the shard, if it keeps the whole sharded dimension."""
+    """Convert an index into the full tensor to one into the shard, if it keeps the whole sharded dimension."""
     keys: Args = args[0] if isinstance(args[0], tuple) else args
     used = [_count_indexed_dims(key) for key in keys]
     if any(count is None for count in used):

@@ -1,4 +1,4 @@
-"""Attention and mask functions that run models of transformers with context parallelism.
+"""Attention and mask functions that transformers calls in models with context parallelism.
 
 The model is not modified: it requests a mask, gets a ``ChunkedMask``, and passes it to this attention function. If the
 sequence is not sharded, as in decoding with a cache, both functions call torch's own.
@@ -56,7 +56,7 @@ def context_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention over a sharded sequence, with the signature of transformers' ``AttentionInterface``.
+    """Compute attention over a sharded sequence. The signature is that of transformers' attention functions.
 
     query (B, N, s, D), key and value (B, K, s, D) -> (B, s, N, D) and None.
 
@@ -98,7 +98,7 @@ def context_attention(
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Heads and positions that the ranks exchange in one call of an attention module."""
+    """The exchange of heads and of keys between the ranks in one call of an attention module."""
 
     exchange: RingExchange
     of_queries: HeadExchange
@@ -116,7 +116,7 @@ def plan_attention(
     scores: ScoreOptions,
     is_causal: bool | None,
 ) -> AttentionPlan:
-    """Plan the communication for queries (B, N, s, D) and keys (B, K, s, D). Communicates nothing."""
+    """Plan the communication for one call with queries (B, N, s, D) and keys (B, K, s, D). Communicates nothing."""
     positions = _find_query_positions(state, query, mask)
     if positions is None:
         raise InputError(
@@ -165,7 +165,7 @@ def _attend_in_graph(
 
 @dataclass(frozen=True)
 class RelativeBiasArgument:
-    """Relative position bias per distance, which replaces the full bias tensor that a model passes to its layers."""
+    """Relative position bias with one value per distance, which replaces the full bias tensor of a model."""
 
     distance_bias: Tensor
 
@@ -204,7 +204,7 @@ def _compute_bias_by_distance(self: nn.Module, query_length: int, key_length: in
 def _make_head_exchanges(
     state: ContextParallelState, queries: int, keys: int, mask: ChunkedMask
 ) -> tuple[HeadExchange, HeadExchange]:
-    """Return how the ranks of the Ulysses group exchange query heads and key heads."""
+    """Return how the Ulysses group exchanges query heads and how it exchanges key heads."""
     axis, ring_rank = state.group, state.ring.rank
     if queries < axis.size:
         raise ConfigError(
@@ -248,7 +248,7 @@ def _make_mask_of_module(
 
 
 def _pad_to_same_width(*tensors: Tensor) -> list[Tensor]:
-    """Pad the head dim of all tensors to the same width. The zeros do not change the attention scores."""
+    """Pad the head dim of all tensors with zeros to the same width. The zeros do not change the attention scores."""
     width = max(t.shape[-1] for t in tensors)
     return [t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors]
 

@@ -1,4 +1,4 @@
-"""Attention kernels for a subset of the keys, which also return the log-sum-exp to merge several results.
+"""Kernels for attention to a subset of the keys, which also return the log-sum-exp for merging the results.
 
 For scores s over a subset of the keys, out = softmax(s) v and lse = log sum exp(s). Two subsets are merged by
 
@@ -97,7 +97,7 @@ class BlockMask:
 def partial_attention(
     q: Tensor, k: Tensor, v: Tensor, block: BlockMask, options: ScoreOptions
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention to a subset of the keys, and return the output and its log-sum-exp.
+    """Compute attention to a subset of the keys, and return the output and the log-sum-exp of the scores.
 
     q is (B, N, Q, D), k and v are (B, K, S, D). Returns out (B, N, Q, D) and lse (B, N, Q). The lse is in fp32, or fp64
     for fp64 inputs. A query that attends to none of these keys has a very low lse and an undefined out.
@@ -218,7 +218,7 @@ def _attend_cuda_backward(
 
 
 def _make_cuda_mask(block: BlockMask, q: Tensor) -> Tensor | None:
-    """Return the additive mask of all heads, whose rows are aligned to 8 elements as the CUDA kernel requires."""
+    """Return the additive mask of all heads, with rows aligned to 8 elements as the CUDA kernel requires."""
     added = _make_additive_mask(block, q.dtype)
     if added is None:
         return None
@@ -318,7 +318,7 @@ def _split_rows(q: Tensor, k: Tensor) -> Iterator[slice]:
 
 
 def merge_partial_attention(out: Any, lse: Any, other: Tensor, other_lse: Tensor) -> None:
-    """Merge the attention to another subset of the keys into ``out`` and ``lse``, in place."""
+    """Merge the attention to another subset of the keys into ``out`` and ``lse`` in place."""
     total = torch.logaddexp(lse, other_lse)
     out.mul_((lse - total).exp_()[..., None]).addcmul_(other.to(out.dtype), (other_lse - total).exp_()[..., None])
     lse.copy_(total)

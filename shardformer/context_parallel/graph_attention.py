@@ -41,14 +41,14 @@ _LIBRARY.define(
 
 
 def hold(value: Any) -> Tensor:
-    """Wrap a Python object in a scalar tensor, so that a compiled graph can pass it on."""
+    """Wrap a Python object in a scalar tensor, so that it can pass through a compiled graph."""
     tensor = torch.zeros((), dtype=torch.int64, device="cpu")
     setattr(tensor, _HELD, value)
     return tensor
 
 
 def held_by(tensor: Tensor, kind: type) -> Any:
-    """Return the Python object that ``hold`` wrapped. Raises InputError if the tensor was computed or copied."""
+    """Return the object that ``hold`` wrapped in ``tensor``. Raises InputError if the tensor was computed or copied."""
     value = getattr(tensor, _HELD, None)
     if not isinstance(value, kind):
         raise InputError(
@@ -65,7 +65,7 @@ def hold_masks(value: Any) -> Any:
 
 
 def install_sites(layer: nn.Module) -> None:
-    """Prepare the attention modules of a layer for compilation with torch.compile."""
+    """Wrap the attention modules of a layer with ``hold``, so that torch.compile can compile the layer."""
     for module in layer.modules():
         if RUN in module.__dict__:
             module.__dict__[SITE] = hold(module)

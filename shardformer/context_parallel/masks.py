@@ -39,7 +39,7 @@ MAX_CACHED_MASKS = 64
 
 
 class Visibility(Enum):
-    """How many keys of one chunk are visible to the queries of another chunk."""
+    """How many keys of one chunk of the sequence the queries of another chunk attend to."""
 
     NOTHING = "nothing"
     ALL = "all"
@@ -163,7 +163,7 @@ class ChunkedMask:
         return BlockMask(False, self.evaluate(*positions), *positions)
 
     def is_causal(self, chunks: tuple[int, ...]) -> bool:
-        """Return whether the mask is causal between the queries and the keys of these chunks."""
+        """Return whether the mask is causal if both queries and keys are limited to these chunks."""
         expected = {
             (r, c): Visibility.CAUSAL if r == c else Visibility.ALL if c < r else Visibility.NOTHING
             for r in chunks
@@ -172,12 +172,12 @@ class ChunkedMask:
         return self.queries == self.keys and all(self.visibility(*pair) is seen for pair, seen in expected.items())
 
     def needed_keys(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return which of the key chunks in ``chunks`` are visible to at least one query of a ring rank."""
+        """Return which of these key chunks are visible to at least one query of rank ``ring_rank``."""
         queries = self.queries.chunks_of(ring_rank)
         return tuple(c for c in chunks if any(self.visibility(q, c) is not Visibility.NOTHING for q in queries))
 
     def attending_queries(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return which query chunks of a ring rank attend to at least one key in ``chunks``."""
+        """Return which query chunks of rank ``ring_rank`` attend to at least one key in ``chunks``."""
         queries = self.queries.chunks_of(ring_rank)
         return tuple(q for q in queries if any(self.visibility(q, c) is not Visibility.NOTHING for c in chunks))
 
@@ -186,7 +186,7 @@ class ChunkedMask:
 
 
 def causal_predicate(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return whether each query attends to each key under a causal mask, which hides all later positions."""
+    """Return whether each query attends to each key under a causal mask, which hides later positions."""
     return keys <= queries
 
 
@@ -202,7 +202,7 @@ def _vmap_over_indices(predicate: Predicate) -> Callable[..., Tensor]:
 
 
 class _VisibilityCache(threading.local):
-    """Cache of the visible chunks of each mask. Each thread has its own, because ranks may be threads."""
+    """Cache of the ``Visibility`` of each pair of chunks. Each thread has its own, because ranks may be threads."""
 
     def __init__(self) -> None:
         self.masks: dict[Hashable, dict[tuple[int, int], Visibility]] = {}

@@ -38,7 +38,7 @@ class RingSizes:
 
 
 def is_explicit_method(context: ParallelContext, method: str) -> bool:
-    """Return whether the config specifies a method of context-parallel attention instead of ``"auto"``."""
+    """Return whether the config specifies a context-parallel attention method instead of ``"auto"``."""
     return method != "auto" or (RING in context.sizes and GROUP in context.sizes)
 
 
@@ -91,7 +91,7 @@ def _get_head_counts(model: nn.Module) -> tuple[int, int]:
 
 
 def _is_inside_host(context: ParallelContext, group: int) -> bool:
-    """Return whether each Ulysses group of this size stays on one host, as far as the hosts are known.
+    """Return False if a Ulysses group of this size is known to cross hosts, and otherwise True.
 
     A Ulysses group consists of consecutive ranks of the sequence axis.
     """

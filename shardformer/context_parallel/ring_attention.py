@@ -39,7 +39,7 @@ PURPOSE = "context"
 
 @dataclass(frozen=True)
 class RingExchange:
-    """Settings that control how the ranks of a ring exchange keys and values."""
+    """Settings for the exchange of keys and values between the ranks of a ring."""
 
     axis: Axis
     mask: ChunkedMask
@@ -47,7 +47,7 @@ class RingExchange:
     gathers: bool = False  # all-gather all keys first, instead of sending them during the computation
 
     def chunks_needed_by(self, rank: int, owner: int) -> tuple[int, ...]:
-        """Return which chunks of keys rank ``rank`` needs from rank ``owner``."""
+        """Return the sequence chunks whose keys rank ``rank`` needs from rank ``owner``, as chunk indices."""
         chunks = self.mask.keys.chunks_of(owner)
         return chunks if self.gathers else self.mask.needed_keys(rank, chunks)
 
@@ -229,7 +229,7 @@ def _exchange(axis: Axis, to: int, out: Tensor, source: int, into: Tensor) -> Se
 
 
 class _KeyValueGradients:
-    """Exchange of the gradients of keys and values, which are summed on the ranks that own them."""
+    """Sends the gradients of keys and values to the ranks that own these, and sums the gradients it receives."""
 
     def __init__(self, dkv: Tensor, exchange: RingExchange) -> None:
         self._dkv, self._exchange, self._step = dkv, exchange, 0
@@ -237,7 +237,7 @@ class _KeyValueGradients:
         self._gathered: dict[int, Tensor] = {}
 
     def send(self, owner: int, total: Tensor) -> None:
-        """Send gradients of keys and values to their owner. Must be called in the order of the ring steps."""
+        """Send the gradients of rank ``owner``'s keys and values to it. Call this in the order of the ring steps."""
         exchange, axis = self._exchange, self._exchange.axis
         step, self._step = self._step, self._step + 1
         if exchange.gathers and axis.size > 1:
@@ -281,7 +281,7 @@ class _KeyValueGradients:
 def _kernel_calls(
     exchange: RingExchange, chunks: tuple[int, ...], device: torch.device
 ) -> Iterator[tuple[slice, slice, kernels.BlockMask]]:
-    """Yield the slice of queries, the slice of keys and the mask of each call of an attention kernel.
+    """Yield the query slice, the key slice and the mask for each call of an attention kernel.
 
     One call suffices if all queries attend to the same keys.
     """
@@ -297,7 +297,7 @@ def _kernel_calls(
 
 
 def _slice_of_chunks(positions: SequencePositions, stored: tuple[int, ...], selected: tuple[int, ...]) -> slice:
-    """Return the slice of the ``selected`` chunks in a tensor that contains the ``stored`` chunks."""
+    """Return where the ``selected`` chunks are in a tensor that contains the ``stored`` chunks, as a slice."""
     start = 0
     bounds = []
     for chunk in stored:

@@ -58,7 +58,7 @@ class SequencePositions:
 
     @staticmethod
     def min_length(ring: int, group: int) -> int:
-        """Return the minimum length of a sequence that can be split over this many ranks."""
+        """Return the minimum length of a sequence that can be split over ``ring`` x ``group`` ranks."""
         return ring * max(2, group) if ring > 1 else group
 
     @cached_property
@@ -68,15 +68,15 @@ class SequencePositions:
         return tuple(pairwise(bounds))
 
     def chunks_of(self, ring_rank: int) -> tuple[int, int]:
-        """Return the indices of the two chunks that a ring rank has."""
+        """Return the indices of the two chunks that the rank ``ring_rank`` of the ring stores."""
         return ring_rank, 2 * self.ring - 1 - ring_rank
 
     def owner(self, chunk: int) -> int:
-        """Return the ring rank that has the chunk with this index."""
+        """Return the rank in the ring that stores the chunk with this index."""
         return min(chunk, 2 * self.ring - 1 - chunk)
 
     def group_lengths(self, ring_rank: int) -> list[int]:
-        """Return how many positions each rank in the Ulysses group of ``ring_rank`` has."""
+        """Return the number of positions on each rank of the Ulysses group of ``ring_rank``."""
         return [b - a for a, b in pairwise(self._group_bounds(ring_rank))]
 
     @cached_property
@@ -86,7 +86,7 @@ class SequencePositions:
         return Split(parts, ("sequence",))
 
     def indices(self, rank: int) -> Tensor:
-        """Return the sequence positions that a rank of the sequence axis has, in ascending order."""
+        """Return the sequence positions that a rank of the sequence axis stores, in ascending order."""
         return self.split.indices(rank)
 
     def _chunk_slices(self, ring_rank: int) -> list[Slice]:
@@ -142,7 +142,7 @@ class IndexShards:
         )
 
     def slice_rows(self, selected: slice) -> tuple[IndexShards, Tensor]:
-        """Return how a slice of the dimension is sharded, and which local rows are in this slice."""
+        """Return the sharding of a slice of the dimension, and the local rows that are in the slice."""
         start, stop, step = selected.indices(self.full)
         full = len(range(start, stop, step))
         kept = [(part >= start) & (part < stop) & ((part - start) % step == 0) for part in self.parts]
@@ -164,7 +164,7 @@ _THREAD = threading.local()
 
 @dataclass(eq=False)
 class ContextParallelState:
-    """State of context parallelism for one model, such as its mesh axes and the sequence of the running layer."""
+    """State of context parallelism for one model, such as its mesh axes and the sequence of the current layer."""
 
     axis: Axis
     ring: Axis  # the ranks that exchange keys and values
@@ -181,7 +181,7 @@ class ContextParallelState:
     _module_indices: dict[int, int] = field(default_factory=dict)
 
     def positions(self, length: int) -> SequencePositions:
-        """Return which positions of a sequence of this length each rank has. Raises InputError if it is too short."""
+        """Return which positions of such a sequence each rank stores. Raises InputError if it is too short."""
         if length not in self.seen:
             self.seen[length] = SequencePositions(length, self.ring.size, self.group.size)
         return self.seen[length]
@@ -193,21 +193,21 @@ class ContextParallelState:
         return self._rows[length]
 
     def local_length(self, length: int) -> int:
-        """Return how many positions of a sequence with ``length`` positions are on this rank."""
+        """Return how many positions of a sequence of this length this rank stores."""
         return self.positions(length).split.length(self.axis.rank)
 
     def positions_in_forward(self, length: int) -> SequencePositions:
-        """Return which positions of a sequence each rank has, and record its length for this forward pass."""
+        """Return which positions of a sequence each rank stores, and record ``length`` for this forward pass."""
         self.seen_in_forward[length] = positions = self.positions(length)
         return positions
 
     def find_by_local_length(
         self, count: int, candidates: Mapping[int, SequencePositions] | None = None
     ) -> SequencePositions | None:
-        """Find the sequence for which this rank stores ``count`` positions.
+        """Find the sequence of which this rank stores ``count`` positions.
 
-        The default ``candidates`` are all sequences so far. Communicates one number if two of them have the same local
-        length on some rank.
+        The default ``candidates`` are all sequences so far. All-gathers one integer per rank if two of them have the
+        same local length on some rank.
         """
         seen = list((self.seen if candidates is None else candidates).values())
         parts = [p.split.lengths() for p in seen]
@@ -228,9 +228,9 @@ class ContextParallelState:
         return self._record_dim(path, x, dims)
 
     def learn_local_dims(self, arguments: Mapping[Any, Tensor], lengths: Collection[int], samples: int) -> None:
-        """Record which dimension of each layer argument is the sharded sequence dimension.
+        """Find and record which dimension of each layer argument is the sharded sequence dimension.
 
-        Its size is the local length of a sequence on every rank. Communicates one number for each new argument.
+        Its size is the local length of a sequence on every rank. All-gathers one integer for each new argument.
         """
         new = {path: x for path, x in arguments.items() if path not in self.dims}
         if not new:
@@ -256,7 +256,7 @@ class ContextParallelState:
         return self.dims[path]
 
     def module_index(self, module: object) -> int:
-        """Return a number that identifies an attention module and is the same on all ranks."""
+        """Return the index of an attention module in the order of first calls, which is the same on all ranks."""
         return self._module_indices.setdefault(id(module), len(self._module_indices))
 
 

@@ -115,7 +115,7 @@ def all_reduce_sum(local: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_rows(local: Tensor, rows: IndexShards, dim: int) -> Tensor:
-    """All-gather the rows of all ranks along ``dim``, and restore their order in the full tensor.
+    """All-gather the rows of all ranks along ``dim``, and sort them into the order of the full tensor.
 
     The gradients of the local rows are summed over the ranks, because they are averaged over the ranks later.
     Communicates one all-gather, and one all-to-all in the backward pass.
@@ -346,5 +346,5 @@ def to_local(x: Tensor) -> Tensor:
 
 
 def shard_like(local: Tensor, x: Any) -> Tensor:
-    """Wrap a local shard in a tensor that is sharded like x. Return the shard unchanged if x is not sharded."""
+    """Wrap a local shard in a tensor with the same sharding as x. Return the shard unchanged if x is not sharded."""
     return SequenceShardedTensor(local, x.rows, x.shard_dim) if isinstance(x, SequenceShardedTensor) else local

@@ -1,4 +1,4 @@
-"""Ulysses attention: the ranks exchange heads for positions, so that each rank has some heads of all positions.
+"""Ulysses attention: ranks exchange heads for positions, so that each rank has all positions of some heads.
 
     (B, N, s, D), all heads of some positions  <->  (B, n, S, D), some heads of all positions
 

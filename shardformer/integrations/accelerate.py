@@ -91,7 +91,7 @@ class DataRanks:
 
 
 class SharedOrder(Sampler[Any]):
-    """A sampler that uses the random state of rank 0 on every rank, so that all ranks draw the same order.
+    """A sampler that uses rank 0's random state on every rank, so that all ranks draw the samples in the same order.
 
     Communicates this state, 5 KB, once per epoch.
     """
@@ -112,13 +112,13 @@ class SharedOrder(Sampler[Any]):
 
 
 class DataRankScheduler(AcceleratedScheduler):  # type: ignore[misc]
-    """A learning rate scheduler that accelerate steps once per data-parallel rank instead of once per process."""
+    """A learning rate scheduler that steps once per data-parallel rank, instead of once per process."""
 
     data_ranks = 1
     split_batches: bool
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the wrapped learning rate scheduler if the optimizers took a step."""
+        """Step the wrapped learning rate scheduler if the optimizers have taken a step."""
         if self.split_batches or not self.step_with_optimizer or not self.gradient_state.sync_gradients:
             super().step(*args, **kwargs)
             return
@@ -181,7 +181,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.use_context(context, config, policy)
 
     def use_context(self, context: ParallelContext, config: ParallelConfig, policy: Any = None) -> None:
-        """Set the process grid and the parallel options.
+        """Set the process grid and the parallel options for the models that ``prepare`` shards.
 
         Raises ConfigError if accelerate is configured to shard the model.
         """
@@ -389,14 +389,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return recursively_apply(reduce_one, to_full_tensors(tensor), error_on_other_type=True)
 
     def check_trigger(self) -> bool:
-        """Return whether any process called ``set_trigger``. Communicates one number over all processes."""
+        """Return whether any process called ``set_trigger``. All-reduces one number over all processes."""
         found: Tensor | None = getattr(self, "flag_tensor", None)
         flag = torch.zeros((), device=self.device) if found is None else found.float()
         self.flag_tensor = None
         return bool(all_reduce(flag, world_axis(self.context), op="max", purpose="metrics") > 0)
 
     def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pad tensors to the largest size on any rank. Gathers sharded logits first."""
+        """Pad tensors to the largest size on any rank, so that they can be gathered. Gathers sharded logits first."""
         return super().pad_across_processes(to_full_tensors(tensor), *args, **kwargs)
 
     # --- saving and loading: all ranks must call these methods
@@ -412,7 +412,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().get_state_dict(model, unwrap) if sharded is None else full_state_dict(sharded)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
-        """Save a training run in a form that any layout can load. All ranks must call it.
+        """Save a checkpoint of the training run that you can load under any parallel layout. All ranks must call it.
 
         accelerate writes the schedulers, random states and registered objects. ``save_checkpoint`` writes each sharded
         model and its optimizers to a folder of its own: ``shardformer_0``, ``shardformer_1`` and so on.
@@ -426,7 +426,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Load a checkpoint that this class saved under any layout, or that accelerate's ``Accelerator`` saved.
+        """Load a checkpoint that this class saved under any parallel layout, or that accelerate itself saved.
 
         All ranks must call it.
         """
@@ -462,7 +462,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _without_sharded_models(self) -> Iterator[list[tuple[nn.Module, list[Optimizer]]]]:
-        """Yield the sharded models and their optimizers, and hide them from accelerate inside the context."""
+        """Temporarily hide the sharded models and their optimizers from accelerate, and yield them."""
         models, optimizers = self._models, self._optimizers
         sharded = self.sharded_models
         raw = [getattr(each, "optimizer", each) for each in optimizers]
@@ -477,7 +477,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def repeats_samples(loader: Any) -> bool:
-    """Return whether a data loader yields the same samples on every rank because it was not passed to ``prepare``."""
+    """Return whether every rank reads the same samples from a data loader, because ``prepare`` has not split it."""
     is_plain = isinstance(loader, DataLoader) and not isinstance(loader, DataLoaderStateMixin)
     is_torch = type(getattr(loader, "sampler", None)).__module__ == Sampler.__module__
     return is_plain and is_torch and not isinstance(loader.dataset, IterableDataset)
@@ -526,7 +526,7 @@ def _load_plain_file(folder: Path, *names: str) -> Any:
 
 
 def _with_all_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Add each shared weight under all of its names. accelerate saves only one (the prompt embedding of PEFT)."""
+    """Add each shared weight under all of its names, of which accelerate saves only one."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -535,7 +535,7 @@ def _with_all_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, T
 
 
 def _example(model: nn.Module, loaders: Sequence[DataLoader[Any]]) -> Any:
-    """Return example inputs for ``forward`` from the first data loader that provides them, or None."""
+    """Return example inputs for ``forward`` from the first data loader that provides any, or None."""
     return next((found for each in loaders if (found := example_of_data(each, model)) is not None), None)
 
 
@@ -544,7 +544,7 @@ def _is_unprepared_optimizer(value: Any) -> bool:
 
 
 def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
-    """Return whether an optimizer updates any parameter of a model."""
+    """Return whether an optimizer updates at least one parameter of a model."""
     if isinstance(optimizer, ZeroOptimizer):
         return optimizer.table is model.__dict__.get(METADATA_ATTRIBUTE)
     held = {id(p) for p in model.parameters()}

@@ -22,7 +22,7 @@ from shardformer.mesh.parallel_context import Axis
 
 
 class LossMean:
-    """Averages the losses of the data-parallel ranks so that the result equals the loss of the global batch.
+    """Averages the losses of the data-parallel ranks so that the result is the loss of the global batch.
 
     Args:
         data: axis of the data-parallel ranks.
@@ -46,7 +46,7 @@ class LossMean:
 
     @contextmanager
     def of_samples(self, count: int | None) -> Iterator[None]:
-        """Set this rank's number of samples to ``count`` inside the context. None: all ranks have equally many."""
+        """Set this rank's number of samples to ``count`` in this context. None: all ranks have equally many."""
         self._samples, self._is_weighted = count, False
         try:
             yield
@@ -54,13 +54,13 @@ class LossMean:
             self._samples = None
 
     def mark_if_weighted(self, args: Any) -> None:
-        """Mark the loss as weighted if a function receives the number of items as an argument."""
+        """Mark the loss as already weighted if ``args`` contain the number of items."""
         self._is_weighted |= self.items is not None and any(each is self.items for each in args)
 
     def weigh(self, mean: Tensor, count: float) -> Tensor:
-        """Scale the mean of ``count`` values so that averaging over the ranks gives the mean of all values.
+        """Scale a mean of ``count`` values so that the average over the ranks is the mean of all their values.
 
-        Communicates one number.
+        All-reduces one number over the data-parallel ranks.
         """
         if self._data.size == 1:
             return mean
@@ -74,7 +74,7 @@ class LossMean:
     def check_weights(self, labels: Any) -> None:
         """Warn once if an unweighted loss is averaged over ranks that have different numbers of labels.
 
-        Communicates the numbers of labels if the loss is unweighted.
+        All-gathers the numbers of labels if the loss is unweighted.
         """
         if self._is_weighted or self._has_warned or self._data.size == 1 or not isinstance(labels, Tensor):
             return
@@ -122,7 +122,7 @@ class LossMean:
 
 
 class WeightedMeanLosses(TorchFunctionMode):
-    """A torch function mode that weights each mean loss by the number of labels on this rank."""
+    """A torch function mode that weights each mean loss by the number of labels that this rank has."""
 
     def __init__(self, mean: LossMean) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class WeightedMeanLosses(TorchFunctionMode):
 
 
 class DataParallelSmoother:
-    """A wrapper around Trainer's label smoother that weights its loss by the number of labels on this rank."""
+    """A wrapper around Trainer's label smoother that weights the loss by the number of labels on this rank."""
 
     def __init__(self, smoother: Any, mean: LossMean) -> None:
         self._smoother, self._mean = smoother, mean

@@ -138,7 +138,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
                     module.distributed_available_fn = _is_never_distributed
 
     def _example(self, trainer: Any) -> Any:
-        """Return example inputs from the training data, from which a policy can be derived, or None."""
+        """Return example inputs from the training data, with which a policy can be derived, or None."""
         source = trainer.fit_loop._data_source
         with restore_cpu_generators():
             return example_of_data(source.dataloader(), self.sharded_model) if source.is_defined() else None
@@ -245,7 +245,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         return {"num_replicas": self._context.data.size, "rank": self._context.data.rank}
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Seed data loader workers by data-parallel rank, so that ranks that share a model get the same batches."""
+        """Seed data loader workers by data-parallel rank, so that the ranks of a model replica get the same batches."""
         seed_worker = sys.modules[pl.seed_everything.__module__].pl_worker_init_function
         is_requested = os.environ.get("PL_SEED_WORKERS", "0") != "0"  # by seed_everything(workers=True)
         if is_requested and getattr(dataloader, "worker_init_fn", dataloader) is None:
@@ -268,9 +268,9 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         return gathered
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether ``decision`` is true on all ranks, or on any rank if ``all`` is False.
+        """Return whether ``decision`` is true on all ranks or, if ``all`` is False, on at least one rank.
 
-        Communicates one number per rank.
+        All-gathers one integer from each rank.
         """
         found = [bool(number) for (number,) in all_gather_numbers([int(decision)], self._world)]
         return sum(found) == len(found) if all else any(found)
@@ -278,7 +278,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     # --- one step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the ``training_step`` of the LightningModule, and weight the loss by labels if the config requests it.
+        """Run ``training_step`` of the LightningModule, and weight its loss by labels if the config requests this.
 
         With ``average_loss_over="tokens"``, every label of the global batch counts equally. Communicates one number for
         each loss function of torch that ``training_step`` calls.
@@ -322,7 +322,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Always True, because a checkpoint can only be loaded after the model was sharded."""
+        """Always True, because a checkpoint can only be loaded after the model has been sharded."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -368,7 +368,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the state dict of the LightningModule, and the weights of its model if the checkpoint has them."""
+        """Load the state dict of the LightningModule, with the weights of its model if the checkpoint has them."""
         prefix = f"{self._name_of_model}."
         state = checkpoint["state_dict"]
         if model := {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}:

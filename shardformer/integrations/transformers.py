@@ -188,7 +188,7 @@ class ShardedTrainer:
         return 1
 
     def _get_num_items_in_batch(self, batch_samples: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the number of items (label tokens) in a batch, averaged over the data-parallel ranks.
+        """Return the number of items (label tokens) in a batch, as the average over the data-parallel ranks.
 
         Each rank divides its loss by this number, so that the mean over the ranks is the loss of the global batch.
         Trainer divides by the sum and multiplies by the number of processes, even if the model ignores the sum.
@@ -213,7 +213,7 @@ class ShardedTrainer:
 
     @contextmanager
     def _counting(self, num_processes: int, process_index: int) -> Iterator[None]:
-        """Temporarily replace ``args.world_size`` and ``args.process_index``."""
+        """Make ``args.world_size`` and ``args.process_index`` return these numbers inside the context."""
         args = self.args
         before = args.distributed_state
         args.distributed_state = DataRanks(before, num_processes, process_index)
@@ -296,7 +296,7 @@ class ShardedTrainer:
         return shard_optimizer(self.sharded_model, optimizer, **{**self.parallel.zero_options(), "stage": stage})
 
     def floating_point_ops(self, inputs: Any) -> float:
-        """Estimate FLOPs as 6 times non-embedding parameters times tokens. Trainer sums them over all processes."""
+        """Estimate FLOPs as 6 x non-embedding parameters x tokens. Trainer sums the FLOPs over all processes."""
         name = getattr(self.model, "main_input_name", "input_ids")
         tokens = inputs.get(name) if isinstance(inputs, Mapping) else None
         if not isinstance(tokens, Tensor):
@@ -305,7 +305,7 @@ class ShardedTrainer:
         return float(6 * self._num_parameters * tokens.numel() / copies)
 
     def compute_loss_context_manager(self) -> Any:
-        """Weight mean losses by their number of labels, so that averaging over the ranks gives the global mean.
+        """Weight mean losses by their number of labels, so that their average over the ranks is the global mean.
 
         A loss that the model divides by the number of items is not a mean loss, and stays unchanged.
         """
@@ -345,7 +345,7 @@ class ShardedTrainer:
             return mean.over_ranks(to_full_tensors(loss)), *outputs
 
     def _real_samples(self, inputs: Any) -> int | None:
-        """Return how many samples this rank has in the last batch of the data set, not counting padding samples.
+        """Return how many samples, without padding samples, this rank has in the last batch of the data set.
 
         None for any other batch, and for a batch whose rows are not samples.
         """
@@ -398,7 +398,7 @@ class ShardedTrainer:
             return self.pipeline.step(self._stage_inputs(inputs, num_items_in_batch)).detach()
 
     def _stage_inputs(self, inputs: Any, num_items_in_batch: Any) -> dict[str, Any]:
-        """Prepare a batch for the pipeline, with the number of items of the global batch."""
+        """Prepare a batch for the pipeline, and add the number of items (label tokens) in the global batch."""
         found = dict(self._prepare_inputs(inputs))
         if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
             found["num_items_in_batch"] = round(float(num_items_in_batch) * self.context.data.size)
@@ -473,7 +473,7 @@ class ShardedTrainer:
                 super()._save_rng_state(output_dir)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load the random state of the first rank that receives the same batches as this rank."""
+        """Load the random state that was saved by the first rank that receives the same batches as this rank."""
         size, index = self.args.world_size, self.args.process_index
         if checkpoint is not None and size > 1:
             files = [os.path.isfile(os.path.join(checkpoint, f"rng_state_{n}.pth")) for n in (size - 1, size)]
@@ -483,7 +483,7 @@ class ShardedTrainer:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Warn about missing keys, but not about tied weights, which are saved under only one of their names."""
+        """Warn about missing keys, except for tied weights, which are saved under only one of their names."""
         missing = set(load_result.missing_keys)
         tensors = self.model.state_dict(keep_vars=True)
         found = {id(value) for name, value in tensors.items() if name not in missing}
@@ -505,7 +505,7 @@ def _first_samples(inputs: Any, count: int) -> Any:
 
 
 def _ignore_labels(inputs: Any, first: int = 0) -> Any:
-    """Return a copy of a batch in which the labels of all but the first ``first`` samples are ignored (-100)."""
+    """Return a copy of a batch that ignores the labels (-100) of all samples after the first ``first``."""
     found = dict(inputs)
     for name in ("labels", "shift_labels"):
         if isinstance(found.get(name), Tensor) and not found[name].is_floating_point():
@@ -539,7 +539,7 @@ def _is_any_matrix_sharded(model: nn.Module) -> bool:
 
 
 def _needs_full_matrices(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer needs full weight matrices, or True if a trial step cannot determine it."""
+    """Return whether a trial step shows that an optimizer needs full weight matrices, or True if the step fails."""
     try:
         return needs_full_matrices(optimizer)
     except ConfigError:

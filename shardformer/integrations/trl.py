@@ -74,7 +74,7 @@ class ShardedTRLTrainer(ShardedTrainer):
 
     @classmethod
     def _argument_names(cls) -> list[str]:
-        """Return the names of the positional arguments of the trainer class."""
+        """Return the names of the positional arguments that the TRL trainer accepts."""
         for theirs in cls.__mro__[cls.__mro__.index(ShardedTrainer) + 1 :]:
             parameters = list(inspect.signature(theirs).parameters.values())
             if not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
@@ -82,7 +82,7 @@ class ShardedTRLTrainer(ShardedTrainer):
         return [parameter.name for parameter in parameters]
 
     def _count_data_ranks(self) -> None:
-        """Recompute what TRL derived from the number of processes, using the number of data-parallel ranks."""
+        """Recompute values that TRL derived from the number of processes, with the number of data-parallel ranks."""
         args, data = self.args, self.context.data
         process = int(self.accelerator.state.process_index)
         if torch.initial_seed() == args.seed + process != args.seed + data.rank:  # set_seed(..., device_specific=True)
@@ -246,7 +246,7 @@ def _rebind(name: str, old: Any, new: Any) -> None:
 
 
 def guard_weights(model: Any, trainer: type) -> None:
-    """Make the weights of a sharded head raise ConfigError when the code of a trainer reads them.
+    """Make a sharded head raise ConfigError when a trainer reads its weights, which are only a shard.
 
     Each rank has a slice of the weight. The trainer would use this slice as if it were the full weight.
     """
@@ -281,7 +281,7 @@ def _read_guarded(name: str, modules: set[str], layer: nn.Module) -> Any:
 
 
 def sharded_layers(module: nn.Module) -> list[ParallelModule]:
-    """Return the layers in a module whose parameters are sharded over the ranks."""
+    """Return the layers inside a module whose parameters are sharded."""
     layers = [each for each in module.modules() if isinstance(each, ParallelModule)]
     return [layer for layer in layers if any(spec.is_sharded for spec in layer.shard_specs.values())]
 
@@ -291,7 +291,7 @@ def sharded_layers(module: nn.Module) -> list[ParallelModule]:
 
 @contextmanager
 def fused_heads_on_shards(model: nn.Module) -> Iterator[None]:
-    """Remove TRL's fused heads before the model is sharded, and add them to the sharded model afterwards."""
+    """Remove TRL's fused heads before the model is sharded, and add them again to the sharded model."""
     fused = {module: vars(module)["forward"] for module in model.modules() if _is_fused(vars(module).get("forward"))}
     for module in fused:
         del module.__dict__["forward"]
@@ -341,7 +341,7 @@ def score_tokens(
     get_head: Any, plain_function: Any, hidden_TH: Tensor, weight: Tensor, bias: Any, labels_T: Tensor,
     temperature: float, chunk_size: int, softcap: float | None, scale: float, outputs: Any,
 ) -> Any:  # fmt: skip
-    """Return log-probabilities, entropies and other statistics of the labels, as TRL's fused head does.
+    """Return log-probabilities, entropies and other statistics of the labels, as TRL's own fused head does.
 
     A sharded head communicates what ``vocab_parallel_statistics`` and the head itself communicate.
     """

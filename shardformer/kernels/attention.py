@@ -38,7 +38,7 @@ UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "sinks", "indices", "block_indices"
 
 @functools.cache
 def flash_attn() -> Any:
-    """Return ``flash_attn_func`` of the flash-attn package, or None if it is not installed."""
+    """Return ``flash_attn_func`` of the flash-attn package, or None if the package is not installed."""
     try:
         from flash_attn import flash_attn_func
     except ImportError:
@@ -100,7 +100,7 @@ def attention(
 
 
 class FusedAttentionMode(TorchFunctionMode):
-    """Context manager that makes torch's scaled_dot_product_attention call ``attention`` instead."""
+    """Context manager that replaces torch's ``scaled_dot_product_attention`` with ``attention``."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def _expand_to_same_batch(*tensors: Tensor) -> list[Tensor]:
 
 
 def _pad_to_same_width(*tensors: Tensor) -> list[Tensor]:
-    """Pad the head dim of all tensors with zeros to the same width, as the kernels require."""
+    """Pad the head dim of all tensors with zeros to the same width, because the kernels require equal widths."""
     width = max(t.shape[-1] for t in tensors)
     if tensors[0].is_cuda:
         width = -(-width // 8) * 8  # for 16 bits the kernels read 16 bytes at a time
@@ -224,7 +224,7 @@ def _fused_attention(
 
 
 def _collect_kernel_rejections(run: Callable[[], Tensor]) -> str | None:
-    """Return torch's reasons to reject the fused kernels, or None if the call failed for another reason."""
+    """Return why torch rejected the fused kernels, or None if the call failed for another reason."""
     with warnings.catch_warnings(record=True) as reasons:
         warnings.simplefilter("always")
         try:
@@ -300,14 +300,14 @@ class _BiasedAttention(Function):
 
 
 def _split_batch(query: Tensor, key: Tensor) -> list[slice]:
-    """Split the batch into slices that each have at most SCORES_AT_ONCE scores or a single sequence."""
+    """Split the batch into slices of at most SCORES_AT_ONCE attention scores, but at least one sequence."""
     batch, heads, length = query.shape[:3]
     size = max(1, SCORES_AT_ONCE // max(heads * length * key.shape[2], 1))
     return [slice(start, start + size) for start in range(0, batch, size)]
 
 
 def _slice_batch(chunk: slice, *tensors: Tensor | None) -> list[Tensor | None]:
-    """Slice the batch dim of each tensor. A tensor with a batch size of 1 is not sliced, because it broadcasts."""
+    """Slice each tensor along the batch dim. A tensor with a batch size of 1 is not sliced, because it broadcasts."""
     return [t if t is None or t.shape[0] == 1 else t[chunk] for t in tensors]
 
 

@@ -1,4 +1,4 @@
-"""Run the attention of a model with fused kernels, through transformers' interface or a replaced method."""
+"""Run a model's attention with fused kernels, via transformers' ``AttentionInterface`` or a replaced method."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def use_flash_attention(
 
 
 def check_flash_attention(model: nn.Module, device: torch.device) -> None:
-    """Raise ConfigError if an attention module of ``model`` cannot use the fused kernels of ``device``."""
+    """Raise ConfigError if the fused kernels of ``device`` do not support an attention module of ``model``."""
     _check_interface(model)
     check_overrides(model)
     for config in find_attention_configs(model):
@@ -117,12 +117,12 @@ def forward_on_kernels(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def find_attention_configs(model: nn.Module) -> list[Any]:
-    """Return the configs in which the modules of a model find their attention implementation."""
+    """Return the configs from which the modules of a model read which attention implementation to use."""
     return [config for config in find_configs(model) if hasattr(config, "_attn_implementation")]
 
 
 def find_attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
-    """Return the module classes that compute attention, and the source code of each class.
+    """Return the module classes of a model that compute attention, with the source code of each class.
 
     These are the classes that use transformers' interface, and those with "attention" in their name that compute a
     softmax or call torch's attention. Modules that only contain an attention module are not included.
@@ -199,7 +199,7 @@ def _dropout_settings(owner: Any, rate: float) -> str:
 
 
 def _describe_kernels(model: nn.Module, device: torch.device) -> str:
-    """Return a description that lists the attention classes of a model for each kernel."""
+    """Describe which fused kernel each attention class of a model uses."""
     classes_by_kernel: dict[str, list[str]] = {}
     for cls in find_attention_classes(model):
         classes_by_kernel.setdefault(_describe_kernel_of_class(model, cls, device), []).append(cls.__name__)
@@ -225,7 +225,7 @@ def _describe_kernel_of_class(model: nn.Module, cls: type[nn.Module], device: to
 
 
 def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any] | None) -> None:
-    """Register an attention function with transformers, with its mask function or the one for torch's attention."""
+    """Register an attention function with transformers, and its mask function (default: the one of SDPA)."""
     with _IMPORTING:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask

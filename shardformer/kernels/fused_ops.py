@@ -154,7 +154,7 @@ def _move_parameters(norm: nn.Module, module: nn.Module, names: tuple[str, ...])
 
 
 def _find_eps(module: nn.Module) -> float | None:
-    """Return the eps that a norm adds to the variance, from an attribute or by measuring it with a test input."""
+    """Return the eps that a norm adds to the variance, read from an attribute or measured with a test input."""
     named = [getattr(module, name) for name in EPS_NAMES if hasattr(module, name)]
     return next((eps for eps in named if isinstance(eps, float)), None) if named else _measure_eps(module)
 
@@ -182,7 +182,7 @@ def _measure_eps(module: nn.Module) -> float | None:
 
 
 def _normalized_shape(module: nn.Module) -> tuple[int, ...] | None:
-    """Return the shape of the dimensions that a norm normalizes, or None if the module cannot be a norm."""
+    """Return the shape of the dims over which a norm normalizes, or None if the module cannot be a norm."""
     if not set(module._parameters) <= {"weight", "bias"} or module._modules or module._buffers:
         return None
     if len(inspect.signature(module.forward).parameters) != 1:
@@ -227,7 +227,7 @@ def norm_kind(module: nn.Module) -> str | None:
 
 
 def _norm_settings(module: nn.Module) -> tuple[Any, ...] | None:
-    """Return a hashable key of the settings of a norm: its `forward`, its attributes and its parameter shapes.
+    """Return the settings of a norm as a hashable key: its `forward`, its attributes and its parameter shapes.
 
     Return None if the output may depend on anything else, such as a closure or an attribute that is a function.
     """
@@ -353,7 +353,7 @@ def get_compiled_kernel(device: str) -> Callable[..., Tensor]:
 
 
 class _DeferredBias(Function):
-    """Autograd function that returns x unchanged, but computes the gradients of x + bias."""
+    """Autograd function that returns x unchanged, but whose backward pass computes the gradients of x + bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
@@ -365,7 +365,7 @@ class _DeferredBias(Function):
 
 
 class FusedActivation(DeferredTensor):
-    """Activation act(x + bias) that is not computed yet, so that it can be fused with a following gate."""
+    """Activation act(x + bias) that is computed only when it is used, so that it can be fused with a gate."""
 
     terms: tuple[Any, Tensor, Tensor | None]
     out: Tensor | None
@@ -404,7 +404,7 @@ class FusedActivation(DeferredTensor):
 
 
 def defer_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Delay adding the bias of a linear layer with output x, so that it can be fused with the next operation."""
+    """Delay the addition of a linear layer's bias to its output x, so that the next operation can be fused with it."""
     bias = None if bias is None else bias.to(x.dtype)
     if torch.compiler.is_compiling():  # which fuses the operations
         return x if bias is None else x + bias

@@ -60,7 +60,7 @@ def bloom_attention(
 def gpt_neo_attention(
     self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
 ) -> Output:
-    """Compute GPT-Neo attention, which does not scale the scores and uses a sliding window in local layers."""
+    """Compute GPT-Neo attention, which has unscaled scores, and a sliding window in its local layers."""
     q_length, length = query.shape[2], key.shape[2]
     mask = attention_mask
     if self.attention_type == "local" or mask is not None:
@@ -84,7 +84,7 @@ def gptj_attention(
 
 
 def sam_vision_attention(self: Any, hidden_states: Tensor, output_attentions: bool | None = None) -> Output:
-    """Compute SAM attention, whose position bias is the product of each query with relative positions."""
+    """Compute SAM attention, whose position bias is the product of each query with position embeddings."""
     batch, height, width, _ = hidden_states.shape
     tokens, heads = height * width, self.num_attention_heads
     qkv_3BNSD = self.qkv(hidden_states).reshape(batch, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4)
@@ -153,7 +153,7 @@ def _dropout_rate(module: nn.Module, dropout: Any) -> float:
 
 @dataclass(frozen=True)
 class AttentionOverride:
-    """Replacement for one method of an attention class, which calls fused kernels.
+    """Replacement for one method of an attention class. The new method calls fused kernels.
 
     Args:
         method: the method that ``function`` replaces.
@@ -208,7 +208,7 @@ def find_override(cls: type[nn.Module]) -> AttentionOverride | None:
 
 @functools.cache
 def read_class_source(cls: Any) -> str:
-    """Return the source code of the methods of a class and its base classes, or "" if it is not available."""
+    """Return the source code of the methods of a class and its base classes, or "" if there is no source."""
     parts = []
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         # Not the source of the class: inspect would parse the file, which is not thread-safe.
@@ -262,7 +262,7 @@ def check_overrides(model: nn.Module) -> None:
 
 
 def apply_overrides(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Install the overrides, and yield the path, the name and the new function of each replaced method."""
+    """Replace the methods of attention modules, and yield the path, the name and the new function of each."""
     for path, module, override in list(find_overridden_modules(model)):
         if override.method in vars(module):
             continue  # installed before

@@ -51,7 +51,7 @@ class IndexOrder(StrEnum):
 
 
 class ShardedFrom(StrEnum):
-    """First point in a model at which an activation dimension is sharded."""
+    """Point in a model from which on an activation dimension is sharded."""
 
     INPUTS = "inputs"  # the inputs of the model
     STACK = "stack"  # the first layer of a stack, until its last layer or the norm that follows
@@ -102,7 +102,7 @@ class ActivationLayout:
     block: tuple[str, ...] = ("tensor",)
 
     def shards_at(self, region: ModelRegion) -> tuple[ActivationShard, ...]:
-        """Return the sharded activation dimensions in a region of the model, and how each is sharded."""
+        """Return how activations are sharded in a region of the model, with one entry for each sharded dimension."""
         if not self.shards:
             return ()
         in_stack = {ModelRegion.STACK: list(Dim), ModelRegion.GATHERED: [Dim.BATCH]}.get(region, [])
@@ -132,7 +132,7 @@ class ActivationLayout:
         return prod(map(sizes.__getitem__, self.input_axes))
 
     def random_stream_index(self, region: ModelRegion, coords: Coords, sizes: Mapping[str, int]) -> int:
-        """Return the index of the random number stream that a rank uses in a model region.
+        """Return the index of the random number stream from which a rank draws in a model region.
 
         The index is 0 where all ranks have the same activations and must draw the same numbers. Ranks with different
         shards get different positive indices.

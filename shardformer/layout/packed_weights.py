@@ -1,4 +1,4 @@
-"""Frozen weights in the packed format of a quantizer, such as the 4-bit weights of bitsandbytes (QLoRA).
+"""Frozen weights in the packed format of a quantizer, such as the 4-bit weights that QLoRA trains with.
 
 A packed weight stores bytes instead of values, and needs other tensors, such as a scale per block. It cannot be cast,
 flattened, averaged or sliced like other parameters, and it never changes. A sharded model therefore stores packed
@@ -35,7 +35,7 @@ FAST_CPU_KERNEL = "support_avx512bf16_for_cpu"
 
 
 def find_packed_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Find the packed parameters of a model that is not sharded yet, by name. Tied parameters have several names."""
+    """Return the packed parameters of a model that is not sharded yet, by name. Tied parameters have several names."""
     frozen = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
     is_quantized = bool(frozen) and has_quantizer(model)
     return {name: param for name, param in frozen if _is_packed(param, is_quantized)}
@@ -65,7 +65,7 @@ def is_4bit_linear(module: nn.Module) -> bool:
 
 
 def packed_tensors(weight: nn.Parameter) -> list[Tensor]:
-    """Return the plain tensors that make up a packed weight: its bytes, and its scales."""
+    """Return the plain tensors that store a packed weight: its bytes and its scales."""
     if is_wrapper_tensor(weight):
         wrapper: Any = weight
         names, _ = wrapper.__tensor_flatten__()
@@ -78,13 +78,13 @@ def packed_tensors(weight: nn.Parameter) -> list[Tensor]:
 
 
 def count_values(param: Tensor) -> int:
-    """Return the number of values of a parameter. A packed 4-bit weight has two values in each byte."""
+    """Return the number of values that a parameter represents. A packed 4-bit weight has two values in each byte."""
     shape = getattr(getattr(param, "quant_state", None), "shape", None)
     return prod(param.shape if shape is None else shape)
 
 
 def count_packed_values(model: nn.Module) -> int:
-    """Return the number of values in the full packed weights of a sharded model."""
+    """Return the number of values that the full, unsharded packed weights of a sharded model represent."""
     return sum(module.num_packed_values for module in modules_with_packed_weights(model))
 
 
@@ -114,7 +114,7 @@ class KeepsPackedWeights:
 
 
 def hide_packed_weights(model: nn.Module) -> int:
-    """Convert the packed parameters of a model into attributes of their modules, and return their number."""
+    """Turn the packed parameters of a model into attributes of their modules, and return how many these are."""
     packed = set(map(id, find_packed_weights(model).values()))
     count = 0
     for module in model.modules():
@@ -156,13 +156,13 @@ def modules_with_packed_weights(model: nn.Module) -> Iterator[Any]:
 
 
 def check_trains_adapters(model: nn.Module, adapters: object) -> None:
-    """Raise ConfigError if a quantized transformers model has no adapters to train, as the Trainer does."""
+    """Raise ConfigError, as the Trainer does, if a quantized transformers model has no adapters to train."""
     if adapters is None and any(getattr(module, "is_quantized", False) for module in model.modules()):
         check_no_packed_weights(model, "Training")
 
 
 def check_no_packed_weights(model: nn.Module, what: str) -> None:
-    """Raise ConfigError if a sharded model has quantized weights, because ``what`` would need their values."""
+    """Raise ConfigError if a sharded model has quantized weights, whose values ``what`` would need."""
     if (module := next(modules_with_packed_weights(model), None)) is not None:
         raise ConfigError(
             f"{what} does not include the quantized weights of this {type(model).__name__}, such as those of its "

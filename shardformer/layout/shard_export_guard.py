@@ -93,7 +93,7 @@ def to_plain_tensor(x: Tensor) -> Tensor:
 
 
 def mark_slices(module: nn.Module, names: Collection[str] | None) -> None:
-    """Mark the shards of a module as ``SliceTensor`` in its state dict.
+    """Make the state dict of a module return its shards as ``SliceTensor``.
 
     Args:
         names: names of the sharded parameters of the module itself. None marks all its parameters and buffers.

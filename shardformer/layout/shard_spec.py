@@ -19,7 +19,7 @@ Axes = tuple[str, ...]
 
 
 def even_bounds(count: int, ranks: int) -> list[int]:
-    """Return the bounds of ``ranks`` slices of nearly equal length, longest first: (10, 4) -> [0, 3, 6, 8, 10]."""
+    """Return the boundaries between ``ranks`` nearly equal slices, longest first: (10, 4) -> [0, 3, 6, 8, 10]."""
     base, more = divmod(count, ranks)
     return [r * base + min(r, more) for r in range(ranks + 1)]
 
@@ -80,11 +80,11 @@ class Split:
         return Split(self.parts, (axis,))
 
     def rank(self, coords: Coords) -> int:
-        """Return the rank at ``coords`` among the ranks of this split. The last axis varies fastest."""
+        """Return the rank within this split of the process at ``coords``. The last axis varies fastest."""
         return _compute_rank(self.axes, self.sizes, coords)
 
     def slices(self, length: int, coords: Coords) -> tuple[Slice, ...]:
-        """Return the index ranges that the rank at ``coords`` stores of a dimension with ``length`` elements."""
+        """Return the index ranges of a dimension of this length that the rank at ``coords`` stores."""
         assert length == self.full, (length, self.full)
         return self.parts[self.rank(coords)]
 
@@ -123,7 +123,7 @@ class Split:
 
 @dataclass(frozen=True)
 class EvenSplit:
-    """Second split of a dimension that is already sharded, in which each local shard is split evenly.
+    """Further split of a dimension that is already sharded: each local shard is split evenly.
 
     >>> EvenSplit("data", 2).slices(5, {"data": 1})
     ((3, 5),)
@@ -153,7 +153,7 @@ AnySplit = Split | EvenSplit
 
 
 def count_holders(parts: Sequence[Sequence[Slice]]) -> list[tuple[int, int, int]]:
-    """Count how many shards contain each index, and return runs of equal counts as (start, end, count).
+    """Count how many shards contain each index, as runs of equal counts: (start, end, count).
 
     >>> count_holders([[(0, 2)], [(1, 3)], [(4, 5)]])
     [(0, 1, 1), (1, 2, 2), (2, 3, 1), (3, 4, 0), (4, 5, 1)]
@@ -328,20 +328,20 @@ class ShardSpec:
         return local.detach().clone(memory_format=torch.contiguous_format)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Assemble the full tensor from all shards, in the order of ``rank_coords``. Later copies win."""
+        """Assemble the full tensor from all shards, which are in the order of ``rank_coords``. Later copies win."""
         full = parts[0].new_zeros(self.shape)
         for coords, part in zip(self.rank_coords(), parts, strict=True):
             self.place(part, full, coords)
         return full
 
     def place(self, local: Tensor, full: Tensor, coords: Coords) -> None:
-        """Copy the shard of the rank at ``coords`` to its place in the full tensor."""
+        """Copy the shard of the rank at ``coords`` into the full tensor."""
         for box in self.boxes(coords):
             box.of_full(full).copy_(box.of_local(local))
 
     @cached_property
     def _holders(self) -> dict[int, list[tuple[int, int, int]]]:
-        """Number of ranks that store each index range: sharded dimension -> tuples (start, end, count)."""
+        """Number of ranks that store each index range, as tuples (start, end, count), by sharded dimension."""
         holders = {}
         for dim, splits in self.splits.items():
             first = splits[0]
@@ -355,7 +355,7 @@ class ShardSpec:
 
     @cached_property
     def shared_axes(self) -> tuple[str, ...]:
-        """Axes over which a dimension is sharded such that several ranks store the same indices."""
+        """Axes over which a dimension is sharded with overlaps, so that several ranks store the same indices."""
         if not self.splits:
             return ()
         shared = [dim for dim, runs in self._holders.items() if max([count for *_, count in runs], default=0) > 1]

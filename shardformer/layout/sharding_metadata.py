@@ -28,7 +28,7 @@ from shardformer.torch_compat import is_compiled_wrapper
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the gradient of a parameter is reduced over the ranks."""
+    """How the gradient of a parameter is summed over ranks and divided."""
 
     sum_over: tuple[str, ...] = ()  # axes over which the gradient is all-reduced
     divisor: float = 1.0  # divisor of the sum. It may differ from the group size, even for a group of one rank
@@ -43,7 +43,7 @@ def reduction_of(
     sizes: Mapping[str, int],
     stages: tuple[int, ...] = (),
 ) -> Reduction:
-    """Return how to reduce the gradient of a parameter with this layout in a region of the model.
+    """Return how to reduce the gradient of a parameter with the layout ``spec`` in a region of the model.
 
     Over ``data`` and the axes that shard the model inputs, each rank has the gradient of the mean loss of its samples.
     The sum is divided by the number of these ranks. Gradients are partial over three kinds of ranks: axes that shard
@@ -88,7 +88,7 @@ class ReplacementRecord:
 
 @dataclass(frozen=True)
 class ShardingRequest:
-    """Options and policy with which a model was sharded."""
+    """Options and policy that were passed to ``shard_model``."""
 
     source: str = ""  # where the policy was found
     options: Mapping[str, bool | str] = field(default_factory=dict)  # options of the config
@@ -97,7 +97,7 @@ class ShardingRequest:
 
 
 class Reducer(Protocol):
-    """Protocol for an object that reduces gradients during the backward pass."""
+    """Protocol for an object that reduces gradients over ranks during the backward pass."""
 
     was_paused: bool
 
@@ -138,7 +138,7 @@ class ParameterOwner(Protocol):
 
 
 class ConsistencyMonitorProtocol(Protocol):
-    """Protocol for the monitor that detects diverging ranks, in ``shardformer.consistency.rank_divergence``."""
+    """Protocol for the monitor in ``shardformer.consistency.rank_divergence`` that detects diverging ranks."""
 
     steps: int
     training: bool
@@ -192,7 +192,7 @@ class ShardingMetadata:
     on_adapted: Callable[[nn.Module], None] = lambda _: None  # called when adapters were added or removed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingMetadata:
-        """Copy the metadata for a copy of the model, which does not belong to an optimizer yet."""
+        """Copy the metadata for a copy of the model, which no optimizer owns yet."""
         memo[id(self)] = copied = type(self).__new__(type(self))
         fields = {**self.__dict__, "gradient_owner": None, "parameter_owner": None}
         copied.__dict__.update((name, deepcopy(value, memo)) for name, value in fields.items())
@@ -211,7 +211,7 @@ class ShardingMetadata:
 
     @property
     def same_batch_axis(self) -> Axis:
-        """Axis whose ranks receive the same batch."""
+        """Mesh axis whose ranks receive the same batch."""
         return self.context.tensor if self.context_run is None else self.context.same_batch_axis
 
     def note(self, path: str, before: Any, after: Any, kind: str = "module") -> None:
@@ -219,7 +219,7 @@ class ShardingMetadata:
         self.replacements.append(ReplacementRecord(path, _format_name(before), _format_name(after), kind))
 
     def by_param(self) -> dict[int, ParamEntry]:
-        """Return a dict from the ``id`` of each parameter to its entry."""
+        """Return a dict from the ``id`` of each parameter to its ``ParamEntry``."""
         return {id(entry.param): entry for entry in self.entries}
 
     @property
@@ -292,7 +292,7 @@ def tables_of(params: Iterable[Tensor]) -> dict[ShardingMetadata, list[ParamEntr
 
 
 def tables_here() -> list[ShardingMetadata]:
-    """Return the metadata of all sharded models that exist on this rank, in the same order on all ranks."""
+    """Return the metadata of all sharded models to which this rank belongs, in the same order on all ranks."""
     with _REGISTRY_LOCK:
         alive = list(_TABLES)
     return sorted((table for table in alive if table.context.is_here), key=lambda table: table.number)
@@ -336,7 +336,7 @@ def metadata_of(model: nn.Module) -> ShardingMetadata:
 
 
 def sharded_module(model: nn.Module, state: ShardingMetadata | None = None) -> tuple[nn.Module, str]:
-    """Return the module that was sharded, and the prefix of its parameter names in ``model``.
+    """Return the sharded module inside ``model``, and the prefix of its parameter names in ``model``.
 
     The module is ``model`` itself, or the model inside a wrapper that shares its metadata (a ``PeftModel``).
 
@@ -394,7 +394,7 @@ def _metadata_from_layers(model: nn.Module) -> ShardingMetadata:
 
 
 def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
-    """Return the layout of each parameter by name, including tied names. Replicated parameters have no splits."""
+    """Return a dict from parameter names, including tied names, to layouts. Replicated parameters have no splits."""
     entries_by_id = find_metadata(model).by_param()
     return {
         name: entries_by_id[id(p)].spec if id(p) in entries_by_id else ShardSpec(p.shape)

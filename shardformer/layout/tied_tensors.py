@@ -1,4 +1,4 @@
-"""Find tied tensors and views by their overlapping memory, and compute the largest difference of two tensors."""
+"""Find tied tensors and views by their overlapping memory, and compare the values of tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OverlapGroup = dict[str, MemoryRange]
 
 
 def group_overlapping(named: Iterable[tuple[str, Tensor]]) -> list[OverlapGroup]:
-    """Group tensors that share memory. Each group is a dict from names to memory ranges."""
+    """Find the groups of tensors that share memory. Each group is a dict from names to memory ranges."""
     ranges = []
     for at, (name, x) in enumerate(named):
         memory = MemoryRange.of(x)

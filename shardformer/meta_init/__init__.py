@@ -1,4 +1,4 @@
-"""Lazy initialization: build a model on the meta device, and compute only the shards of this rank later."""
+"""Lazy initialization: build a model on the meta device, and later compute only the shards of this rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Record the operations that initialize meta tensors, and run them later to compute the values.
+"""Record the operations that initialize a meta tensor as its recipe, and run them later to compute its values.
 
     DeferredStorage    a storage on the meta device, shared by all views of a tensor
     InitStep           a recorded operation, with references to the steps that wrote its inputs
@@ -39,7 +39,7 @@ _GENERATOR_LOCK = threading.Lock()  # All threads share torch's default generato
 
 @dataclass(eq=False)
 class DeferredStorage:
-    """A storage on the meta device whose values can be computed by running its recipe."""
+    """A storage on the meta device whose values can be computed later, by the operations of its recipe."""
 
     num_bytes: int
     writer: InitStep | None = None
@@ -47,7 +47,7 @@ class DeferredStorage:
 
 @dataclass(frozen=True)
 class TensorView:
-    """A strided view of a deferred storage, which replaces a meta tensor in the arguments of a recorded step."""
+    """A strided view of a deferred storage, which replaces a meta tensor in the arguments of a recorded operation."""
 
     deferred: DeferredStorage
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class TensorView:
     offset: int
 
     def of(self, storage: UntypedStorage) -> Tensor:
-        """Apply this view to a storage that has values, and return the tensor."""
+        """Return the tensor that this view describes in a storage that has values."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
@@ -74,7 +74,7 @@ class InitStep:
     number: int = field(default_factory=lambda: next(_STEP_NUMBERS))
 
     def deferred_storages(self) -> list[DeferredStorage]:
-        """Return the deferred storages that the step reads or writes, without duplicates."""
+        """Return the deferred storages that the step reads or writes, each once."""
         views = [x for x in tree_flatten((self.args, self.kwargs, self.out))[0] if isinstance(x, TensorView)]
         return list({id(v.deferred): v.deferred for v in views}.values())
 
@@ -96,12 +96,12 @@ def defer_storage(tensor: Tensor) -> DeferredStorage:
 
 
 def drop_recipe(tensor: Tensor) -> None:
-    """Remove the recipe of a meta tensor, so that its values can no longer be computed."""
+    """Remove the recipe of a meta tensor, whose values can then no longer be computed."""
     tensor.untyped_storage().__dict__.pop(ATTRIBUTE, None)
 
 
 def get_view(tensor: Tensor) -> TensorView:
-    """Return a view of the tensor's deferred storage with the shape, strides and offset of the tensor."""
+    """Return a view of a tensor's deferred storage that has the shape, strides and offset of the tensor."""
     deferred = deferred_storage_of(tensor)
     assert deferred is not None
     return TensorView(deferred, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
@@ -138,7 +138,7 @@ def run_recipe(deferred: DeferredStorage) -> UntypedStorage:
 
 
 def compute_values(tensor: Tensor) -> Tensor:
-    """Run the recipe of a meta tensor, and return a CPU tensor with the resulting values."""
+    """Run the recipe of a meta tensor, and return the resulting values as a CPU tensor."""
     view = get_view(tensor)
     return view.of(run_recipe(view.deferred))
 
@@ -188,7 +188,7 @@ def _allocate(deferred: DeferredStorage) -> UntypedStorage:
 
 
 def _to_recorded_layout(value: Tensor, view: TensorView) -> UntypedStorage:
-    """Return the storage of a result in the recorded strides and dtype, copying the result if they differ."""
+    """Return the storage of a result, copied first if its strides or dtype differ from the recorded ones."""
     if (value.stride(), value.storage_offset(), value.dtype) == (view.stride, view.offset, view.dtype):
         return value.untyped_storage()
     storage = _allocate(view.deferred)
@@ -202,7 +202,7 @@ def iter_random_steps(deferred: DeferredStorage) -> Iterator[InitStep]:
 
 
 def describe_recipe(deferred: DeferredStorage) -> str:
-    """Return the operators of a recipe and a hash of their arguments as text, independent of random seeds."""
+    """Describe the operators of a recipe and a hash of their arguments as text, without random seeds."""
     digest, names = hashlib.sha256(), []
     numbers: dict[int, int] = {}
 

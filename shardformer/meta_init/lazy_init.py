@@ -56,7 +56,7 @@ DEVICE: Any = getattr_static(Tensor, "device").__get__
 
 
 class ReportCpuDevice(TorchFunctionMode):
-    """A function mode in which lazily built tensors report the CPU as device, because init functions check it."""
+    """A function mode in which lazily built tensors report the CPU as their device, because init functions check it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == IS_META and deferred_storage_of(args[0]) is not None:
@@ -205,12 +205,12 @@ class LazyInit(InitRecorder):
 
 
 def was_modified_unrecorded(param: nn.Parameter) -> bool:
-    """Return whether a meta parameter was modified outside ``LazyInit``, so that the change was not recorded."""
+    """Return whether a meta parameter was modified outside ``LazyInit``, where changes are not recorded."""
     return bool(param._version != vars(param).get(VERSION, param._version))
 
 
 class _ActiveLazyInits(threading.local):
-    """The parameters that were registered in each ``LazyInit`` context that is active in this thread."""
+    """The parameters registered in each ``LazyInit`` context that is active in this thread."""
 
     def __init__(self) -> None:
         self.params: list[list[nn.Parameter]] = []
@@ -306,7 +306,7 @@ def _get_writers(deferred_storages: Any) -> tuple[InitStep, ...]:
 
 
 def _advance_generator(func: Any, step: InitStep, generator: Any, overwrites: bool) -> None:
-    """Run a recorded step and discard its result, to advance a random generator as the step does."""
+    """Run a recorded step only to advance a random generator as the step does, and discard the result."""
     given = {"generator": generator} if generator is not None else {}
     inputs = [] if overwrites else step.deferred_storages()
     probe = InitStep(func, step.args, {**step.kwargs, **given})
@@ -333,7 +333,7 @@ def _replace_device(device: str, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class RecordedCall:
-    """A wrapper around a method of a lazily built model that records how the method changes weights."""
+    """A wrapper around a method of a lazily built model, which records how the method changes weights."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self._model, self._name = model, name
@@ -373,7 +373,7 @@ def record_calls(model: nn.Module) -> None:
 
 
 def end_recorded_calls(model: nn.Module) -> None:
-    """Restore the original methods of a model whose methods ``record_calls`` has wrapped."""
+    """Restore the original methods of a model that ``record_calls`` has wrapped."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, RecordedCall):

@@ -21,17 +21,17 @@ NOTES = "_shardformer_loading"
 
 
 def is_lazy(model: nn.Module) -> bool:
-    """Return whether the values of any parameter or buffer of the model are not computed yet."""
+    """Return whether a lazily built parameter or buffer of the model has no values yet."""
     return has_meta_tensors(model) and any(deferred_storage_of(t) is not None for _, t in list_named_tensors(model))
 
 
 def record_changes(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context that records changes to a lazily built model, or a null context for other models."""
+    """Return a context that records changes to a lazily built model, or one without effect for other models."""
     return InitRecorder() if is_lazy(model) else nullcontext()
 
 
 def copy_materialized(model: nn.Module) -> nn.Module:
-    """Copy a lazily built model, and compute the weights of the copy only."""
+    """Copy a lazily built model, and compute the weights of the copy but not of the original."""
     with record_changes(model):
         copied = copy.deepcopy(model)
     end_recorded_calls(copied)  # they are bound to the original model
@@ -39,7 +39,7 @@ def copy_materialized(model: nn.Module) -> nn.Module:
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module:
-    """Copy a model, with the parameters of the copy on the meta device. Its buffers keep their values.
+    """Copy a model, with all parameters of the copy on the meta device. Its buffers keep their values.
 
     ``shard_model`` allocates uninitialized shards for the copy, which the caller must fill.
     """

@@ -27,7 +27,7 @@ TENSOR_BYTES = 1 << 12
 
 @dataclass(frozen=True)
 class FileFingerprint:
-    """The size and hashes of a file, which identify its contents independent of its path."""
+    """The size and hashes of a file, which identify its contents under any path."""
 
     size: int  # in bytes
     header: str  # SHA-256
@@ -45,7 +45,7 @@ class FileFingerprint:
 
 
 class WeightsFile:
-    """A safetensors file with a fingerprint of its contents, computed when it is opened.
+    """A safetensors file with a fingerprint of its contents from the time when it was opened.
 
     Raises:
         OSError: if the file cannot be read.
@@ -146,7 +146,7 @@ def _read_offsets(header: bytes) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class SafetensorsSource:
-    """A callable that maps one tensor of a safetensors file into memory. Only accessed pages are read from disk."""
+    """A callable that memory-maps one tensor of a safetensors file. Only accessed pages are read from disk."""
 
     file: WeightsFile
     key: str  # name of the tensor in the file
@@ -168,7 +168,7 @@ class SafetensorsSource:
         return value
 
     def __str__(self) -> str:
-        """Return a text that is identical on all ranks that read the same contents from a file."""
+        """Return a description of the tensor that is identical on all ranks that read the same file contents."""
         return f"read {self.key} {hashlib.sha256(str(self.file.contents).encode()).hexdigest()[:16]}"
 
 

@@ -1,4 +1,4 @@
-"""Shard the stacked weights of a mixture of experts.
+"""Shard a mixture of experts in which the weights of all experts are stacked into shared parameters.
 
 Every expert is sharded over its features. The slice of each rank is a multiple of 8 features if the width allows it.
 Otherwise the experts are computed one by one, with slices of any size.
@@ -66,7 +66,7 @@ def _require_stacked_parameter(module: nn.Module, at: str, name: str) -> Tensor:
 
 
 def _choose_dims(experts: Experts, shapes: Mapping[str, tuple[int, ...]], at: str) -> Mapping[str, int]:
-    """Return the dimension along which each parameter of the experts is sharded.
+    """Return the dimension along which to shard each parameter of the experts.
 
     Raises PolicyError if no dim or several dims are possible.
     """
@@ -88,7 +88,7 @@ def _choose_dims(experts: Experts, shapes: Mapping[str, tuple[int, ...]], at: st
 
 
 def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int) -> list[dict[str, int]]:
-    """Return all ways to identify the feature dimension of each expert parameter, as dicts from names to dims.
+    """Return every possible choice of the feature dimension of each expert parameter, as dicts from names to dims.
 
     ``down`` has the features once, the other parameters ``fused`` times. Biases without these features are omitted.
     There are several choices if the number of features equals the hidden size.
@@ -106,7 +106,7 @@ def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int)
 
 
 def _make_eager_config(module: nn.Module, at: str) -> dict[str, Any]:
-    """Return a config that selects transformers' eager experts, which support shards of any size."""
+    """Return a config that selects transformers' eager experts, because these support shards of any size."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "_experts_implementation"):
         return {}

@@ -1,4 +1,4 @@
-"""Support legacy policies, which list the layers to shard in ``argument_policy``."""
+"""Support for legacy policies, which list the layers to shard in the method ``argument_policy``."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Row_Layer(Layer):
 
 @dataclass
 class Argument:
-    """The changes that a legacy policy makes to one class of modules.
+    """The changes that a legacy policy makes to all modules of one class.
 
     Args:
         attr_dict: attribute -> its value after sharding.
@@ -76,7 +76,7 @@ class Argument:
 
 
 class LegacyPolicy:
-    """Base class of ``Policy`` with the methods that legacy policies override."""
+    """Base class of ``Policy`` that defines the methods which legacy policies override."""
 
     model: Any
     axis: Axis
@@ -94,7 +94,7 @@ class LegacyPolicy:
 
     @staticmethod
     def inject_policy() -> tuple[Any, ...]:
-        """Return the model's class and the class that replaces it, or an empty tuple to keep the class."""
+        """Return the model's class and its replacement, or an empty tuple to keep the class."""
         return ()
 
     @staticmethod
@@ -134,7 +134,7 @@ class LegacyPolicy:
 
 
 def convert_legacy_policy(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescription]:
-    """Convert the ``Argument`` objects that a legacy policy returns to module descriptions.
+    """Convert the ``Argument`` objects of a legacy policy to module descriptions.
 
     Raises PolicyError for an ``Argument`` without effect, or a layer without a weight or a kind of sharding.
     """
@@ -183,7 +183,7 @@ def inject_class(policy: LegacyPolicy, model: nn.Module) -> tuple[type, type] | 
 
 
 def bind_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, str]]:
-    """Tie each pair of parameters that ``binding_policy`` returns.
+    """Tie the two parameters of each pair that ``binding_policy`` returns.
 
     Returns (name, name of the parameter to which it is tied) for each pair.
     """
@@ -219,7 +219,7 @@ def check_legacy(policy: LegacyPolicy, model: nn.Module) -> None:
 
 
 def _result_or_empty(result: Any) -> Any:
-    """Return the result of a legacy policy's method, or () if the method is not implemented.
+    """Return what a method of a legacy policy returns, or () if the policy does not implement the method.
 
     A method that is not implemented returns None or an exception.
     """

@@ -1,4 +1,4 @@
-"""Convert the roles of a policy to module descriptions, and distribute attention heads over ranks."""
+"""Convert the roles in a policy to descriptions of each module, and distribute attention heads over ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ColumnPaths = Mapping[str, dict[str, Any]]
 
 @dataclass
 class LayerLowering:
-    """Converts the attention and MLP roles of a layer to descriptions of what sharding replaces.
+    """Converts the attention and MLP roles of a layer to descriptions of the modules that sharding replaces.
 
     Args:
         layer: the layer.
@@ -58,7 +58,7 @@ class LayerLowering:
     classes: ModeLayers = LAYERS_BY_MODE["1d"]
 
     def has_role(self, role: Role) -> bool:
-        """Return whether the layer has the module that a role describes.
+        """Return whether the layer has the module at the path of a role.
 
         An optional role does not exist if the layer has its module but not its output layer. ``check_exits`` ensures
         that at least one layer has the output layer. Raises PolicyError if a required module is missing.
@@ -73,7 +73,7 @@ class LayerLowering:
         return has
 
     def describe_mlps(self, mlp: MLP) -> ModulePolicyDescription:
-        """Describe how to shard one MLP, or every MLP that matches a path with ``*``."""
+        """Describe how to shard one MLP, or each MLP whose path matches a path with ``*``."""
         if "*" not in mlp.at:
             return self._describe_mlp(mlp)
         found = paths.match_paths(mlp.at, [name for name, _ in self.layer.named_modules()])
@@ -106,7 +106,7 @@ class LayerLowering:
     def describe_block(
         self, entry: str, entering: ColumnPaths, row: str, row_split: Split, cross_columns: ColumnPaths | None = None
     ) -> tuple[ModulePolicyDescription, BlockDescription]:
-        """Describe a tensor-parallel block and the replacement of its linear layers.
+        """Describe a tensor-parallel block and the parallel layers that replace its linear layers.
 
         Returns (module description, block).
         """
@@ -122,7 +122,7 @@ class LayerLowering:
 
 
 def check_width(width: int, axis: Axis, path: str) -> None:
-    """Raise ConfigError if an MLP or expert has fewer features than there are tensor-parallel ranks."""
+    """Raise ConfigError if an MLP or expert has fewer features than the tensor axis has ranks."""
     if width < axis.size:
         raise ConfigError(
             f"A tensor size of {axis.size} exceeds the {width} features of {path}.",
@@ -131,7 +131,7 @@ def check_width(width: int, axis: Axis, path: str) -> None:
 
 
 def check_exits(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> None:
-    """Raise PolicyError if an optional role never applies because no layer has its output layer."""
+    """Raise PolicyError if no layer has the output layer of an optional role, which then never applies."""
     for role in stack.blocks:
         out = get_exit_path(role) if role.optional else None
         there = [layer for layer in layers if paths.find_module(layer, role.at) is not None]
@@ -146,7 +146,7 @@ def check_exits(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> No
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Describes which query heads and KV heads of an attention module each tensor-parallel rank has.
+    """Assignment of an attention module's query heads and KV heads to the tensor-parallel ranks.
 
     Splits query heads as evenly as possible, in full groups if there are enough KV heads. With fewer KV heads than
     ranks, each KV head is replicated on all ranks whose query heads read it. Six query heads on two KV heads over four
@@ -188,7 +188,7 @@ class HeadLayout:
 
     @cached_property
     def partition(self) -> HeadLayout:
-        """The layout of the heads in a single partition."""
+        """The layout of the heads within one of the partitions, each of which has equally many heads."""
         n = self.partitions
         return replace(self, num_heads=self.num_heads // n, num_kv_heads=self.num_kv_heads // n, partitions=1)
 
@@ -198,7 +198,7 @@ class HeadLayout:
 
     @cached_property
     def query_bounds(self) -> list[int]:
-        """Boundaries between the query heads of consecutive ranks in one partition, as ranks + 1 indices."""
+        """Head indices at which the query heads of each rank begin and end in one partition: ranks + 1 boundaries."""
         if (kv_heads := self.num_kv_heads // self.partitions) >= self.ranks:
             return [b * self.group for b in even_bounds(kv_heads, self.ranks)]
         return even_bounds(self.num_heads // self.partitions, self.ranks)
@@ -207,7 +207,7 @@ class HeadLayout:
         return self.partitions * len(self._query_heads(rank))
 
     def _kv_head_per_query(self, rank: int) -> list[int]:
-        """Return the index of the KV head that each query head of a rank uses."""
+        """Return, for each query head of a rank, the index of the KV head that it uses."""
         return [head // self.group for head in self._query_heads(rank)]
 
     def _query_heads(self, rank: int) -> range:
@@ -218,7 +218,7 @@ class HeadLayout:
         return sorted(set(self._kv_head_per_query(rank)))
 
     def map_local_kv_heads(self, rank: int) -> list[int] | None:
-        """Return the local KV head of each query head of a rank, or None if the forward pass can derive it.
+        """Return the local KV head for each query head of a rank, or None if the model can derive it.
 
         None means that the same number of query heads reads each KV head, so that repeating each KV head is correct.
         """
@@ -228,7 +228,7 @@ class HeadLayout:
         return [partition * len(stored) + stored.index(h) for partition in range(self.partitions) for h in read]
 
     def get_kv_heads_read(self, rank: int) -> list[int]:
-        """Return the indices of the KV heads that the forward pass of a rank reads, in the order of its reads."""
+        """Return the indices of the KV heads that a rank's forward pass reads, in the order in which it reads them."""
         own = self.kv_heads_of_rank(rank) if self.map_local_kv_heads(rank) is None else self._kv_head_per_query(rank)
         each = self.num_kv_heads // self.partitions
         return [partition * each + h for partition in range(self.partitions) for h in own]
@@ -292,7 +292,7 @@ class HeadLayout:
         return {dims[0]: split}
 
     def count_local_values(self, rank: int) -> dict[str, int]:
-        """Return the values that ``local_attrs`` can assign on a rank: heads, kv_heads, groups and width."""
+        """Return the values that ``local_attrs`` can assign on a rank, by name: heads, kv_heads, groups and width."""
         heads, kv_heads = self.count_query_heads(rank), self.count_kv_heads(rank)
         return {"heads": heads, "kv_heads": kv_heads, "groups": heads // kv_heads, "width": heads * self.head_dim}
 
@@ -313,7 +313,7 @@ def get_features_per_head(path: str, features: int, count: int, expected: int | 
 
 @dataclass(frozen=True)
 class AttentionLowering:
-    """Converts an attention role to a description of what sharding replaces in the attention module.
+    """Converts an attention role to a description of what sharding replaces in its attention module.
 
     Args:
         role: the attention role.
@@ -340,7 +340,7 @@ class AttentionLowering:
 
     @property
     def uneven_heads(self) -> int | None:
-        """The number of heads if an early stage of the model has fewer heads than ranks, or else None."""
+        """The number of heads if an early stage of the model has fewer heads than ranks, and otherwise None."""
         heads = self._head_count(self.num_heads)
         return heads if heads is not None and heads < self.layer.axis.size and self.layer.is_stage else None
 
@@ -389,7 +389,7 @@ class AttentionLowering:
         return paths.resolve_path(self.role.at, name)
 
     def _local_attr_kind(self, name: str, entry_kind: str) -> str:
-        """Return what is counted by an entry of ``local_attrs``, such as "heads".
+        """Return the kind of number that an entry of ``local_attrs`` specifies, such as "heads".
 
         Raises PolicyError if a module or tensor of the kind ``entry_kind`` cannot count that.
         """
@@ -400,7 +400,7 @@ class AttentionLowering:
         return kind
 
     def _add_local_attrs(self, description: ModulePolicyDescription, key_kwargs: Mapping[str, Any]) -> dict[str, int]:
-        """Add the changes that ``local_attrs`` requires to the description of the attention module.
+        """Add the attribute changes of ``local_attrs`` to the description of the attention module.
 
         Returns argument of `forward` -> its dim that counts heads.
 
@@ -500,7 +500,7 @@ class AttentionLowering:
 
 
 def _remove_missing_projections(projections: AttentionProjections, at: str, layer: nn.Module) -> AttentionProjections:
-    """Remove optional projections, whose paths end in ``?``, that the attention module of a layer does not have."""
+    """Remove the optional projections (paths that end in ``?``) that a layer's attention module does not have."""
     names = {field: getattr(projections, field) for field in ("q", "k", "v", "qkv", "kv")}
     optional = {field: name[:-1] for field, name in names.items() if name and name.endswith("?")}
     found: dict[str, Any] = {

@@ -22,7 +22,7 @@ ModuleKey = str | type[nn.Module]
 
 @dataclass
 class SubModuleReplacementDescription:
-    """Describes a submodule and the parallel layer that replaces it.
+    """Describes a submodule, and the parallel layer that replaces it.
 
     Args:
         suffix: path of the submodule inside the described module.
@@ -89,13 +89,13 @@ class BlockDescription:
     replicated_terms: Sequence[str] | None = None
 
     def within(self, path: str) -> BlockDescription:
-        """Return a copy of the block with ``path`` prepended to all module paths."""
+        """Return a copy of the block description with ``path`` prepended to all module paths."""
         own = prepend_path(self, path, "entry", "columns", "row", "cross_columns", "shared_exit", "gather_module")
         return replace(own, arguments=self.arguments and prepend_path(self.arguments, path, "at"))
 
     @property
     def holds_exit(self) -> bool:
-        """Whether the module at the entry of the block contains the linear layer at the exit of the block."""
+        """Whether the module at the block's entry contains the linear layer at the block's exit."""
         return f"{self.row}.".startswith(f"{self.entry}." if self.entry else "")
 
 

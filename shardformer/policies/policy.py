@@ -84,7 +84,7 @@ class Policy(LegacyPolicy):
         """Raise ConfigError if this policy does not support the sharding config."""
 
     def preprocess(self) -> nn.Module:
-        """Modify the plain model before it is sharded, and return the model."""
+        """Modify the unsharded model before it is sharded, and return the model."""
         model: nn.Module = self.model
         return model
 
@@ -96,7 +96,7 @@ class Policy(LegacyPolicy):
         return convert_legacy_policy(self)
 
     def postprocess(self) -> nn.Module:
-        """Modify the sharded model, and return the model."""
+        """Modify the model after it was sharded, and return the model."""
         model: nn.Module = self.model
         return model
 
@@ -109,11 +109,11 @@ class Policy(LegacyPolicy):
         return LayerSequence.of(self.model, self.stacks())
 
     def no_pipeline_reason(self) -> str | None:
-        """Return the reason why this model does not support pipeline parallelism, or None if it does."""
+        """Return why this model does not support pipeline parallelism, or None if it does."""
         return None
 
     def replicated_paths(self) -> list[str] | None:
-        """Return the paths of modules and parameters that may stay replicated, or None if all of them may."""
+        """Return the paths of modules and parameters that may remain replicated, or None if all of them may."""
         return None
 
 

@@ -19,7 +19,7 @@ from shardformer.policies.policy import Policy
 
 @dataclass(frozen=True)
 class PolicyLocation:
-    """The module and class name of a policy, which is imported on first use.
+    """The module and the class name of a policy, whose module is imported on first use.
 
     Args:
         file_name: a module of ``shardformer.policies.models``, or the full name of a module.

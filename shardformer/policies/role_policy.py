@@ -98,22 +98,22 @@ class RolePolicy(Policy):
             policy.config_sanity_check()
 
     def sums_block_outputs(self) -> bool:
-        """Return whether each layer directly adds the outputs of the blocks that share one collective."""
+        """Return whether each layer directly sums the outputs of blocks that share one collective."""
         return True
 
     def reads_layer_outputs(self) -> bool:
-        """Return whether the model reads the output of any layer before the last one."""
+        """Return whether the model reads the outputs of layers before the last one."""
         return False
 
     def no_sequence_parallel_reason(self) -> str | None:
-        """Return the reason why this model does not support sequence parallelism, or None if it does."""
+        """Return why this model does not support sequence parallelism, or None if it does."""
         if _is_backbone(self.model) or self.reads_layer_outputs():
             return BETWEEN_LAYERS
         reasons = [stack.whole_sequence for stack in self.stacks()]
         return self.no_sequence_parallel or (reasons[0] if reasons and all(reasons) else None)
 
     def no_pipeline_reason(self) -> str | None:
-        """Return the reason why this model does not support pipeline parallelism, or None if it does."""
+        """Return why this model does not support pipeline parallelism, or None if it does."""
         if self.no_pipeline or self.reads_layer_outputs():
             return self.no_pipeline or BETWEEN_STAGES
         layers = [stack.layers for stack in self.layer_sequence().stacks]
@@ -189,7 +189,7 @@ class RolePolicy(Policy):
         return [*self._describe_own_stacks(), *(s.within(path) for path, policy in submodels for s in policy.stacks())]
 
     def _describe_own_stacks(self, *, accepts_any_norm: bool = False) -> list[StackDescription]:
-        """Return the stacks of layers that this policy describes, without those of submodels.
+        """Return the stacks of layers that this policy describes itself, without those of its submodels.
 
         Args:
             accepts_any_norm: whether any module is accepted as the final norm. Otherwise a module that reads several
@@ -240,7 +240,7 @@ class RolePolicy(Policy):
         return out
 
     def _find_present_stacks(self) -> list[tuple[LayerStack, bool]]:
-        """Return the stacks of layers that the model has, and whether each is one of several stages."""
+        """Return the stacks of layers that exist in the model, and whether several match the same path."""
         base = paths.get_module(self.model, self.base)
         names = [name for name, _ in base.named_modules()]
         out = []
@@ -292,12 +292,12 @@ class RolePolicy(Policy):
 
 
 def is_from_package(policy: Policy) -> bool:
-    """Return whether a policy is part of this package or was derived by it, instead of written by the user."""
+    """Return whether a policy belongs to this package or was derived by it, and was not written by the user."""
     return type(policy).__module__.startswith("shardformer.")
 
 
 def get_checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyDescription]:
-    """Return the module descriptions of a policy, and check their types if the user wrote the policy.
+    """Return the module descriptions of a policy, with checked types if the user wrote the policy.
 
     Raises PolicyError for a value of the wrong type. Roles are checked when they are created.
     """

@@ -26,7 +26,7 @@ LOCAL_ATTR_KINDS = {
 
 @dataclass(frozen=True)
 class _Checked:
-    """Base class of roles that raises PolicyError if a field has a value of the wrong type."""
+    """Base class of roles, which raises PolicyError if a field has a value of the wrong type."""
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -70,7 +70,7 @@ Q_K_V_OUT = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_pr
 )
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs(_Checked):
-    """Describes the inputs of an attention module, if it reads more than its first tensor argument.
+    """Describes the inputs of an attention module that reads more than its first tensor argument.
 
     Args:
         entry: the module whose first tensor argument is the input. For an attention module that adds its residual
@@ -132,7 +132,7 @@ class Attention(_Checked):
 
 
 def unknown_kind_error(attention: Attention, name: str, kinds: Sequence[str], entry_kind: str = "") -> PolicyError:
-    """Return the error for an entry of ``local_attrs`` that counts something other than ``kinds``."""
+    """Return the error for an entry of ``local_attrs`` that specifies a kind of number that is not in ``kinds``."""
     entry = attention.local_attrs[name]
     kind = entry if isinstance(entry, str) else entry[0]
     return PolicyError(
@@ -145,7 +145,7 @@ def unknown_kind_error(attention: Attention, name: str, kinds: Sequence[str], en
 @renamed_arguments({"exits_with": "shared_exit"})
 @dataclass(frozen=True)
 class MLP(_Checked):
-    """Describes an MLP in a layer by the linear layers that read its input and the one that computes its output.
+    """Describes an MLP in a layer: the linear layers that read its input and the one that computes its output.
 
     Args:
         at: path of the module. Its first tensor argument is the input. ``*`` matches several modules (experts).
@@ -201,7 +201,7 @@ Role = Attention | MLP | Experts
 
 
 def get_exit_path(role: Role) -> str | None:
-    """Return the path of a role's output layer inside the layer, or None if the role has several."""
+    """Return the path of a role's output layer relative to the layer, or None if the role has several."""
     if isinstance(role, Experts) or "*" in role.at:
         return None
     return resolve_path(role.at, role.projections.out if isinstance(role, Attention) else role.down)

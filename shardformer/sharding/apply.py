@@ -1,4 +1,4 @@
-"""Apply a sharding plan to a model, and record each change to the model."""
+"""Apply a sharding plan to a model, and record each of the changes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from shardformer.zero.torch_optimizer_patches import TRAINING_PATCHES
 
 @dataclass
 class ResolvedPolicy:
-    """The policy of a model, with its sharding plan and the results of validating the parallel layout.
+    """The policy of a model, with its sharding plan and the results of the layout's validation.
 
     Args:
         policy: the policy, bound to the model and to the configuration.
@@ -113,7 +113,7 @@ class Sharder:
 
     @contextmanager
     def restoring_on_error(self) -> Iterator[None]:
-        """Temporarily remove wrappers such as ``torch.compile``, and restore the model if the context raises."""
+        """Temporarily remove wrappers such as ``torch.compile``, and restore the model if an error is raised."""
         with (
             restore_random_state_on_error(self.context.device),
             checks.restore_on_error(self.model),
@@ -162,7 +162,7 @@ class Sharder:
         return plan
 
     def lines_to_compare(self, plan: ShardingPlan) -> list[str]:
-        """Describe the config, model and plan as lines of text, which ranks compare before they modify the model."""
+        """Describe the config, model and plan as lines of text, which all ranks compare before any model changes."""
         config, state = self.config, self.state
         settings = [state.request.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
         settings += [str(state.activations), f"check_consistency={config.check_consistency}"]
@@ -170,7 +170,7 @@ class Sharder:
         return [*settings, *model_fingerprint(self.model), *plan.fingerprint(), *stages]
 
     def shard(self, plan: ShardingPlan) -> list[dict[int, Tensor]]:
-        """Apply the sharding plan to the model. The plan must be identical on every rank.
+        """Apply the sharding plan to the model in place. The plan must be identical on every rank.
 
         Returns the parameters that several pipeline stages share, each as a dict: rank on the pipe axis -> the
         parameter on this rank. Empty without a pipeline. Communicates initial weights and random states.
@@ -379,7 +379,7 @@ def _get_modifiable_owner(model: nn.Module, path: str) -> Any:
 def bind_policy(
     sharder: Sharder, policy: Policy, source: str, *, applies_rules: bool = True, **findings: Any
 ) -> ResolvedPolicy:
-    """Bind a policy to the sharder's model, and create the sharding plan.
+    """Assign a policy to the sharder's model, and create the sharding plan.
 
     ``findings`` are further fields of the returned ``ResolvedPolicy``.
     """
@@ -396,7 +396,7 @@ def bind_policy(
 def shard_for_validation(
     model: nn.Module, config: ShardConfig, policy: Policy, *, applies_rules: bool = True, **findings: Any
 ) -> Sharder:
-    """Shard a model that was built only to validate a policy or layout, and return the sharder.
+    """Shard a model that was built only to validate a policy or layout, and return its ``Sharder``.
 
     Args:
         applies_rules: whether the policy's rules are checked even if no tensor axis shards the model.
@@ -413,7 +413,7 @@ def shard_for_validation(
 
 
 def _replace_module_references(model: nn.Module, replacement_by_id: Mapping[int, nn.Module]) -> None:
-    """Replace modules wherever the model refers to them, including in attributes, lists, tuples and dicts.
+    """Replace modules wherever a model stores them: as submodules, and in attributes, lists, tuples and dicts.
 
     Args:
         replacement_by_id: id(module) -> its replacement.

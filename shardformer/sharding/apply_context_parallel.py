@@ -55,7 +55,7 @@ def check_context_parallel(
 
 
 def explain_unsupported_attention(model: nn.Module) -> str | None:
-    """Return the reason why context parallelism cannot replace the model's attention, or None if it can."""
+    """Return why context parallelism cannot replace the model's attention, or None if it can."""
     classes = find_attention_classes(model)
     own = sorted(cls.__name__ for cls, source in classes.items() if not uses_attention_interface(source))
     if own:
@@ -65,7 +65,7 @@ def explain_unsupported_attention(model: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class ContextFindings:
-    """The results of validating context parallelism on a reduced model.
+    """The findings of a trial run of a reduced model with context parallelism.
 
     Args:
         dims: sequence dimensions of the arguments of layers and full-sequence modules.
@@ -131,7 +131,7 @@ def install_context_hooks(
     *,
     uses_random: bool,
 ) -> None:
-    """Install the hooks that shard the sequence in the layers of a model.
+    """Install the hooks that shard the sequence within the stacks of layers of a model.
 
     Call this after modules were replaced with parallel layers.
     """
@@ -151,7 +151,7 @@ def install_context_hooks(
 
 
 def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None:
-    """Warn on rank 0 that context parallelism computes the attention of this model in full on every rank."""
+    """Warn on rank 0 that every rank will compute the attention of this model over the full sequence."""
     if context.rank == 0:
         warnings.warn(
             f"The attention of {type(model).__name__} cannot read positions of other ranks. Each of the "

@@ -37,7 +37,7 @@ ArgumentSamples = dict[tuple[str, str], int | None]
 
 
 def reshape_config_to_grid(config: ShardConfig, context: ParallelContext) -> tuple[ShardConfig, TensorGrid]:
-    """Reshape the tensor axis of a config to a grid of ranks, and return the new config and the grid.
+    """Arrange the ranks of the tensor axis as a grid, and return the new config and the grid.
 
     All processes must call this function. Raises ConfigError if the sizes do not fit the tensor parallel mode.
     """
@@ -148,7 +148,7 @@ def _add_outer_module(
 
 
 def find_full_input_modules(policy: Any) -> list[str]:
-    """Return the paths of modules inside layers that may receive other inputs in addition to hidden states."""
+    """Return the paths of modules in layers that may receive inputs other than hidden states."""
     model, out = policy.model, []
     for stack in policy.stacks():
         paths = [path for path, _ in model.get_submodule(stack.layers).named_modules(prefix=stack.layers)]
@@ -161,7 +161,7 @@ def find_full_input_modules(policy: Any) -> list[str]:
 
 
 def make_argument_key(path: str, argument: str) -> tuple[str, str]:
-    """Return a key for an argument of a module that is the same for all layers: the path with ``*`` for indices."""
+    """Return a key for a module's argument that all layers share: its path, with ``*`` for indices."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), argument
 
 

@@ -209,7 +209,7 @@ def _require_layer(model: nn.Module, name: str, kind: type[nn.Module], role: str
 def install_gradient_reduction(
     model: nn.Module, plan: ShardingPlan, blocks: Sequence[InstalledBlock], state: ShardingMetadata
 ) -> None:
-    """Install gradient reducers, so that every gradient equals that of the plain model.
+    """Install the gradient reducers that make every gradient equal to that of the unsharded model.
 
     Stores how each parameter is reduced in ``state.entries``.
 
@@ -262,7 +262,7 @@ class ParameterRegions:
         ]
 
     def find_region(self, name: str) -> tuple[ActivationLayout, ModelRegion]:
-        """Return the activation layout around a parameter, and the region of the model that contains it."""
+        """Return the layout of the activations around a parameter, and the model region that contains it."""
         layout = next((layout for prefix, layout in self._stacks if name.startswith(prefix)), None)
         if name not in self._biases and name.startswith(self._inside):
             return layout or self._stream, ModelRegion.BLOCK
@@ -278,7 +278,7 @@ def _with_trailing_dot(path: str) -> str:
 def _create_reduction_groups(
     state: ShardingMetadata, stage_sets: Sequence[tuple[int, ...]]
 ) -> Callable[[Reduction], Axis]:
-    """Create the process groups that reduce gradients, in the same order on all processes.
+    """Create the process groups for gradient reduction, in the same order on all processes.
 
     Returns a function that maps a reduction to the axis of its group.
 

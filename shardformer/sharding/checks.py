@@ -52,7 +52,7 @@ OTHER_PROCESSES_TIMEOUT_S = 10.0
 
 
 def check_and_make_context(config: ShardConfig) -> ParallelContext:
-    """Check that all processes passed consistent process groups, and return the parallel context of the config.
+    """Check that all processes passed the same process groups, and return the parallel context of the config.
 
     No collective is possible before this check. Each process announces its group in the launcher's store and reads the
     announcements of all other processes.
@@ -87,7 +87,7 @@ def check_and_make_context(config: ShardConfig) -> ParallelContext:
 
 @dataclass(frozen=True)
 class _GroupAnnouncement:
-    """A message to other processes with the process group of this process, or why it cannot shard the model."""
+    """A message to other processes: the process group of this one, or why it cannot shard the model."""
 
     ranks: list[int]
     group: str
@@ -140,7 +140,7 @@ SAME_GROUP = "Pass the same group, with the ranks in the same order, on all of i
 
 
 def _wait_for_key(store: Any, key: str, deadline: float | None, peer: int) -> tuple[bool, str]:
-    """Wait until another process sets a key of the store, and return whether it did, or the error that ended it.
+    """Wait until another process sets a key of the store, and return (whether it did, why it ended or "").
 
     Waits until the deadline, or for the store's timeout. Polls, because ``store.wait`` does not notice a process that
     ended, and logs a warning for each interrupted wait.
@@ -159,7 +159,7 @@ def _wait_for_key(store: Any, key: str, deadline: float | None, peer: int) -> tu
 
 
 def check_not_sharded(model: nn.Module) -> None:
-    """Raise ConfigError if the model or a module in it is already sharded."""
+    """Raise ConfigError if the model or any of its modules is already sharded."""
     marks = {METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE}
     if any([isinstance(m, ParallelModule) or not marks.isdisjoint(vars(m)) for m in model.modules()]):
         raise ConfigError(
@@ -195,7 +195,7 @@ def check_can_be_sharded(model: nn.Module) -> None:
 def make_checked_plan(
     model: nn.Module, policy: Policy, config: ShardConfig, *, applies_rules: bool = True
 ) -> ShardingPlan:
-    """Check that a model supports the config, and return the sharding plan that the policy makes for the model.
+    """Check that a model supports the config, and return the policy's sharding plan for the model.
 
     The model is unchanged, except by the policy's ``preprocess``.
 
@@ -252,7 +252,7 @@ def check_packed_weights(model: nn.Module, plan: ShardingPlan, context: Parallel
 
 
 def check_no_integer_weights(model: nn.Module, sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError if an axis shards layers whose integer weights are buffers, as in GPTQ and AWQ."""
+    """Raise ConfigError if layers with integer weights in buffers, as in GPTQ and AWQ, would be sharded."""
     axis = next((name for name in ("tensor", "sequence") if sizes.get(name, 1) > 1), None)
     if axis is None or not has_quantizer(model):
         return
@@ -424,7 +424,7 @@ def check_tied_stages(ties: Sequence[OverlapGroup], stages_of: Callable[[str], S
 
 
 def restore_ties(model: nn.Module, ties: Sequence[OverlapGroup], specs: Mapping[int, ShardSpec]) -> None:
-    """Make local shards share memory if their full parameters shared memory before sharding.
+    """Make local shards share memory where the full parameters shared memory before sharding.
 
     Args:
         model: the sharded model.
@@ -473,7 +473,7 @@ def check_activations(model: nn.Module, device: torch.device) -> None:
 
 
 def check_norms(model: nn.Module) -> None:
-    """Raise ConfigError if ``enable_fused_normalization`` does not support any norm of the model."""
+    """Raise ConfigError if ``enable_fused_normalization`` supports none of the norms in the model."""
     problem: ConfigError | None = None
     for _, norm in iterate_norms(model):
         try:
@@ -504,7 +504,7 @@ def _get_package(function: Any) -> str:
 
 
 def find_user_code_modules(model: nn.Module, layers: list[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the path and module of each module in ``layers`` that runs user code, except element-wise functions."""
+    """Yield path and module of each module in these layers that runs user code that is not element-wise."""
     for stack in layers:
         for path, module in model.get_submodule(stack).named_modules(prefix=stack):
             if not runs_library_code(module) and (module._modules or not is_elementwise(module)):

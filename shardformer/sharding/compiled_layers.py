@@ -211,7 +211,7 @@ class CompiledLayer:
 
 
 def compile_stacks(model: nn.Module, state: ShardingMetadata, backend: Backend, options: Mapping[str, Any]) -> None:
-    """Replace the ``forward`` method of each layer with a method that compiles the layer at its first call.
+    """Replace the ``forward`` method of each layer with one that compiles the layer when it is first called.
 
     Raises ConfigError if the model, its layout or this computer does not support compilation.
     """
@@ -313,6 +313,6 @@ def compile_model(
 
 
 def compiled_stacks(model: nn.Module) -> list[StackCompiler]:
-    """Return the compiler of each stack of a sharded model. Empty if the model is not compiled."""
+    """Return the ``StackCompiler`` of each stack of layers in a sharded model. Empty if the model is not compiled."""
     compilers: list[StackCompiler] = metadata_of(model).compilers
     return compilers

@@ -26,7 +26,7 @@ TableRow = tuple[str, tuple[str, ...], int]
 
 
 def format_table(head: tuple[str, ...], rows: Sequence[TableRow], layers: Mapping[str, int]) -> list[str]:
-    r"""Format table rows as lines with aligned columns, with a heading for each stack of layers.
+    r"""Format table rows as lines of aligned columns, with one heading for each stack of layers.
 
     Args:
         head: the titles of the columns.
@@ -57,7 +57,7 @@ def format_table(head: tuple[str, ...], rows: Sequence[TableRow], layers: Mappin
 
 
 def align_columns(lines: Sequence[Sequence[str]], first_right_aligned: int | None = None) -> list[str]:
-    """Pad the cells of each line so that columns are aligned. Lines of one cell are unchanged.
+    """Pad the cells of all lines so that the columns are aligned. Lines of one cell are unchanged.
 
     Args:
         first_right_aligned: the first column to align on the right. None aligns all columns on the left.
@@ -89,7 +89,7 @@ def wrap_paths(names: str, width: int, unbroken: str = "(?<=:) ") -> list[str]:
 
 
 def merge_replicated_parameters(parameters: Iterable[tuple[str, str, int, float]]) -> list[TableRow]:
-    """Merge replicated parameters of the same module, or of identical modules, into one table row each."""
+    """Merge the rows of replicated parameters that belong to the same module, or to identical modules."""
     leaves: dict[tuple[str, str, int], tuple[list[str], float]] = {}
     for path, shape, count, share in parameters:
         owner, _, leaf = path.rpartition(".")
@@ -114,7 +114,7 @@ def format_percent(share: float) -> str:
 
 
 def _find_stack(path: str) -> str:
-    """Return the stack that a path starts with, such as ``transformer.h.*`` for ``transformer.h.*.attn``."""
+    """Return the stack of layers in which a path is, such as ``transformer.h.*`` for ``transformer.h.*.attn``."""
     before, star, _ = f"{path}.".partition(".*.")
     return f"{before}.*" if star else ""
 
@@ -287,7 +287,7 @@ def abbreviate_paths(paths: Sequence[str]) -> list[str]:
 
 
 def find_covering_paths(names: Collection[str], all_parameters: Mapping[str, object]) -> list[str]:
-    """Return the shortest list of module paths that contain all of these parameters and no other parameters.
+    """Return the shortest list of module paths that cover all of these parameters and no other parameters.
 
     >>> names = ["e.word.weight", "e.place.weight", "h.weight"]
     >>> find_covering_paths(names, dict.fromkeys([*names, "h.bias"]))
@@ -301,7 +301,7 @@ def find_covering_paths(names: Collection[str], all_parameters: Mapping[str, obj
 
 
 def _list_prefixes(name: str) -> list[str]:
-    """Return all prefixes of a path. For example, the prefixes of ``a.b.c`` are ``a``, ``a.b`` and ``a.b.c``."""
+    """Return all prefixes of a path: ``a``, ``a.b`` and ``a.b.c`` for the path ``a.b.c``."""
     return list(accumulate(name.split("."), "{}.{}".format))
 
 

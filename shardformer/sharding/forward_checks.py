@@ -73,7 +73,7 @@ class CacheHeadSelector:
             vars(cache)[LOCAL_HEADS] = True
 
     def mark_filled(self, values: Sequence[Any]) -> None:
-        """Mark KV caches that a forward pass has filled, because they contain only this rank's heads."""
+        """Mark the KV caches that a forward pass has filled with only this rank's heads."""
         for cache in self._find_caches(values):
             vars(cache)[LOCAL_HEADS] = True
 
@@ -140,7 +140,7 @@ class ModuleFingerprint:
         return new
 
     def renew(self, model: nn.Module) -> None:
-        """Record the model again after ShardFormer itself has changed it."""
+        """Record the model again after a change that ShardFormer itself has made."""
         self._modules, self._params = list(model.modules()), _get_parameter_ids(model)
         self._marks = self._record_modules()
 
@@ -214,7 +214,7 @@ class ModuleFingerprint:
 
 @dataclass(frozen=True)
 class LocalInputModule:
-    """A module whose input or output is only this rank's shard, so that user hooks would see incomplete tensors.
+    """A module whose input or output is only this rank's shard, so that a user's hooks on it would be wrong.
 
     Args:
         why: what is local, as a clause for errors.
@@ -268,7 +268,7 @@ def _list_modules_in_block(model: nn.Module, block: BlockDescription) -> Iterato
 
 
 def _check_shard_shapes(model: nn.Module) -> None:
-    """Raise ConfigError if the user changed the shape of a shard by assigning to ``param.data``."""
+    """Raise ConfigError if an assignment to ``param.data`` has changed the shape of a shard."""
     coords = metadata_of(model).coords
     for name, param, spec in sharded_parameters(model):
         part = spec.local_shape(coords)
@@ -330,7 +330,7 @@ class _CompareGradients(Function):
 
 
 def compare_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], axis: Axis) -> Any:
-    """Wrap the inputs so that the backward pass checks whether all ranks compute the same input gradients.
+    """Wrap the inputs so that the backward pass checks whether their gradients are the same on all ranks.
 
     Returns the wrapped inputs, or None if no input requires a gradient.
 

@@ -54,7 +54,7 @@ for _mark in (ENTER, LEAVE, SWAP):
 
 
 def read_state(device: torch.device) -> Tensor:
-    """Return the states of torch's random generators as one tensor."""
+    """Return the states of torch's random generators, joined into one tensor."""
     states = [generator.get_state() for generator in random_generators(device)]
     return states[0] if len(states) == 1 else torch.cat(states)
 

@@ -1,4 +1,4 @@
-"""Compute and check the sharding plan, which lists all changes that a policy will make to a model."""
+"""Compute and check the sharding plan, which lists all changes that sharding will make to a model."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ShardingPlan:
         )
 
     def fingerprint(self) -> list[str]:
-        """Describe the plan as lines of text, which ranks compare to check that they have the same plan."""
+        """Describe the plan as lines of text, by which ranks check that they have the same plan."""
         out = []
         for path, sub in self.replacements.items():
             module = self.model.get_submodule(path)
@@ -154,7 +154,7 @@ def _find_per_token_args(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
 def _paths_in_layers(
     plan: ShardingPlan, select_names: Callable[[SequenceParallelHints], Sequence[str]]
 ) -> Iterator[str]:
-    """Yield the full paths of modules that are listed in the sequence parallelism hints of a stack."""
+    """Yield the full paths of the modules that a stack's sequence parallelism hints list."""
     for stack in plan.stacks:
         for index, layer in plan.model.get_submodule(stack.layers).named_children():
             for name in select_names(stack.sequence):
@@ -264,7 +264,7 @@ def _add_changes(
 
 
 def _check_count_divides(name: str, before: Any, value: Any, size: int, even_submodules: Sequence[str]) -> None:
-    """Raise ConfigError if the tensor size does not divide a count that the policy splits, such as num_heads."""
+    """Raise ConfigError if a count that the policy splits, such as num_heads, is no multiple of the tensor size."""
     if type(before) is int and type(value) is int and before % size and value == before // size and even_submodules:
         fits = ", ".join(str(n) for n in range(1, before + 1) if before % n == 0)
         raise ConfigError(
@@ -299,7 +299,7 @@ def _is_match(key: ModuleKey, path: str, module: nn.Module) -> bool:
 
 
 def _check_tied_weights(plan: ShardingPlan) -> None:
-    """Raise PolicyError if a module without a rule reads a weight that is tied to a sharded weight.
+    """Raise PolicyError if a module without a sharding rule reads a weight that is tied to a sharded weight.
 
     A linear layer or embedding reads its own parameters. Any other module reads those that its forward pass names.
     BERT's head owns the bias of its decoder but does not read it.

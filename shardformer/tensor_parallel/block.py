@@ -69,7 +69,7 @@ PERMUTING_FUNCTIONS = (Tensor.transpose, Tensor.permute, torch.transpose, torch.
 
 
 class LocalWidthTensor(Tensor):
-    """A tensor (B, N, H) whose shape reports the total width of this rank's attention heads as its last dim."""
+    """A tensor (B, N, H) that reports the total width of this rank's attention heads as its last dim."""
 
     block: TensorParallelBlock
 
@@ -148,12 +148,12 @@ class TensorParallelBlock:
 
     @property
     def is_open(self) -> bool:
-        """Whether the current forward pass is between the entry and the exit of this block."""
+        """Whether the forward pass is currently between the entry and the exit of this block."""
         return self._source is not None
 
     @property
     def region(self) -> TpRegion:
-        """How the current forward pass communicates. A ``ReplicatedRegion`` if no input has entered the block."""
+        """Communication of the block in this forward pass. A ``ReplicatedRegion`` if no input has entered the block."""
         return self._region or ReplicatedRegion(self.axis)
 
     def enter(self, x: Tensor, training: bool) -> Tensor:
@@ -181,7 +181,7 @@ class TensorParallelBlock:
         return entered
 
     def _enter_compiled(self, x: Tensor, training: bool) -> Tensor:
-        """Return the full input of a block that is compiled with torch.compile.
+        """Return the full input of a tensor-parallel block that is compiled with torch.compile.
 
         Each linear layer of the block computes its own output. The compiler sums their gradients before the collective
         of the backward pass, as in ``project``.
@@ -263,12 +263,12 @@ class TensorParallelBlock:
             )
 
     def project_by_weight(self, weight: Tensor, x: Tensor) -> Tensor | None:
-        """Return the output of the column-parallel linear layer with this weight, or None if no layer has it."""
+        """Return the output of the column-parallel layer whose weight is ``weight``, or None if there is none."""
         column = next((c for c in self.columns if c.weight is weight and c.bias is None), None)
         return None if column is None else self.project(column, x)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelBlock:
-        """Copy the block without the activations that a recomputation of a checkpoint may have left in it."""
+        """Copy the block without activations that a recomputation under activation checkpointing left in it."""
         memo[id(self)] = copy = type(self)(deepcopy(self.stream, memo), self.random, self.width, is_flat=self.is_flat)
         copy.has_adapters = self.has_adapters
         copy.columns = deepcopy(self.columns, memo)

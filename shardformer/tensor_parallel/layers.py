@@ -165,7 +165,7 @@ class Linear1D_Col(_ParallelLinear):
 
     @property
     def fused_bias(self) -> Tensor | None:
-        """Bias that is added in the matmul, or None if the caller or the next operation adds it."""
+        """Bias that the matmul adds, or None if the caller or the next operation adds it."""
         return None if self.skip_bias_add or self.finish is not None else self.bias
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class Linear1D_Col(_ParallelLinear):
         return x if self.axis.size == 1 else enter_region(x, self.axis)
 
     def leave_adapter(self, y: Tensor) -> Any:
-        """Return the output of this layer, given its local output features y before any fused operation."""
+        """Return the output of this layer, given its local output features y without any fused operation."""
         if self.finish is not None:
             y = self.finish(y, self.bias)
         if self.expand is not None:
@@ -280,7 +280,7 @@ class Linear1D_Row(_ParallelLinear):
         return x if self.parallel_input else self._local_input(x)
 
     def leave_adapter(self, partial: Tensor) -> Any:
-        """Return the output of this layer, given ``partial``, the partial product of this rank."""
+        """Return the output of this layer, given ``partial``, this rank's summand of the output."""
         return self._leave_block(lambda region: self._reduce_partial(partial, region))
 
     def _leave_block(self, reduce: Callable[[TpRegion], Tensor]) -> Any:
@@ -303,7 +303,7 @@ class Linear1D_Row(_ParallelLinear):
         return self.bias
 
     def _reduce_partial(self, partial: Tensor, region: TpRegion) -> Tensor:
-        """Sum ``partial`` over the ranks, or return zeros if the layer in ``shared_exit`` adds it to its own."""
+        """Sum ``partial`` over the ranks, or return zeros if ``shared_exit`` contains a layer that sums it."""
         if self.shared_exit:
             self.shared_exit[0].partial_of_other = partial
             return partial.new_zeros((*region.leading_shape(partial), self.out_features))
@@ -318,7 +318,7 @@ class Linear1D_Row(_ParallelLinear):
         return y
 
     def _multiply_and_reduce(self, x: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
-        """Sum x @ weight over the ranks, or return zeros if the layer in ``shared_exit`` adds it to its own product."""
+        """Sum x @ weight over the ranks, or return zeros if ``shared_exit`` contains a layer that sums it."""
         if self.partial_of_other is not None:
             return self._reduce_partial(linear_matmul(x, weight, None, self.transposed), region)
         if self.shared_exit:

@@ -40,7 +40,7 @@ def select_product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
 
 
 def is_wider(x: Any, weight: Tensor) -> bool:
-    """Return whether x is a floating-point tensor of a wider dtype than the 16-bit ``weight``, outside autocast."""
+    """Return whether, outside autocast, x is a floating-point tensor of a wider dtype than the 16-bit ``weight``."""
     if not isinstance(x, Tensor) or x.dtype == weight.dtype:
         return False
     floats = x.is_floating_point() and weight.is_floating_point()
@@ -65,7 +65,7 @@ def accept_wide_inputs(model: nn.Module) -> None:
 
 
 def _floating_point_parameter(module: nn.Module) -> Tensor | None:
-    """Return the first floating-point parameter of a module, or a placeholder for one on another stage."""
+    """Return a module's first floating-point parameter, or the placeholder of one on another pipeline stage."""
     tensors = (x for table in (module._parameters, vars(module)) for x in table.values() if isinstance(x, Tensor))
     return next((x for x in tensors if x.is_floating_point()), None)
 
@@ -175,7 +175,7 @@ def move_hooks(new: nn.Module, native: nn.Module) -> None:
 
 
 def check_plain_class(module: nn.Module, *kinds: type[nn.Module]) -> None:
-    """Raise ConfigError if ``module`` does not compute the same as a plain module of one of these classes.
+    """Raise ConfigError if ``module`` computes something else than a plain module of one of these classes.
 
     Reasons are a custom `forward`, a computed weight (weight norm), and hooks.
     """
@@ -198,7 +198,7 @@ def check_plain_class(module: nn.Module, *kinds: type[nn.Module]) -> None:
 
 @without_fake_tensors()
 def _computes_plain_product(module: nn.Module) -> bool:
-    """Return whether a custom `forward` computes the same as that of the plain class, on test values.
+    """Return whether a custom `forward` has the same results on test values as that of the plain class.
 
     Examples are FalconLinear and Conv1D. The weights may be on the meta device, so the forward pass runs on a copy with
     test weights of the same shapes.
@@ -226,7 +226,7 @@ def _computes_plain_product(module: nn.Module) -> bool:
 
 @without_fake_tensors()
 def embedding_scale(embedding: nn.Embedding) -> float | None:
-    """Return the factor by which an embedding scales its vectors, or None if it computes anything else.
+    """Return the factor by which an embedding scales its vectors, or None if it changes them in another way.
 
     The factor is measured on copies of the embedding with two features, because the weights may be on the meta device.
     Gemma rounds the factor to the dtype of the weights and BART does not. The function tests both, and returns the
@@ -274,7 +274,7 @@ def wrong_class_error(cls: type[nn.Module], module: nn.Module, remedy: str) -> C
 
 
 def check_shardable(dim_name: str, size: int, axis: Axis) -> None:
-    """Raise ConfigError if a dim is too small for every rank to have at least one of its elements."""
+    """Raise ConfigError if a dim is so small that a rank would have no element of it."""
     if size < axis.size:
         raise ConfigError(
             f"{dim_name}={size} cannot be sharded over {axis.size} ranks.",

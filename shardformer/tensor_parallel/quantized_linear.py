@@ -136,7 +136,7 @@ def _copy_without_weight(linear: Any, out_features: int, in_features: int) -> An
 
 
 def make_4bit_placeholder(layer: Any) -> nn.Module:
-    """Return an unsharded bitsandbytes layer for a parallel layer, with the full sizes but one value in memory."""
+    """Return an unsharded bitsandbytes layer of full size for a parallel layer. Its weight is one expanded zero."""
     from bitsandbytes.nn import Params4bit
 
     plain = _copy_without_weight(layer.product, layer.out_features, layer.in_features)
@@ -154,7 +154,7 @@ def make_4bit_placeholder(layer: Any) -> nn.Module:
 
 
 def choose_block(state: Any, dim: int, slices: Sequence[Slice]) -> int | None:
-    """Return the largest block size at which no slice of a 4-bit weight divides a block, or None."""
+    """Return the largest block size for a 4-bit weight at which no slice divides a block, or None."""
     block = int(state.blocksize)
     if state.shape[1] % block:  # for which bitsandbytes computes wrong values on the CPU
         return None
@@ -219,7 +219,7 @@ def slice_4bit(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
 
 
 def full_scales(state: Any) -> Tensor:
-    """Return the fp32 scale of each block of a 4-bit weight, dequantized by bitsandbytes if necessary."""
+    """Return the fp32 scale of each block of a 4-bit weight, dequantized if bitsandbytes has quantized it."""
     scales: Tensor = state.absmax
     if state.nested:
         from bitsandbytes.functional import dequantize_blockwise

@@ -67,7 +67,7 @@ class ReplicatedRegion:
     def gather_then_matmul(
         self, x: Tensor, multiply: Multiply, gathered_x: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """All-gather x unless ``gathered_x`` is passed, and return it with its products ``multiply(x)``."""
+        """Return x, all-gathered unless ``gathered_x`` is passed, and its products ``multiply(x)``."""
         return x, multiply(x)
 
     def enter_full(self, x: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class ReplicatedRegion:
         return self.start_reduce(multiply(x)[0]).wait()
 
     def leading_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape of the local activation without the hidden dim, given the full tensor x."""
+        """Return the shape of the local activation without the hidden dim, given the full activation x."""
         return tuple(x.shape[:-1])
 
 
@@ -176,7 +176,7 @@ def deferred_all_reduce(x: Tensor, axis: Axis) -> DeferredTensor:
 
 
 def local_length(full_length: int, axis: Axis) -> int:
-    """Return how many elements of an evenly split dim of length ``full_length`` this rank has."""
+    """Return how many elements of a dim of length ``full_length`` this rank has after an even split."""
     return (full_length + axis.size - 1 - axis.rank) // axis.size  # without a condition, for symbolic lengths
 
 
@@ -353,7 +353,7 @@ class RowParallelMatmul(Function):
 
 
 class SumPartial(Function):
-    """Autograd function that sums the partial outputs of a block over the ranks, as the region communicates."""
+    """Autograd function that sums the partial outputs of a block over the ranks, with the region's collective."""
 
     leaves_block = True
 

@@ -80,7 +80,7 @@ class StackActivations:
         return self.axis if self._dim is not None else None
 
     def select_region(self, x: Tensor) -> TpRegion:
-        """Return how a block with the input x communicates at its entry and its exit."""
+        """Return the communication at the entry and the exit of a block with the input x."""
         if self._dim is None:
             return ReplicatedRegion(self.axis)
         if x.dim() != 2:  # an MLP with input (B*s, H) runs after the attention of its layer
@@ -138,7 +138,7 @@ class StackActivations:
         return ActivationShard(Dim.SEQUENCE, self.axis.name).split(self.full, self.axis.size)
 
     def register(self, first: nn.Module, last: nn.Module) -> None:
-        """Register hooks that shard the input of the first module and gather the output of the last one."""
+        """Register hooks that shard the input of the first module and gather the output of the last module."""
         if self._dim is not None:
             register_forward_hooks(first, HookOrder.STACK, self._enter_module, with_kwargs=True)
             register_forward_hooks(last, HookOrder.STACK, after=self._leave_module)
@@ -179,7 +179,7 @@ class StackActivations:
         return None if self._dim is None else GatherSequenceHook(self, module, random)
 
     def reset_after_error(self) -> None:
-        """Restore the random state from before the stack of layers, after an exception in the forward pass."""
+        """Restore the random state from before the stack of layers after an exception in its forward pass."""
         self._random.leave()
 
     # --- lengths
@@ -187,7 +187,7 @@ class StackActivations:
     def restore_length(self, x_BsH: Tensor) -> None:
         """Restore the full sequence length when activation checkpointing recomputes a forward pass.
 
-        Communicates one number if several sequence lengths have the same local length.
+        All-reduces one integer if several sequence lengths have the same local length.
         """
         if self._dim is None or self.is_restored or current_graph_task_id() < 0:
             return
@@ -200,7 +200,7 @@ class StackActivations:
         self.full = next((n for n in self._lengths if local_length(n, self.axis) == local), self.full)
 
     def check_local_length(self, x_BsH: Tensor) -> None:
-        """Raise ConfigError if x does not have the number of local positions, because an all-gather would hang."""
+        """Raise ConfigError if x has the wrong number of local positions, with which an all-gather would hang."""
         length = local_length(self.full, self.axis)
         if x_BsH.dim() < 3 or x_BsH.shape[SEQUENCE] != length:
             raise ConfigError(
@@ -239,7 +239,7 @@ class GatherHook:
     _random: LocalRandomState
 
     def reset_after_error(self) -> None:
-        """Restore the random state from before the module, such as after an exception in the forward pass."""
+        """Restore the random state from before the module, for example after an exception in the forward pass."""
         self._random.leave()
 
 
@@ -317,7 +317,7 @@ def _name_of_first_tensor(kwargs: Mapping[str, Any]) -> str:
 
 
 def map_first_output(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``change`` to the hidden states in the output of a module, which may be its first element."""
+    """Apply ``change`` to the hidden states that a module returns, alone or as the first element of its output."""
     if isinstance(output, list):
         return [change(output[0]), *output[1:]]
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

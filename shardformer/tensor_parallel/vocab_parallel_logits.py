@@ -136,7 +136,7 @@ class VocabParallelLogits(ShardedTensor):
         return layout == (other.axis, other.bounds, other.shard_dim, other.full_shape)
 
     def write(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-        """Apply an in-place function to the full logits, and update the tensors of which the logits are a view.
+        """Apply an in-place function to the full logits, and update the tensors of which these logits are a view.
 
         Only the local slices of the results are kept. Communicates one all-gather, unless the full logits are cached.
         """
@@ -196,7 +196,7 @@ def _replace_values(x: VocabParallelLogits, full: Tensor) -> None:
 
 
 def local_slice_like(full: Tensor, x: VocabParallelLogits) -> Tensor:
-    """Return this rank's slice of a full tensor, which is sharded like the logits x."""
+    """Return this rank's slice of a full tensor, sharded in the same way as the logits x."""
     return local_slice(full, x.axis, x.bounds, x.shard_dim)
 
 
@@ -338,7 +338,7 @@ def _backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _autograd_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Run ``torch.autograd.backward`` with sharded logits replaced by their local shards."""
+    """Run ``torch.autograd.backward`` on the local shards of any logits that are sharded."""
     tensors, passed, inputs = args[0], kwargs.get("grad_tensors"), kwargs.get("inputs")
     gradients = [passed] if isinstance(passed, Tensor) else passed or [None] * len(tensors)
     roots, gradients = zip(*map(_get_local_root, tensors, gradients), strict=True)

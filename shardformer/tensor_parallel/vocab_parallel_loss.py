@@ -131,7 +131,7 @@ class _CrossEntropy(Function):
 
 
 def _compute_local_statistics(logits_Tv: Tensor, column_T1: Tensor, is_local_T1: Tensor, options: _Options) -> Tensor:
-    """Compute the maximum, the sum of exponentials and the label logit of each token over the local columns.
+    """Return the maximum, the sum of exponentials and the label logit of each token over the local columns.
 
     Returns them as a (K, T) tensor. The label logit is 0 if another rank has it. With label smoothing, the tensor also
     contains the sum of the logits. Both sums are relative to the maximum.
@@ -285,5 +285,5 @@ class DistCrossEntropyLoss(nn.Module):
         self.ignore_index, self.axis, self.vocab_size = ignore_index, Axis.of(process_group), vocab_size
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss for logits (..., v) and labels (...), which is identical on all ranks."""
+        """Return the mean loss for logits (..., v) and labels (...). The loss is identical on all ranks."""
         return cross_entropy_1d(logits, labels, self.ignore_index, self.axis, self.vocab_size)

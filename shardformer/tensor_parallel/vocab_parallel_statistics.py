@@ -23,7 +23,7 @@ from shardformer.tensor_parallel.vocab_parallel_loss import clamp_infinite, spli
 
 
 class TokenStatistics(NamedTuple):
-    """Log-probabilities and other statistics of T tokens, each (T,), or None if not requested."""
+    """Log-probabilities and other statistics of T tokens, each of shape (T,), or None if not requested."""
 
     log_probs: Tensor  # the log-probabilities and the entropy have gradients
     entropy: Tensor | None
@@ -122,7 +122,7 @@ class _Statistics(Function):
 
 
 def _compute_local_numbers(logits_Tv: Tensor, label_T: Tensor, numbers: Sequence[str]) -> Tensor:
-    """Return the statistics (K, T) of the local columns. Sums of exponentials are relative to the local maximum."""
+    """Return K statistics (K, T) of T tokens. Sums of exponentials are relative to the local maximum."""
     num_tokens, width = logits_Tv.shape
     dtype = torch.promote_types(logits_Tv.dtype, torch.float32)
     rows_of = {name: logits_Tv.new_zeros(num_tokens, dtype=dtype) for name in numbers}

@@ -47,7 +47,7 @@ def _apply() -> Undo:
 
 
 def _constructor(original: Callable[..., None], *, wraps_model: bool) -> Callable[..., None]:
-    """Wrap a PEFT constructor so that the adapters it adds to a sharded model are also sharded.
+    """Wrap a PEFT constructor so that it also shards the adapters that it adds to a sharded model.
 
     Args:
         wraps_model: whether the user calls the constructed object instead of the model.
@@ -82,7 +82,7 @@ PEFT_ENTRY_POINTS = ("peft", IMPORT_PATCH, partial(install, ADAPTER_PATCH, _appl
 def shard_with_adapters(
     model: nn.Module, shard: Callable[..., Any], finish: Callable[[nn.Module], object]
 ) -> tuple[nn.Module, Any]:
-    """Shard a model that has PEFT adapters. See ``shardformer.integrations.peft.shard_peft_model``."""
+    """Shard a model together with its PEFT adapters. See ``shardformer.integrations.peft.shard_peft_model``."""
     return shard_peft_model.shard_with_adapters(model, shard, finish, install_methods)
 
 

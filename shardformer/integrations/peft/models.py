@@ -105,7 +105,7 @@ def _needs_values(config: Any) -> bool:
 
 
 def _parallel_layers(model: nn.Module) -> dict[str, ParallelModule]:
-    """Return a dict from paths to parallel linear layers and embeddings, including those inside adapters."""
+    """Return the parallel linear layers and embeddings by path, including those inside adapters."""
     return {
         path: module
         for path, module in model.named_modules()
@@ -114,7 +114,7 @@ def _parallel_layers(model: nn.Module) -> dict[str, ParallelModule]:
 
 
 def _plain_layer(layer: Any, state: ShardingMetadata, with_values: bool) -> nn.Module:
-    """Return a plain layer of the same shape as a parallel layer, with its full weights or with zeros."""
+    """Return a plain layer with the full shape of a parallel layer, and with its full weights or zeros."""
     if isinstance(layer, QuantizedLinear):
         return make_4bit_placeholder(layer)
     if isinstance(layer, EMBEDDINGS):
@@ -166,7 +166,7 @@ def install_methods(model: Any) -> None:
 
 
 class _ForwardThroughHooks:
-    """A replacement for the ``forward`` method of AdaLoRA that also runs the hooks of the model."""
+    """A replacement for AdaLoRA's ``forward`` method, which also runs the hooks of the model that it calls."""
 
     def __init__(self, tuner: nn.Module) -> None:
         self._tuner = tuner
@@ -229,7 +229,7 @@ def _load_adapter(self: Any, model_id: Any, adapter_name: str, is_trainable: boo
 
 @contextmanager
 def _full_parameters(model: Any, value_of: Callable[[str, Tensor], Tensor]) -> Iterator[dict[str, nn.Parameter]]:
-    """Temporarily replace the parameters sharded by ZeRO stage 3 with full parameters, and yield these by name.
+    """Temporarily replace parameters that ZeRO stage 3 shards with full parameters, and yield these by name.
 
     No hooks run in the context, because the hooks of ZeRO communicate.
 
@@ -396,7 +396,7 @@ def _add_weighted_adapter(self: Any, *args: Any, **options: Any) -> None:
 
 
 def _get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
-    """Return the number of trainable parameters and the number of all parameters of the full model."""
+    """Return the numbers of trainable and of all parameters of the full, unsharded model."""
     state = metadata_of(self)
     if state.context.pipe.size > 1:
         raise ConfigError(

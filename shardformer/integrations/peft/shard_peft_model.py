@@ -116,7 +116,7 @@ def find_wrappers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def holder_of(wrapper: nn.Module) -> tuple[nn.Module, str]:
-    """Return the innermost PEFT wrapper around a module, and the name of the attribute that holds the module."""
+    """Return the innermost PEFT wrapper around a module, and the name of its attribute that holds the module."""
     name = next(name for name in INNER if name in wrapper._modules)
     inner = wrapper._modules[name]
     return holder_of(inner) if inner is not None and is_wrapper(inner) else (wrapper, name)
@@ -128,7 +128,7 @@ def wrapped_module(wrapper: nn.Module) -> nn.Module:
 
 
 def inner_path(path: str, wrapper: nn.Module) -> str:
-    """Return the path of a module inside one or several PEFT wrappers, the outermost of which is at ``path``."""
+    """Return the path of the module in nested PEFT wrappers, the outermost of which is at ``path``."""
     parts, module = [path], wrapper
     while is_wrapper(module):
         name = next(name for name in INNER if name in module._modules)
@@ -152,7 +152,7 @@ def remove_wrappers(model: nn.Module) -> dict[str, nn.Module]:
 
 @dataclass(eq=False)
 class AdaptedNames:
-    """Maps the old names of parameters and buffers to the names that they have after adapters were added.
+    """Maps the names of parameters and buffers before adapters were added to their names afterwards.
 
     Args:
         paths: path of a wrapped module before -> after.
@@ -199,7 +199,7 @@ def shard_with_adapters(
     finish: Callable[[nn.Module], object],
     install_methods: Callable[[nn.Module], object],
 ) -> tuple[nn.Module, Any]:
-    """Shard a model that has PEFT adapters, in place.
+    """Shard a model and its PEFT adapters in place.
 
     Args:
         model: a ``PeftModel``, or a model into which PEFT injected adapters.
@@ -235,7 +235,7 @@ def _find_aliases(model: nn.Module, inner: nn.Module) -> dict[str, str]:
 def add_adapters(
     model: nn.Module, sharded: nn.Module, wrappers: Mapping[str, nn.Module], referenced: set[int] | None = None
 ) -> None:
-    """Add adapters to a sharded model, shard them, and record their layout and gradient reduction.
+    """Add adapters to a sharded model, shard them, and record their layouts and gradient reductions.
 
     Args:
         model: the model that the user has: ``sharded``, or PEFT's wrapper around it.
@@ -282,7 +282,7 @@ def add_adapters(
 
 
 class _WrappedModule(nn.Module):
-    """A placeholder for a wrapped module, which marks its position among the tensor names of the wrapper."""
+    """A placeholder for the module in a wrapper, which marks its position among the wrapper's tensor names."""
 
     MARK = "wrapped_module"
 
@@ -292,7 +292,7 @@ class _WrappedModule(nn.Module):
 
 
 def _fingerprint(adapters: Mapping[str, nn.Module]) -> list[str]:
-    """Describe the settings and shapes of adapters, which must be identical on all ranks, as lines of text."""
+    """Describe adapters as lines of text that must be identical on all ranks: their settings and shapes."""
     return [
         f"{path} {line}"
         for path, adapter in adapters.items()
@@ -383,7 +383,7 @@ def _check_base(state: ShardingMetadata, path: str, base: nn.Module) -> None:
 
 
 def _check_dropout(state: ShardingMetadata, path: str, wrapper: nn.Module) -> None:
-    """Raise ConfigError if the dropout of an adapter would draw the same mask for different positions."""
+    """Raise ConfigError if an adapter's dropout would draw the same mask for different sequence positions."""
     if isinstance(wrapped_module(wrapper), ParallelModule) or not any(map(_draws_random_numbers, wrapper.modules())):
         return
     layout, region = state.regions.find_region(f"{path}.weight")
@@ -444,7 +444,7 @@ def without_metadata(model: nn.Module) -> Iterator[None]:
 
 
 def _remove_copied_hooks(copied: nn.Module, original: nn.Module) -> None:
-    """Remove the hooks that PEFT copied together with a module. The hooks of the original also run for the copy."""
+    """Remove the hooks that PEFT copied when it copied a module. The hooks of the original also run for the copy."""
     for table in HOOK_TABLES:
         for key in getattr(original, table):
             getattr(copied, table).pop(key, None)
@@ -479,7 +479,7 @@ def _record_names(
 def _plain_order(
     found: list[str], names: AdaptedNames, own: Collection[str], tensors: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """Sort parameter names in the order of the plain model, with each adapter next to its base layer."""
+    """Sort parameter names as in the plain model, with each adapter next to its base layer."""
     of_base: dict[str, list[str]] = {path: [] for path in tensors}
     for name in found:
         if name not in own and (path := names.wrapper_of(name)) in of_base:
@@ -541,7 +541,7 @@ def _rebuild_reducer(state: ShardingMetadata, slots: list[GradientSlot], present
 def _find_region(
     sharded: nn.Module, state: ShardingMetadata, names: AdaptedNames, name: str
 ) -> tuple[ActivationLayout, ModelRegion]:
-    """Return the activation layout and the model region of an adapter's parameter."""
+    """Return the activation layout and the model region that apply to an adapter's parameter."""
     path = names.wrapper_of(name)
     if path is None:
         return state.activations, ModelRegion.OUTSIDE  # a prompt, before the model
@@ -572,7 +572,7 @@ def forget_adapter(model: nn.Module, sharded: nn.Module, adapter_name: str) -> N
 
 @contextmanager
 def released(sharded: nn.Module) -> Iterator[None]:
-    """Update the sharding metadata after PEFT has removed its adapters from a model inside the context."""
+    """Update the sharding metadata after PEFT has removed, in this context, its adapters from a model."""
     wrappers = find_wrappers(sharded)
     yield
     state = metadata_of(sharded)

@@ -104,12 +104,12 @@ class AdapterDropout(nn.Module):
 
 
 def has_complete_gradients(tuner: nn.Module) -> bool:
-    """Return whether every rank computes the full gradients of an adapter, so that no sum over ranks is needed."""
+    """Return whether every rank computes an adapter's full gradients, which then need no sum over ranks."""
     return isinstance(tuner, _FromFull)
 
 
 class _InBase:
-    """A mixin that runs an adapter between the input and output communication of its parallel linear layer."""
+    """A mixin that runs an adapter after its parallel layer communicates the input and before the output."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         base: ParallelLinear = self.get_base_layer()
@@ -121,7 +121,7 @@ class _InBase:
 
 @contextmanager
 def _calling_base(base: ParallelLinear, training: bool) -> Iterator[None]:
-    """While an adapter runs, hide a bias that is added later, and use the same random state on all ranks."""
+    """While an adapter runs, hide a bias that is added later, and use one random state on all ranks."""
     with ExitStack() as stack:
         if training and base.block is not None:
             stack.enter_context(base.block.shared_random_state())
@@ -221,7 +221,7 @@ class _TraceableWeight:
 
 
 class _PlainBase:
-    """A base layer whose weight PEFT reads by calling ``dequantize``, without inspecting the weight's class."""
+    """A base layer that makes PEFT read its weight with ``dequantize``, whatever the weight's class."""
 
     W_q = None  # PEFT calls dequantize of bases with this attribute
 
@@ -311,7 +311,7 @@ def _replace_dropout(tuner: Any, split: Split | None, axis: Axis, sequence: Cont
 
 
 def _select_shared_matrix(tuner: Any, table: str, base: ParallelLinear, kind: str) -> None:
-    """Give a VeRA adapter this rank's slice of a matrix that all layers share."""
+    """Make a VeRA adapter use this rank's slice of a matrix that all VeRA adapters share."""
     dim = 1 if table == "vera_A" else 0
     if (kind == "in") != (table == "vera_A"):
         return
@@ -320,7 +320,7 @@ def _select_shared_matrix(tuner: Any, table: str, base: ParallelLinear, kind: st
 
 
 class _LocalSlices(Mapping[str, Tensor]):
-    """A mapping that returns this rank's slice of each matrix in a table."""
+    """A mapping from names to this rank's slices of the full matrices in another mapping."""
 
     def __init__(self, table: Any, dim: int, indices: Tensor) -> None:
         self._table, self._dim, self._indices = table, dim, indices
@@ -343,7 +343,7 @@ def _feature_dim(tuner: Any, name: str) -> tuple[str, int]:
 
 
 def _check_adapter(tuner: Any, base: ParallelModule, path: str) -> list[tuple[str, nn.Module, str]]:
-    """List the parameters of an adapter as (attribute, owner, name), or raise ConfigError if it is not supported."""
+    """Return an adapter's parameters as (attribute, owner, name), or raise ConfigError for unsupported adapters."""
     kind = f"{type(tuner).__module__.removeprefix('peft.tuners.').partition('.')[0]} adapter"
     found = [
         (name, owner, key)
@@ -388,14 +388,14 @@ def _check_adapter(tuner: Any, base: ParallelModule, path: str) -> list[tuple[st
 
 
 def release_base(tuner: Any) -> None:
-    """Let a parallel linear layer run without the adapter that PEFT removed from it."""
+    """Make a parallel linear layer run on its own after PEFT has removed its adapter."""
     base = tuner.get_base_layer()
     if isinstance(base, Linear1D_Col | Linear1D_Row):
         base.is_inside_adapter = False
 
 
 def sharded_copy(plain: nn.Module, original: nn.Module, path: str) -> nn.Module:
-    """Shard a trainable copy of a module, as created by ``modules_to_save``, in the same way as the original module.
+    """Shard a trainable copy of a module, such as one in ``modules_to_save``, in the same way as the original.
 
     Returns the copy unchanged if the original is replicated. Raises ConfigError if the original is inside a
     tensor-parallel block.

@@ -44,7 +44,7 @@ class GPTNeoPolicy(RolePolicy):
 
 
 class GPTJPolicy(RolePolicy):
-    """Policy for GPT-J, a decoder whose attention and MLP read the output of the same norm."""
+    """Policy for GPT-J, a decoder in which attention and MLP read the output of the same norm."""
 
     stack = LayerStack(
         "h",

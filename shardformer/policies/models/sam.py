@@ -1,4 +1,4 @@
-"""Sharding policies for SAM: the image encoder with windowed attention, and the full model with its mask decoder."""
+"""Sharding policies for SAM: its image encoder with windowed attention, and the full model with mask decoder."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class SamPolicy(RolePolicy):
     no_sequence_parallel = SamVisionPolicy.no_sequence_parallel
 
     def layer_sequence(self) -> LayerSequence:
-        """Return the layers of the image encoder. The layers of the mask decoder stay on one stage.
+        """Return the layers of the image encoder in execution order. The layers of the mask decoder stay on one stage.
 
         The mask decoder passes two tensors between its layers.
         """

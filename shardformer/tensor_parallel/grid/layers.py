@@ -74,7 +74,7 @@ class GridRegion:
 
     @property
     def num_row_features(self) -> int:
-        """Number of hidden features in one row of the grid: all in 2D and 2.5D, and those of one depth in 3D."""
+        """Number of hidden features in one row of the grid: all in 2D and 2.5D, and those of one depth layer in 3D."""
         return local_length(self.full, self.grid.contraction)
 
     def num_samples_inside_block(self, x: Tensor) -> int:
@@ -103,7 +103,7 @@ class GridRegion:
         return local_chunk(full, self.grid.depth, self._sample_dim(full))
 
     def _reduce_gradient(self, grad: Tensor) -> Tensor:
-        """Compute the gradient of ``_gather_hidden``: sum over a row of the grid, and keep the local shard."""
+        """Compute the backward pass of ``_gather_hidden``: sum over a row of the grid, and keep the local shard."""
         if not self.is_3d:
             return reduce_scatter(grad, self.grid.column, -1)
         full = all_gather(grad, self.grid.depth, self._sample_dim(grad))
@@ -131,7 +131,7 @@ class GridRegion:
         return y if column.fused_bias is None else y + column.fused_bias.to(y.dtype)
 
     def multiply_and_reduce(self, x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
-        """Compute a row-parallel linear layer without bias, and return the local activations."""
+        """Compute a row-parallel linear layer without bias, reduce its output, and return the local activations."""
         contraction, dim = self.grid.contraction, self._sample_dim(x)
         weight = gather_from_sp_region(weight, self.grid.row, 1 - hidden_dim(transposed), self.num_row_features)
         gathered = gather_from_sp_region(x, contraction, dim, x.shape[dim] * contraction.size)
@@ -172,7 +172,7 @@ class GridRegion:
 def project_grid_columns(
     x: Tensor, region: GridRegion, columns: Sequence[ColumnParallel], gathered_x: Tensor | None = None
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Compute all column-parallel linear layers of a block. Return the detached input and the outputs.
+    """Compute all column-parallel linear layers of a block on a tensor grid. Return the detached input and the outputs.
 
     In 3D the input stays sharded, and None is returned for it. ``gathered_x`` is the full input, if already gathered.
     """
@@ -247,7 +247,7 @@ class _GridColumnProjections(Function):
 
 
 class GridRowParallelMatmul(Function):
-    """Autograd function of a row-parallel linear layer on a tensor grid. Does not add the bias.
+    """Autograd function that computes a row-parallel linear layer on a tensor grid. Does not add the bias.
 
     Sums the products over a row of the grid. If the backward pass runs separately for the input and for the weight, it
     gathers the output gradient only once.
@@ -413,14 +413,14 @@ class GridLinear_Row(_GridLinear, Linear1D_Row):
 
 
 def gather_weight(weight: Tensor, grid: TensorGrid, dim: int, full: int) -> Tensor:
-    """All-gather the hidden dim ``dim`` of a weight over the tensor grid. Backward: reduce-scatter its gradient."""
+    """All-gather a weight over the tensor grid along its hidden dim ``dim``. Backward: reduce-scatter its gradient."""
     contracted = local_length(full, grid.contraction)
     return gather_from_sp_region(gather_from_sp_region(weight, grid.row, dim, contracted), grid.contraction, dim, full)
 
 
 @dataclass(frozen=True)
 class ModeLayers:
-    """Layer classes that implement one tensor-parallel mode, by their role in a model."""
+    """Classes of the parallel layers in one tensor-parallel mode, by the role of the layer in a model."""
 
     column: type[ParallelModule]  # the first linear layers of a block
     row: type[ParallelModule]  # the last linear layer of a block
@@ -472,7 +472,7 @@ class GridNorm(ShardedNorm):
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: Axis, full: int, eps: float) -> Tensor:
-    """Apply a layer norm to features that are sharded over ``axis``, in fp32, or in fp64 for fp64 inputs."""
+    """Apply a layer norm to features that are sharded over ``axis``, in fp64 for fp64 inputs and else in fp32."""
     x32 = x if x.dtype == torch.float64 else x.to(torch.float32)
     normed: Tensor = _Normalize.apply(x32, axis, full, eps)
     y = normed if weight is None else normed * weight

@@ -1,4 +1,4 @@
-"""Activations on a tensor grid, in batches that are padded to divide evenly over the ranks."""
+"""Activations on a tensor grid, with batches that are padded to a multiple of the ranks that share them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from shardformer.transformers_compat import caches_in, holds_tokens
 
 
 class GridStackActivations(StackActivations):
-    """Sharding of the activations between blocks by samples and hidden features, over a tensor grid.
+    """Sharding of the activations between blocks over a tensor grid: by samples and by hidden features.
 
     A batch that does not divide evenly is padded with copies of its last sample, whose outputs are dropped. Outside
     training, a forward pass that reads or returns cached keys and values is replicated over the ranks.
@@ -124,7 +124,7 @@ class GridStackActivations(StackActivations):
         return GatherHiddenHook(self, module, random)
 
     def shard_samples(self, x: Tensor, dim: int, num_local: int) -> Tensor:
-        """Return this rank's samples of a block argument, whose dim ``dim`` is a multiple of the batch size."""
+        """Return this rank's samples of a block argument, whose size along ``dim`` is a multiple of the batch size."""
         batch = self.find_batch_size(num_local)
         if batch is None or x.shape[dim] % batch:
             return x
