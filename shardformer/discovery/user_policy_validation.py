@@ -430,7 +430,7 @@ def _iter_single_role_policies(policy: RolePolicy) -> Iterator[tuple[Role | str,
     def with_only(**fields: Any) -> RolePolicy:
         single: Any = copy.copy(policy)
         names = ("stack", "embeddings", "head", "unstacked_blocks", "submodels", "keep_replicated")
-        vars(single).update({**dict.fromkeys(names, ()), **fields, "replicated": lambda: None})
+        vars(single).update({**dict.fromkeys(names, ()), **fields, "replicated_paths": lambda: None})
         return single  # type: ignore[no-any-return]  # instance attributes override those of the class
 
     for stack in get_layer_stacks(policy):
