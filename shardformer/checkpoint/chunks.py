@@ -37,7 +37,7 @@ def intersect_chunks(one: ChunkBounds, other: ChunkBounds) -> ChunkBounds | None
 
 @dataclass(frozen=True, eq=False)
 class LocalChunk:
-    """A rectangular chunk of a full tensor that this rank stores.
+    """A rectangular chunk of a tensor of the unsharded model, with the values that this rank stores.
 
     Args:
         start: index of its first element in the full tensor.
@@ -52,13 +52,13 @@ class LocalChunk:
         return self.start, tuple(self.values.shape)
 
     def view(self, start: Offsets, size: Offsets) -> Tensor:
-        """Return a view of a rectangular part of this chunk. ``start`` is an index of the full tensor."""
+        """Return a view of a rectangular part of this chunk, which begins at the index ``start`` of the full tensor."""
         return self.values[tuple(slice(a - o, a - o + n) for a, o, n in zip(start, self.start, size, strict=True))]
 
 
 @dataclass(frozen=True, eq=False)
 class TensorItem:
-    """A tensor in a checkpoint, with the chunks that this rank saves or loads.
+    """A tensor to save or load: its name, its full shape, and the chunks of it that this rank saves or loads.
 
     Args:
         name: name in the checkpoint, which is the same on all ranks and under all layouts.
@@ -77,7 +77,7 @@ class TensorItem:
 
 @dataclass(frozen=True)
 class FlatRegion:
-    """The elements of a full tensor that this rank stores in one buffer.
+    """A description of which elements of a full tensor this rank stores in one buffer.
 
     Args:
         shape: shape of the full tensor.
@@ -105,7 +105,7 @@ class FlatRegion:
         return self.numel == prod(self.shape)
 
     def allocate(self, dtype: torch.dtype) -> Tensor:
-        """Allocate an uninitialized CPU tensor that can hold this region."""
+        """Allocate an uninitialized CPU tensor with as many elements as this region."""
         return torch.empty(self.local_shape if self.flat_range is None else self.numel, dtype=dtype)
 
     def item(self, name: str, x: Tensor) -> TensorItem:
@@ -161,13 +161,13 @@ def _chunks_in_row(shape: Offsets, row: int, begin: int, end: int) -> Iterator[C
 
 
 def list_local_chunks(items: Sequence[TensorItem]) -> LocalChunks:
-    """List the tensor chunks that this rank stores, without their values. The list is sent to other ranks."""
+    """Return the names and bounds of the tensor chunks that this rank stores, to send them to other ranks."""
     chunks = [(item.name, *chunk.bounds) for item in items for chunk in item.chunks]
     return chunks, {item.name: (item.shape, item.dtype.itemsize) for item in items}
 
 
 def drop_tensors(local: LocalChunks, names: Container[str]) -> LocalChunks:
-    """Remove the tensors in ``names`` from the list of chunks that a rank stores."""
+    """Remove the chunks of the tensors in ``names`` from the list of the chunks that a rank stores."""
     chunks, tensors = local
     return [chunk for chunk in chunks if chunk[0] not in names], {n: x for n, x in tensors.items() if n not in names}
 

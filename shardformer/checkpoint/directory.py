@@ -112,7 +112,7 @@ def lock_directory(root: Path, step: int, owner: nn.Module) -> bool:
 
 
 def _is_saved_by_another_model(named: Path, model: nn.Module) -> bool:
-    """Return whether a different model of this process saved the checkpoint at ``named``."""
+    """Return whether the checkpoint at the path ``named`` was saved by a different model of this process."""
     saved = _SAVED.get(os.path.realpath(named), lambda: None)
     goes_on = os.path.realpath(named.parent) in model.__dict__.get(_RESUMED_FROM, ())
     other = saved()

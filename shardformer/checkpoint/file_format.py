@@ -63,7 +63,7 @@ def _weighted_sum_of_dims(numbers: Any, factors: Sequence[Any]) -> Any:
 
 
 def _index_factors(dim: int, first: int, count: int) -> Any:
-    """Return the checksum factors, which are all odd, of ``count`` consecutive indices of a tensor dimension."""
+    """Return the odd checksum factors of ``count`` consecutive indices in the dimension ``dim`` of a tensor."""
     x = numpy.arange(first + 1, first + count + 1, dtype=numpy.uint64) * numpy.uint64(SPLITMIX64[0])
     x += numpy.uint64(_checksum_seed(dim))
     for shift, factor in ((30, SPLITMIX64[1]), (27, SPLITMIX64[2])):
@@ -126,10 +126,10 @@ class CheckpointIndex:
     Args:
         step: number of training steps that were completed.
         saved_at: time of the save, in seconds since 1970 by the clock of the host.
-        sizes: sizes of the mesh axes in the run that saved it.
+        sizes: sizes of the mesh axes in the run that saved the checkpoint.
         tensors: one entry for each tensor, by name.
         values: everything except tensors, encoded as JSON.
-        number: position in the order of saves into the directory; 0 if an older version saved it.
+        number: position in the order of saves into the directory; 0 if an older version of ShardFormer saved it.
     """
 
     step: int
@@ -140,7 +140,7 @@ class CheckpointIndex:
     number: int = 0
 
     def write(self, folder: Path, *, to_disk: bool = True) -> None:
-        """Write the index to a JSON file in ``folder``, and sync the file to the disk if ``to_disk``."""
+        """Write the index to a JSON file in ``folder``, and sync the file to the disk if ``to_disk`` is True."""
         tensors = {name: (entry.dtype, entry.shape, entry.boxes) for name, entry in self.tensors.items()}
         content = json.dumps({"format": FORMAT, **vars(self), "tensors": tensors})
         head = {"sha256": _sha256(content), "saved_at": self.saved_at, "number": self.number}
@@ -205,7 +205,7 @@ def _check_index_entry(name: str, entry: IndexEntry) -> None:
 
 
 def read_save_order(folder: Path) -> tuple[int, float]:
-    """Read the save number and save time of a checkpoint from its index, or return zeros if it cannot be read."""
+    """Return a checkpoint's number in the order of saves and its save time, or zeros if its index is unreadable."""
     try:
         with (folder / INDEX_FILE).open("rb") as file:
             head = json.loads(file.readline() + b"0}")
@@ -267,7 +267,7 @@ def write_file(
 ) -> None:
     """Write tensors to a new safetensors file, loading one tensor at a time.
 
-    Syncs the file to the disk if ``to_disk``. Raises OSError, for example if the file exists.
+    Syncs the file to the disk if ``to_disk`` is True. Raises OSError, for example if the file exists.
     """
     found: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata is not None else {}
     at = 0
@@ -323,7 +323,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def overlapping_chunks(entry: IndexEntry, chunk: ChunkBounds) -> Iterator[tuple[int, ChunkBounds]]:
-    """Find the saved chunks of a tensor that overlap ``chunk``, and yield the number and the overlap of each."""
+    """Yield the position in ``entry`` and the overlap of each saved chunk of a tensor that overlaps ``chunk``."""
     for number, box in enumerate(entry.boxes):
         if (common := intersect_chunks((box.start, box.size), chunk)) is not None:
             yield number, common
@@ -337,7 +337,7 @@ _SEQUENCES = {"tuple": tuple, "set": set, "deque": deque, "list": list}
 def to_json(value: Any, where: str) -> Any:
     """Convert a Python value to JSON, and raise InputError if its type is not supported.
 
-    ``where`` is the name of the value in the error.
+    ``where`` is the name of the value in the error message.
     """
     if value is None or (isinstance(value, (bool, int, float, str)) and type(value).__module__ == "builtins"):
         return value

@@ -206,7 +206,7 @@ def read_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem]
 def _number_saved_chunks(
     index: CheckpointIndex, items: Sequence[TensorItem], world: Axis
 ) -> dict[tuple[str, int], int]:
-    """Number the saved chunks of all tensors that any rank loads, in the same order on every rank."""
+    """Assign a number, which is the same on every rank, to each saved chunk of the tensors that any rank loads."""
     local = {item.name for item in items}
     is_read = torch.tensor([name in local for name in index.tensors], dtype=torch.int64)
     is_read = all_reduce(is_read, world, op="max", purpose="setup")
@@ -216,7 +216,7 @@ def _number_saved_chunks(
 
 
 class LoadPlan:
-    """The plan for loading a checkpoint, which lists the tensors that this rank reads and where they are copied.
+    """The plan for loading a checkpoint, which lists the tensors that this rank reads and their destinations.
 
     Args:
         index: index of the saved run.
@@ -362,7 +362,7 @@ class LoadPlan:
             )
 
     def _add_random_states(self) -> None:
-        """Plan to restore the random states that were saved by the rank at the same position in the mesh.
+        """Add to the plan the random states that were saved by the rank at the same position in the mesh.
 
         Under another layout, the states of the first rank with the same data rank are restored.
         """
@@ -435,7 +435,7 @@ class LoadedCheckpoint:
         extra: the ``extra`` that was passed to ``save_checkpoint``.
         num_bytes: number of bytes that this rank read.
         skipped: error messages of newer checkpoints, which were skipped because they are damaged.
-        has_random: whether random states were restored, which requires the same size of the data axis.
+        has_random: whether random states were restored. The data axis must have the same size as in the saved run.
     """
 
     path: Path
@@ -468,7 +468,7 @@ def load_checkpoint(
         CorruptCheckpointError: the checkpoint is damaged. A subclass of InputError.
         Exception: an optimizer, scheduler or module rejects its state.
 
-    All ranks raise, and the model is not modified.
+    If one rank raises, all ranks raise, and the model is not modified.
     """
     return load_with_callback(directory, model, optimizer, scheduler)
 

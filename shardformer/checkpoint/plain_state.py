@@ -1,7 +1,7 @@
 """Convert the state of a sharded model and its optimizer to and from state dicts of the unsharded model.
 
-Other libraries save an optimizer with ``torch.save(optimizer.state_dict())``. Such a file can be written and read under
-any layout.
+Other libraries save an optimizer with ``torch.save(optimizer.state_dict())``. This module writes and reads
+such files under any layout.
 """
 
 from __future__ import annotations

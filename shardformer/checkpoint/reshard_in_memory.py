@@ -107,7 +107,7 @@ def exchange_items(
 
     All ranks of ``world`` must call this function. A rank copies the elements that it already stores. Every other
     element is sent to it once by the owner with the least to send, in the narrower of the source and target dtypes. If
-    a rank lists an element several times in ``have`` or ``want``, the widest dtype counts.
+    a rank lists an element several times in ``have`` or ``want``, the copy in the widest dtype is used.
 
     Communicates the names, shapes and bounds of all chunks, then point-to-point messages of at most ``chunk_bytes``.
     Needs up to 2 * chunk_bytes of memory for each peer. With NCCL, this memory is on the GPU.
@@ -181,7 +181,7 @@ def _plan_sends(
 
 @dataclass
 class _TensorChunks:
-    """All chunks of one tensor that any rank stores or requests. ``rank`` is the first rank with this tensor."""
+    """All chunks of a tensor that any rank stores or requests. ``rank`` is the first rank that lists the tensor."""
 
     shape: Offsets
     rank: int
@@ -189,7 +189,7 @@ class _TensorChunks:
     targets: dict[ChunkBounds, Ranks] = field(default_factory=dict)
 
     def split_by_owners(self, name: str) -> Iterator[tuple[ChunkBounds, Ranks, Ranks]]:
-        """Split the requested chunks so that the same ranks store all elements of a chunk.
+        """Split the requested chunks, so that each result contains only elements that the same ranks store.
 
         Yields (chunk, owners, targets).
         """
@@ -262,7 +262,7 @@ def _split_by_owners(
     are_disjoint: bool = False,
     owners: Sequence[Ranks] = (),
 ) -> Iterator[tuple[ChunkBounds, Ranks]]:
-    """Split ``chunk`` into smaller chunks so that the same ranks store all elements of each one.
+    """Split ``chunk`` into smaller chunks, each of which contains only elements that the same ranks store.
 
     Yields (smaller chunk, owners). The chunks in ``over`` are inside ``chunk``. If they overlap each other, the middle
     one divides the others recursively.
@@ -298,7 +298,7 @@ def _merge_owners(*owners: Ranks) -> Ranks:
 
 
 class _LocalChunks:
-    """The chunks that this rank stores and those that it requests, by tensor name, with the widest dtype first."""
+    """The chunks that this rank stores and those that it requests, grouped by tensor name, widest dtype first."""
 
     def __init__(self, have: Sequence[TensorItem], want: Sequence[TensorItem]) -> None:
         self._have, self._want = _group_chunks_by_name(have), _group_chunks_by_name(want)
@@ -415,7 +415,7 @@ def _no_source_error(what: str, rank: int, hint: str = "") -> ConfigError:
 class ReshardSource:
     """The state of a training run, which is kept while you rebuild the model under another parallel layout.
 
-    Creating it communicates names and sizes of the tensors, and plain values.
+    Creating it communicates the names and sizes of the tensors, and all values that are not tensors.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:

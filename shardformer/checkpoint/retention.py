@@ -77,7 +77,7 @@ def delete_checkpoint(folder: Path) -> None:
 
 
 def delete_hidden_folder(hidden: Path, folder: Path) -> None:
-    """Delete a hidden checkpoint folder after moving files that you have added to it back to ``folder``."""
+    """Delete a hidden checkpoint folder, after moving the files that you have added back to ``folder``."""
     for path in _list_user_files(hidden):
         folder.mkdir(exist_ok=True)
         path.rename(folder / path.name)
@@ -85,7 +85,7 @@ def delete_hidden_folder(hidden: Path, folder: Path) -> None:
 
 
 def delete_old_checkpoints(root: Path, keep: CheckpointRetention, newest: Path) -> None:
-    """Delete replaced checkpoints and all checkpoints that ``keep`` does not retain, but never ``newest``."""
+    """Delete replaced checkpoints and those that the rule ``keep`` does not retain, but never ``newest``."""
     for left in _list_replaced_folders(root):
         if (root / _step_folder_name(left)).exists():
             delete_checkpoint(left)

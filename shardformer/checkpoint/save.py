@@ -60,14 +60,14 @@ class Snapshot:
     chunks: list[tuple[str, Offsets, Tensor]] = field(default_factory=list)
 
     def add(self, item: TensorItem, assigned: dict[NamedChunk, list[ChunkBounds]]) -> None:
-        """Add the chunks of a tensor that this rank must write. An empty tensor gets only an index entry."""
+        """Add those chunks of a tensor that this rank must write. An empty tensor gets only an index entry."""
         boxes = [(chunk, box) for chunk in item.chunks for box in assigned.get((item.name, *chunk.bounds), ())]
         if boxes or prod(item.shape) == 0:
             self.entries[item.name] = file_format.dtype_name(item.dtype), item.shape
         self.chunks += [(item.name, box[0], chunk.view(*box)) for chunk, box in boxes]
 
     def copy_into(self, memory: dict[tuple[str, Offsets], Tensor]) -> None:
-        """Copy the chunks to host memory, and reuse the buffers in ``memory`` that have the same shape and dtype."""
+        """Copy the chunks to host memory, into buffers from ``memory`` that have the required shape and dtype."""
         for number, (name, start, values) in enumerate(self.chunks):
             copy = memory.get((name, start))
             if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
@@ -185,7 +185,7 @@ def _note_path(hidden: Path, rank: int, ending: str) -> Path:
 class SaveJob:
     """A checkpoint that is ready to be written: the chunks of this rank, the destination and the number of hosts.
 
-    ``is_first`` is true if this is the model's first save into the directory, whose lock is released if the save fails.
+    ``is_first`` is true for the model's first save into the directory. If that save fails, the lock is released.
     """
 
     model: nn.Module
@@ -198,7 +198,7 @@ class SaveJob:
     is_first: bool = False
 
     def write(self, *, to_disk: bool = True) -> Path:
-        """Write this rank's chunks, and sync them to the disk if ``to_disk``. Communicates nothing."""
+        """Write this rank's chunks, and sync the file to the disk if ``to_disk`` is True. Communicates nothing."""
         return write_snapshot(self.snapshot, self.hidden, self.root, self.keep, to_disk=to_disk)
 
     def sync(self, path: Path) -> Path:
@@ -207,7 +207,7 @@ class SaveJob:
         return path
 
     def run_or_clean_up(self, make: Callable[[], Path]) -> Path:
-        """Run ``make`` on all ranks to write the checkpoint, and delete its files if any rank fails."""
+        """Write the checkpoint by calling ``make`` on all ranks, and delete its files if any rank fails."""
         try:
             return run_on_all_ranks(make, self.world, f"Saving into {self.root}")
         except Exception:
@@ -243,7 +243,7 @@ class AsyncSave:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank has finished writing. The checkpoint is complete only when ``wait`` has returned."""
+        """Whether this rank has written its file. The checkpoint is complete only when ``wait`` has returned."""
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
@@ -289,7 +289,7 @@ def save_checkpoint(
     and then deletes older checkpoints. The next save and the end of the program wait for that thread. On several hosts,
     every rank waits for the disk.
 
-    Communicates names and sizes, no weights.
+    Communicates the names and sizes of the tensors, but no weights.
 
     Args:
         optimizer: an optimizer, a list of optimizers, or the result of ``shard_optimizer``.

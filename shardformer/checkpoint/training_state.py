@@ -45,7 +45,7 @@ class ModelTensors:
         model: the model without wrappers.
         zero: the ZeRO optimizer of the model, or None.
         world: axis that contains all ranks that train the model.
-        tensors: parameters and persistent buffers, by their name in the unsharded model (the first one if shared).
+        tensors: parameters and persistent buffers, by name in the unsharded model (the first name of a shared tensor).
         plain_names: names of all parameters and buffers of a model with pipeline stages, in their original order.
         extra_states: results of the modules' ``get_extra_state``, by name in the state dict.
     """
@@ -124,7 +124,7 @@ class ModelTensors:
 
     @property
     def gathered(self) -> set[int]:
-        """The ``id()`` of each parameter that ZeRO stage 3 shards."""
+        """The ``id()`` of each parameter that ZeRO stage 3 shards and gathers on demand."""
         return {id(p) for unit in (self.zero.param_groups_stage3 if self.zero is not None else ()) for p in unit.params}
 
     def buffer_checksums(self) -> dict[str, int]:
@@ -159,7 +159,7 @@ class ModelTensors:
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the original model without its DistributedDataParallel and ``torch.compile`` wrappers."""
+    """Return the original model inside its DistributedDataParallel and ``torch.compile`` wrappers."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -256,9 +256,9 @@ class OptimizerStates:
         yield from (slot for group in self.groups for slot in group)
 
     def _iterate_states(self) -> Iterator[tuple[OptimizerTensor, str, Any, bool]]:
-        """Iterate over the optimizer state, and yield (optimizer tensor, key, value, is_item) for each entry.
+        """Yield each entry of the optimizer state, as (optimizer tensor, key, value, is_item).
 
-        A scalar is no ``TensorItem``: it belongs to the full parameter, unless the parameter is a scalar itself.
+        ``is_item`` is False for a scalar, which belongs to the full parameter, unless the parameter is a scalar, too.
         """
         for slot in self.optimizer_tensors():
             for key, value in self.optimizer.state.get(slot.param, {}).items():
@@ -279,7 +279,7 @@ class OptimizerStates:
                 yield region.item(f"optimizer.{self._number}/{quote(str(key), safe='')}/{slot.name}", x)
 
     def _full_region(self, key: str, shape: tuple[int, ...], slot: OptimizerTensor) -> FlatRegion:
-        """Return the region of an optimizer state tensor whose shape differs from that of its parameter.
+        """Return the region of an optimizer state tensor that does not have the shape of its parameter.
 
         Raises ConfigError if the parameter is sharded.
         """

@@ -129,7 +129,7 @@ def temporary_path(path: Path, kind: str = SAVING) -> Path:
 
 
 def parse_temporary_name(path: Path) -> TemporaryName | None:
-    """Parse the name of a temporary file. Returns None for other files and for symbolic links."""
+    """Parse the name of a temporary file. Return None for other files and for symbolic links."""
     found = _TEMPORARY_NAME.fullmatch(path.name)
     if found is None or path.is_symlink():
         return None
@@ -145,7 +145,7 @@ def find_temporary_paths(folder: Path, name: str) -> list[tuple[Path, TemporaryN
 
 
 def remove_leftovers(folder: Path, name: str) -> None:
-    """Remove the temporary files of ``name`` that killed processes have left, except replaced versions."""
+    """Remove the temporary files that killed processes created for ``name``, except replaced versions of it."""
     for path, found in find_temporary_paths(folder, name):
         if found.owner.is_dead and found.kind != REPLACED:
             remove(path)
@@ -226,7 +226,7 @@ class DirectoryWriter:
 
     Args:
         own: pattern of the names of files that belong to such a directory, including earlier versions of it.
-        key: name of a file without which the directory is not read.
+        key: name of a file that readers need. They ignore a directory that does not contain it.
     """
 
     own: re.Pattern[str]
@@ -247,7 +247,7 @@ class DirectoryWriter:
             remove(hidden)
 
     def create_temporary_directory(self, target: Path, near: Path) -> Path:
-        """Create a temporary directory next to ``near``, after cleaning up what killed processes left."""
+        """Create a temporary directory next to ``near``, after cleaning up the directories of killed processes."""
         make_folder(near.parent)
         remove_leftovers(near.parent, target.name)
         for path, found in find_temporary_paths(near.parent, target.name):
@@ -284,7 +284,7 @@ class DirectoryWriter:
         return [path for path in there if path.name not in written and not self.own.fullmatch(path.name)]
 
     def _replace_files(self, hidden: Path, target: Path) -> None:
-        """Move files one by one from ``hidden`` to ``target``. The key file is removed first and moved last."""
+        """Move the files in ``hidden`` one by one to ``target``. The file ``key`` is removed first and moved last."""
         new = {path.name for path in hidden.iterdir()}
         (target / self.key).unlink(missing_ok=True)
         for path in sorted(target.iterdir()):

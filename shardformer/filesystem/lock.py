@@ -62,7 +62,7 @@ def hold(folder: Path, holder: Any) -> bool:
     """Lock a folder against other processes until ``holder`` is garbage collected. Create the folder if needed.
 
     Several objects of a process may hold the same folder. Only the first rank of a job calls this, so nothing is
-    communicated. Waits up to ``STALE_S`` if a process on another machine had the lock.
+    communicated. Waits up to ``STALE_S`` seconds if a process on another machine had the lock.
 
     Returns:
         Whether ``holder`` did not hold the folder before.
@@ -218,7 +218,7 @@ def _is_stale(path: Path) -> bool:
 
 
 def _refresh_stamp(path: Path) -> tuple[int, ...]:
-    """Return the inode and modification time of a lock file. On network file systems, opening it updates them."""
+    """Return the inode and modification time of a lock file, which is opened to update them on network storage."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

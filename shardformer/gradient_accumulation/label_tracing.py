@@ -48,14 +48,14 @@ class TensorSize:
 
 @dataclass(frozen=True, eq=False)
 class BatchTensor:
-    """An expression for one of the tensors in a micro-batch."""
+    """A symbolic expression for one of the tensors in a micro-batch."""
 
     name: TensorPath
 
 
 @dataclass(frozen=True, eq=False)
 class DerivedTensor:
-    """An expression for the result of a torch function whose arguments were computed from a micro-batch.
+    """A symbolic expression for the result of a torch function whose arguments were computed from a micro-batch.
 
     Args:
         item: index of the result, if the function returns several.
@@ -74,7 +74,7 @@ Expression = BatchTensor | DerivedTensor
 
 @torch.no_grad()
 def evaluate_expression(expression: Expression, tensors: Tensors, values: dict[int, Tensor] | None = None) -> Tensor:
-    """Evaluate an expression on the tensors of a micro-batch."""
+    """Evaluate a symbolic expression on the tensors of a micro-batch."""
     values = {} if values is None else values
     if id(expression) in values:
         return values[id(expression)]
@@ -111,7 +111,7 @@ def _map_nested(value: Any, func: Callable[[Any], Any]) -> Any:
 
 
 class _UnknownArgumentError(Exception):
-    """Raised if a function is called with a tensor that was not computed from the micro-batch."""
+    """Raised if a recorded function has an argument that was not computed from the micro-batch."""
 
 
 class LabelTracer:
@@ -212,7 +212,7 @@ class LabelForm:
 def find_label_forms(
     target: Tensor, tensors: Tensors, ignore_index: int, clamped: bool, used: Collection[LabelForm]
 ) -> list[LabelForm]:
-    """Find the micro-batch tensors and transformations that result in ``target``, most likely first.
+    """Find which transformations of which micro-batch tensors result in ``target``, most likely first.
 
     Several forms match if tensors are equal by chance or all labels are ignored. Tensors with a typical name for labels
     come first, then those that no other loss of the model has used.

@@ -160,7 +160,7 @@ class LossCall:
         return self.has_classes and self.ignore_index == self._num_classes()
 
     def find_ignore_index(self, tensors: Tensors, other_tensors: Tensors) -> int | None:
-        """Return the ``ignore_index`` of another micro-batch, which differs if it is the sequence length."""
+        """Return the ``ignore_index`` of another micro-batch, which may be its sequence length."""
         if self.ignore_index is None or not self.ignores_extra_class:
             return self.ignore_index
         size = TensorSize.match(self.ignore_index, tensors)
@@ -190,9 +190,9 @@ Problem = Callable[[], str]
 
 @dataclass
 class _LossTotals:
-    """The number of labels that one loss call of the model counts in each micro-batch.
+    """The number of labels in each micro-batch that one of the model's calls of a loss function counts.
 
-    Predicted for mean losses, observed for summed losses.
+    For a mean loss, the numbers are predicted. For a summed loss, they are counted in each call.
     """
 
     name: str
@@ -204,7 +204,7 @@ class _LossTotals:
 
 @dataclass
 class _RecordedLosses:
-    """The losses that were recorded in the forward pass of one micro-batch. ``scale_loss`` frees them."""
+    """The losses that were recorded in the forward pass of one micro-batch, until ``scale_loss`` frees them."""
 
     parts: list[Tensor] = field(default_factory=list)  # the model receives clones, which it may modify
     reductions: list[str] = field(default_factory=list)
@@ -214,8 +214,8 @@ class LossWeights:
     """A recorder that scales the losses of micro-batches so that they sum to the loss of the full batch.
 
     Call ``start(m)`` and ``stop()`` before and after the head in each micro-batch's forward pass. Run the backward pass
-    on the result of ``scale_loss(m, loss)``, and call ``finish()`` before the optimizer step. A single micro-batch
-    keeps its loss.
+    on the result of ``scale_loss(m, loss)``, and call ``finish()`` before the optimizer step. The loss of a
+    single micro-batch is not scaled.
 
     The host synchronizes with the GPU only in the first forward pass and in ``finish``. On a CPU, all checks run at
     once.
@@ -260,7 +260,7 @@ class LossWeights:
         """Whether all recorded losses are means over labels of the batch, so that samples are independent."""
 
     def start(self, index: int) -> None:
-        """Start recording the loss calls of micro-batch ``index``. Call ``stop`` after its forward pass."""
+        """Start recording calls of loss functions in micro-batch ``index``. Call ``stop`` after its forward pass."""
         self.stop()
         if self._weight_shares is not None or (self._is_full_batch and not self._counts):
             return
@@ -275,7 +275,7 @@ class LossWeights:
         self._recorder.__enter__()
 
     def stop(self) -> None:
-        """Stop recording the loss calls of the current micro-batch."""
+        """Stop recording the calls of loss functions in the current micro-batch."""
         watch, self._recorder = self._recorder, None
         if watch is not None:
             watch.__exit__(None, None, None)
@@ -320,7 +320,7 @@ class LossWeights:
 
     @property
     def counted(self) -> float | None:
-        """Number of labels over which the loss of the full batch is averaged, or None if it differs between terms."""
+        """Number of labels in the mean loss of the full batch, or None if the terms of the loss have different ones."""
         if self._weight_shares is not None:
             return self._weight
         return totals.pop() if len(totals := {x.total if x.is_mean else None for x in self._losses}) == 1 else None
@@ -332,7 +332,7 @@ class LossWeights:
         return (values * torch.arange(1, len(values) + 1, device=values.device)).sum()
 
     def record_loss(self, index: int, trace: LabelTracer | None, call: LossCall) -> Tensor:
-        """Record a loss call of micro-batch ``index``, and return its contribution to the loss of the full batch."""
+        """Record a call of a loss function in micro-batch ``index``, and return its share of the full batch's loss."""
         forward = self._forwards[index]
         forward.reductions.append(call.reduction)
         if self._is_full_batch:
@@ -362,7 +362,7 @@ class LossWeights:
             return part.clone()
 
     def grad_mode(self, index: int) -> AbstractContextManager[Any]:
-        """Enable gradients during evaluation, so that the factors of the recorded losses can be computed."""
+        """Enable gradients during evaluation, in order to compute the factors of the recorded losses."""
         return torch.enable_grad() if self._is_evaluation and self._forwards[index].parts else nullcontext()
 
     def _compute_share(self, loss: _LossTotals, index: int, call: LossCall) -> Tensor:
@@ -379,7 +379,7 @@ class LossWeights:
     ) -> None:
         """Predict and store the number of labels that a mean loss counts in each micro-batch.
 
-        If the prediction fails, sends NaN to the other data ranks, so that they do not wait.
+        If the prediction fails, this rank sends NaN to the other data ranks, which would otherwise wait for it.
         """
         try:
             loss.n_m = self._predict_counts(index, trace, call, loss_index)
@@ -580,7 +580,7 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-6
 
 
 class GatherInTrialError(Exception):
-    """Raised if a loss function calls ``gather_over_data`` while it is being tested."""
+    """Raised if a loss function calls ``gather_over_data`` while ``is_comparing_samples`` tests it."""
 
 
 @torch.no_grad()

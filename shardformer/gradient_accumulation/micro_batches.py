@@ -48,7 +48,7 @@ def special_token_ids(config: Any) -> dict[str, int]:
 
 
 def find_flattened_inputs(batch: Mapping[Any, Any]) -> set[str]:
-    """Return the names of the grid inputs (patches per image) and of the inputs with one row per patch."""
+    """Return the names of the inputs with the patch grid of each image, and of those with one row per patch."""
     names = set()
     for grid, patch_counts in _iterate_grids(batch):
         flat = [
@@ -59,7 +59,7 @@ def find_flattened_inputs(batch: Mapping[Any, Any]) -> set[str]:
 
 
 def find_sample_ends(batch: Mapping[Any, Any], samples: int, ids: Ids) -> dict[str, Ends]:
-    """Find which rows belong to each sample in inputs that do not have one row per sample.
+    """Find which rows belong to each sample, for inputs that do not have one row per sample.
 
     Raises InputError if grids, tokens and inputs do not match, or match in several ways.
     """
@@ -86,7 +86,7 @@ def _iterate_grids(batch: Mapping[Any, Any]) -> Iterator[tuple[str, list[int]]]:
 
 
 def _iterate_count_inputs(batch: Mapping[Any, Any], samples: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield the inputs that contain the number of rows of another input for each sample, as (name, values)."""
+    """Yield (name, values) of each input that contains how many rows of another input each sample has."""
     for name, x in batch.items():
         words = set(name.split("_")) if isinstance(name, str) else set()
         if words & set(COUNTS) and _is_integer(x) and x.shape == (samples,):
@@ -118,7 +118,7 @@ def _find_per_patch_inputs(batch: Mapping[Any, Any], grid: str, length: int, sam
 
 
 def _iterate_per_image_inputs(batch: Mapping[Any, Any], grid: str, images: int, samples: int) -> Iterator[str]:
-    """Yield the names of inputs with one row or number per image, except for the grid itself."""
+    """Yield the names of inputs with one row or number per image, except for the patch grid ``grid``."""
     if batch[grid].dim() == 1:
         return
     for name, x in batch.items():
@@ -244,7 +244,7 @@ MAX_MICRO_BATCHES = 2**14
 
 
 def check_micro_batch_arguments(micro_batches: int | None, micro_batch_size: int | None) -> None:
-    """Raise ConfigError unless exactly one of the two arguments is a positive int and the other is None."""
+    """Raise ConfigError unless either ``micro_batches`` or ``micro_batch_size`` is a positive int, the other None."""
     if (micro_batches is None) == (micro_batch_size is None):
         raise ConfigError(
             f"Exactly one of micro_batches={micro_batches} and micro_batch_size={micro_batch_size} must be set.",
@@ -327,14 +327,14 @@ def split_batch(
 
 @dataclasses.dataclass(frozen=True)
 class _BatchSplitter:
-    """Splits all inputs of a batch into micro-batches, which end at the samples in ``ends``."""
+    """Splits all inputs of a batch into micro-batches. ``ends`` is the end index of the samples in each."""
 
     ends: Ends
     main: Any
     ids: Ids
 
     def split_mapping(self, batch: Mapping[Any, Any], path: str = "") -> dict[Any, list[Any]]:
-        """Split each input of a batch, and return the list of its slices by the name of the input."""
+        """Split each input of a batch, and return a dict from the name of each input to the list of its slices."""
         rows = find_sample_ends(batch, self.ends[-1], self.ids)
         return {
             name: self._slice_rows(value, [rows[name][end] for end in self.ends])

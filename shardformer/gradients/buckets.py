@@ -125,7 +125,7 @@ ALIGNMENT_ELEMENTS = 32
 
 @dataclass(eq=False)
 class GradientSlot:
-    """The gradient of one parameter on this rank, which is part of a gradient bucket.
+    """The gradient of one parameter on this rank, with its place in a gradient bucket.
 
     If ranks store overlapping slices of a sharded parameter, such as a shared KV head, the bucket contains the
     gradient in its full shape. The elements of other ranks are zero.
@@ -156,7 +156,7 @@ class GradientSlot:
         """Number of ranks that store each element: a scalar, or a tensor of the full shape."""
 
     def gather_to_owner(self, axis: Axis | None, coords_by_rank: Sequence[Coords] = ()) -> None:
-        """Let one rank receive the full gradient, for an optimizer that needs full matrices.
+        """Make one rank receive the full gradient of this parameter, for an optimizer that needs full matrices.
 
         Args:
             axis: For a sharded parameter, the axis over which the slices of the gradient are gathered.
@@ -178,7 +178,7 @@ class GradientSlot:
 
     @property
     def is_unreduced(self) -> bool:
-        """Whether this rank has a gradient that has not been reduced over ranks yet."""
+        """Whether this rank has a gradient of the parameter that has not been reduced over ranks yet."""
         return self.changed and self.param.grad is not None
 
     @property
@@ -206,7 +206,7 @@ class GradientSlot:
             full.div_(divisor.to(full) if isinstance(divisor, Tensor) else divisor)
 
     def unpack(self, flat: Tensor) -> Tensor:
-        """Return this rank's gradient as a view of ``flat``, its range of a bucket."""
+        """Return this rank's gradient as a view of ``flat``, the gradient's range of a reduced bucket."""
         if not self.is_shared:
             return flat.view(self.param.shape)
         return self.entry.spec.slice(flat.view(self.entry.spec.shape), self.coords)
@@ -249,7 +249,7 @@ class Bucket:
 
     @property
     def has_gradient(self) -> list[float]:
-        """A flag for each gradient: 1 if this rank has a new dense gradient, -1 if it is sparse, 0 if there is none."""
+        """A flag for each gradient: 1 if this rank has a new dense one, -1 for a new sparse one, 0 for none."""
         return [(-1.0 if g.is_sparse else 1.0) if g.is_unreduced else 0.0 for g in self.gradients]
 
     def extra_values(self) -> list[float]:
@@ -485,7 +485,7 @@ def _round_up_to_alignment(numel: int) -> int:
 
 
 def _unused_ranges(ranges: Sequence[slice], numel: int) -> Iterator[slice]:
-    """Yield the ranges of a bucket of ``numel`` elements that no gradient uses."""
+    """Yield the ranges of padding, which belong to no gradient, in a bucket of ``numel`` elements."""
     end = 0
     for place in [*sorted(ranges, key=lambda place: place.start), slice(numel, numel)]:
         if place.start > end:
@@ -521,7 +521,7 @@ def _pack_rows(gradient: GradientSlot, flat_range: slice, rows: Tensor) -> None:
 
 
 def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], context: ParallelContext) -> None:
-    """Let one rank receive the full gradient of each parameter whose id is in ``params``.
+    """Make one rank receive the full gradient of each parameter whose ``id()`` is in ``params``.
 
     All ranks must call this function in the same order. Communicates the names of the required axes and the ranks'
     coordinates, and creates process groups.

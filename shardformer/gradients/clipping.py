@@ -61,7 +61,7 @@ def clip_grad_norm_(
 
 
 def scale_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients of a model, whose norm is ``norm``, so that the norm does not exceed ``max_norm``."""
+    """Scale the gradients of a model, which have the norm ``norm``, to a norm of at most ``max_norm``."""
     if math.isinf(max_norm):
         return  # inf / inf would make all gradients NaN
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -209,7 +209,7 @@ def _check_finite(norm: Tensor) -> None:
 
 
 def _check_model_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Raise ConfigError if the parameters belong to a ZeroOptimizer instead of the model."""
+    """Raise ConfigError if ``params`` are the parameters of a ZeroOptimizer instead of those of the model."""
     clipped = {id(x) for x in (*params, *grads)}
     for owner in (state.gradient_owner for state in tables_here() if state.gradient_owner is not None):
         for p in (p for group in owner.param_groups for p in group["params"]):
@@ -218,7 +218,7 @@ def _check_model_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> No
 
 
 def _entries_of_params(params: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Return the metadata of those parameters that have gradients, grouped by sharded model."""
+    """Return the metadata of those parameters in ``params`` that have gradients, grouped by sharded model."""
     found = {}
     for state, entries in tables_of(params).items():
         entries = [e for e in entries if e.param.grad is not None]
@@ -228,7 +228,7 @@ def _entries_of_params(params: Sequence[Tensor]) -> dict[ShardingMetadata, list[
 
 
 def _entries_of_grads(grads: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Return the metadata of the parameters to which these gradients belong, grouped by sharded model."""
+    """Return the metadata of the parameters whose gradients are in ``grads``, grouped by sharded model."""
     if not grads:
         return _find_model_of_other_stages()
     missing = {id(g) for g in grads}
@@ -250,7 +250,7 @@ def _is_sharded(state: ShardingMetadata) -> bool:
 
 
 def _find_model_of_other_stages() -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Return the pipeline model in whose clipping this stage must participate although it has no gradients."""
+    """Return the pipeline model that other stages clip, in which this stage participates without gradients."""
     if len(tables_here()) > 1 or any(state.gradient_owner is not None for state in tables_here()):
         gc.collect()  # ignore models that are no longer referenced
     states = [state for state in tables_here() if state.context.pipe.size > 1]

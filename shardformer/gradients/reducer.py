@@ -18,7 +18,7 @@ from shardformer.torch_compat import at_end_of_backward
 
 
 class PausableReducer:
-    """The base class of gradient reducers that can accumulate several backward passes before they communicate."""
+    """The base class of gradient reducers that can accumulate several backward passes before they reduce the sums."""
 
     is_paused = was_paused = False
 
@@ -165,7 +165,7 @@ class GradientReducer(PausableReducer):
         self._hooked = {}
 
     def start(self) -> None:
-        """Start reducing the gradients that were accumulated without communication.
+        """Start reducing the gradients that were accumulated inside ``no_sync``.
 
         All ranks must call this method, including ranks without gradients. ``finish`` waits for the result.
         """

@@ -30,7 +30,7 @@ class PeerFailed(Exception):
 
 
 class MessageKey(NamedTuple):
-    """Key of a message in the mailbox: the operation, the channel with a number, and the sending rank."""
+    """Key of a message in a ``Mailbox``: the operation, the channel with a message number, and the sending rank."""
 
     what: str
     place: Hashable
@@ -38,7 +38,7 @@ class MessageKey(NamedTuple):
 
 
 class Lock(Protocol):
-    """Interface of ``threading.Lock``."""
+    """Protocol for objects with the methods of ``threading.Lock``."""
 
     def acquire(self) -> Any: ...
     def release(self) -> Any: ...
@@ -159,7 +159,7 @@ def _describe_wait(rank: int, absent: Sequence[MessageKey]) -> str:
 
 
 class ThreadWorld:
-    """World whose ranks are threads of one process. Each rank's thread creates its own instance."""
+    """All ranks of a mesh, which are threads of one process. Each rank's thread creates its own instance."""
 
     store = None
 
@@ -169,14 +169,14 @@ class ThreadWorld:
         self._connected: Counter[tuple[int, ...]] = Counter()
 
     def connect(self, rank_groups: RankGroups) -> Transport:
-        """Create a transport for the group that contains this rank, or for this rank alone if no group contains it."""
+        """Create a transport for the group in ``rank_groups`` that contains this rank, or for this rank alone."""
         line = next((line for line in rank_groups if self.rank in line), (self.rank,))
         self._connected[line] += 1
         return ThreadTransport(self, line, self._connected[line])
 
 
 class ThreadTransport:
-    """Transport between ranks that run as threads. Objects are passed by reference."""
+    """Collectives and messages between ranks that run as threads. Objects are passed by reference."""
 
     group = None
 

@@ -193,7 +193,7 @@ class ActivationStore:
         self._update_counts()
 
     def register_layer_input(self, name: str, x: Any) -> None:
-        """Register the input of a layer, which is identical on all ranks and can therefore be sharded over them."""
+        """Register a layer input, which is identical on all tensor ranks and can therefore be sharded over them."""
         if not self._hooks.is_entered or not _is_plain(x) or not is_dense(x):
             return
         key, (start, end) = (torch_compat.memory_of(x), x._version), storage_range(x)
@@ -208,7 +208,7 @@ class ActivationStore:
                 self._shard_layer_input(stored, name)
 
     def _offload_undecided(self, keep_last: int) -> None:
-        """Offload saved tensors that are not layer inputs, except for the ``keep_last`` most recent ones."""
+        """Offload saved tensors that have not become layer inputs, except for the ``keep_last`` most recent ones."""
         while self._possible_inputs and self._possible_inputs[0][0] + keep_last <= len(self._graph.order):
             self._start_offload(self._possible_inputs.popleft()[1])
 
@@ -283,7 +283,7 @@ class ActivationStore:
             stored.count_data(COPYING_TO_HOST)
 
     def _update_counts(self) -> None:
-        """Update the byte counters for copies to the host that have completed and device memory that was freed."""
+        """Update the byte counters after copies to the host have completed or device memory has been freed."""
         while (
             self._copying_to_host
             and self._copying_to_host[0].copy is not None
@@ -342,7 +342,7 @@ class ActivationStore:
         return stored.gathered
 
     def _transfer_to_backward(self, stored: SavedStorage) -> None:
-        """Drop the references to fetched memory, so that autograd frees it after use."""
+        """Drop this store's references to fetched memory, so that autograd frees the memory after use."""
         fetched_memory = [stored.gathered]
         stored.gathered, stored.is_wanted = None, False
         if stored.host is not None and stored.data is not None and not stored.is_leaving:

@@ -132,7 +132,7 @@ def round_up_to_block(size: int) -> int:
 
 
 class FileStore(HostMemory):
-    """The host memory for offloaded shards, with a file for their master weights and optimizer states."""
+    """Manages the host memory for offloaded shards, and a file with their master weights and optimizer states."""
 
     def __init__(self, config: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
         super().__init__(config, device, overlaps=overlaps)
@@ -325,7 +325,7 @@ class FileShard(HostShard):
             value.data = torch.full((), torch.nan, dtype=self.dtype).expand(value.shape)
 
     def commit(self) -> None:
-        """Make the tensors that were written last the current version of the shard."""
+        """Make the most recently written tensors the current version of the shard."""
         if self._is_written:
             self._committed, self._other, self._is_written = self._other, self._committed, False
         self._small = []

@@ -29,7 +29,7 @@ MAX_LOGGED_COPIES = 4096
 
 @dataclass(frozen=True)
 class FinishedCopy:
-    """A completed copy between host and device, with its direction, its size in bytes and its times.
+    """A completed copy between host and device: its direction, its size in bytes, and its begin and end time.
 
     Times are in seconds of ``time.perf_counter``. On a GPU, ``begin`` is 0, because GPU events have no common clock
     with the host.
@@ -96,7 +96,7 @@ class HostDeviceCopier:
             self._workers = {way: ThreadPoolExecutor(1, f"copies {way}") for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)}
 
     def new_host(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate host memory, which is pinned if the device is a GPU."""
+        """Allocate a tensor in host memory, which is pinned if the device is a GPU."""
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._is_cuda)
 
     def to_host(self, target: Tensor, source: Tensor) -> AsyncCopy:
@@ -171,9 +171,9 @@ class OffloadConfig:
             keeps as many as fit into the GPU memory that was free in the first step.
         parameters: Whether to also keep this rank's shard of the parameters in host memory (stage 3). The device then
             stores only the gathered layers.
-        buffers: For files: number of buckets in memory that are read, updated or written at the same time.
+        buffers: With offload to files, number of buckets in memory that are read, updated or written at once.
         threads: Number of CPU threads for the update. With a GPU, the default is the number of cores per process.
-        bandwidth: For a CPU device: simulated bytes per second of the link. See ``HostDeviceCopier``.
+        bandwidth: If the device is the CPU, simulated bytes per second of the link. See ``HostDeviceCopier``.
     """
 
     to: str | None = None
@@ -224,7 +224,7 @@ MAX_COPIES_IN_FLIGHT = 4
 
 
 class HostMemory:
-    """The host memory for the offloaded shards of a device, and the copies between host and device."""
+    """Manages the host memory for the offloaded shards of a device, and the copies between host and device."""
 
     def __init__(self, config: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
         self.link = HostDeviceCopier(device, bandwidth=config.bandwidth)
@@ -243,12 +243,12 @@ class HostMemory:
         return copy
 
     def part(self, length: int, dtype: torch.dtype) -> HostShard:
-        """Allocate host memory for the master weights and gradients of a shard."""
+        """Create a ``HostShard``, which allocates host memory for the master weights and gradients of a shard."""
         return HostShard(self, length, dtype)
 
     @contextmanager
     def use_update_threads(self) -> Iterator[None]:
-        """Run the optimizer step inside this context on several CPU threads, although launchers limit them to one."""
+        """Use several CPU threads for the optimizer step inside this context, even if the launcher set only one."""
         before = torch.get_num_threads()
         try:
             if self._threads is not None:
@@ -277,7 +277,7 @@ class WeightStore:
         return True
 
     def wait(self) -> None:
-        """Wait until no copy of the master weights is in progress, so that they can be overwritten."""
+        """Wait until no copy of the master weights is in progress, after which they may be overwritten."""
 
     def evict(self) -> None:
         """Write the updated master weights back, and free their memory until the next optimizer step."""
@@ -311,7 +311,7 @@ class HostShard(WeightStore):
         self._leaving: AsyncCopy | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors in host memory that belong to this shard, except for shared buffers."""
+        """Return all tensors in host memory that belong to this shard, except for buffers shared with others."""
         return [x for x in (self.values, self._sum, self._staging) if x is not None]
 
     def receive(self, reduced: Tensor, scale: float) -> None:
@@ -338,7 +338,7 @@ class HostShard(WeightStore):
 
     @property
     def sum(self) -> Tensor | None:
-        """The reduced gradients in host memory, or None. Reading this property waits for copies in progress."""
+        """The reduced gradients in host memory, or None if there are none. Reading it waits for running copies."""
         self._accumulate_copied()
         return self._sum if self._has_sum else None
 

@@ -49,7 +49,7 @@ class SavedTensorHooks:
         torch_compat.push_saved_tensors_hooks(*self._torch_hooks())
 
     def leave(self) -> None:
-        """Remove this pair of hooks from the stack of active hooks.
+        """Deactivate this pair of hooks by removing it from the stack of active hooks.
 
         The pair may not be on top, because an exception may have prevented the removal of an inner pair.
         """
@@ -82,7 +82,7 @@ class SavedTensorHooks:
 
 
 def has_foreign_hooks() -> bool:
-    """Return whether hooks of other code are active, such as activation checkpointing or ``save_on_cpu``."""
+    """Return whether other code's saved-tensor hooks are active, such as those of activation checkpointing."""
     top = torch_compat.top_saved_tensors_hooks()
     return top is not None and _get_hooks_object(top) is None
 
@@ -215,7 +215,7 @@ class SavedStorage:
         self.count(ON_DEVICE, self.size)
 
     def count(self, kind: str, size: int) -> None:
-        """Add ``size`` bytes of one kind to the counters of this storage and of its model."""
+        """Add ``size`` bytes of the kind ``kind`` to the counters of this storage and of its model."""
         self._counted[kind] += size
         self.counter.add(kind, size)
 

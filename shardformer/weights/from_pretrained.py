@@ -45,7 +45,7 @@ def from_pretrained(
     ignore_mismatched_sizes: bool = False,
     **options: Any,
 ) -> nn.Module:
-    """Build a transformers model from saved weights, of which each rank reads only its shards in ``shard_model``.
+    """Build a transformers model from saved weights, of which ``shard_model`` reads only each rank's own shards.
 
     Weights that the files lack, such as those of a new head, get the values that transformers' ``from_pretrained``
     produces after the same ``torch.manual_seed``. ``describe_sharding`` lists them.
@@ -210,7 +210,7 @@ def _load_generation_config(path_or_name: str, hub_options: Mapping[str, Any]) -
 
 @contextmanager
 def _without_loading_threads() -> Iterator[None]:
-    """Make transformers load weights in the main thread, because calls in its loading threads are not recorded."""
+    """Make transformers load weights in the main thread, because ShardFormer records no calls in other threads."""
     before = os.environ.get(ASYNC)
     os.environ[ASYNC] = "1"
     try:

@@ -56,7 +56,7 @@ def _first_names(model: nn.Module, state: ShardingMetadata) -> dict[str, str]:
 def _add_tied_names(
     state_dict: Mapping[str, Any], here: Mapping[str, Tensor], firsts: Mapping[str, str]
 ) -> Mapping[str, Any]:
-    """Add the tied weights of this pipeline stage to a state dict that has them under their names on other stages."""
+    """Add this pipeline stage's tied weights to a state dict that contains them under the names of other stages."""
     values = {firsts[name]: value for name, value in state_dict.items() if name in firsts}
     tied = {name: first for name in here if name not in state_dict and (first := firsts.get(name)) in values}
     return {**state_dict, **{name: values[first] for name, first in tied.items()}}
@@ -107,7 +107,7 @@ def _check_tensor_types(state_dict: Mapping[str, Any]) -> None:
 
 
 def _is_full_tensor(name: str, value: Tensor, local: Tensor, spec: ShardSpec) -> bool | None:
-    """Return True for a full tensor and False for a shard, or None if both have the same shape."""
+    """Return True for a full tensor, False for a shard, and None if a shard would have the same shape."""
     if value.shape == local.shape:
         return None if spec.shape == tuple(local.shape) else False
     if tuple(value.shape) == spec.shape:
@@ -142,7 +142,7 @@ def _check_names(
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Gather the full state dict of a sharded model on the CPU of every rank.
 
-    The state dict has the parameters and buffers of the plain model.
+    The state dict has the parameters and buffers of the unsharded model.
 
     ``model`` is the sharded model, or a wrapper of PEFT around it, whose adapters are included.
 
@@ -187,7 +187,7 @@ def _broadcast_from_stages(
 ) -> dict[str, Tensor]:
     """Broadcast the state dicts of all pipeline stages, and return the state dict of the full model.
 
-    The names are in the order of the plain model. Tied names share one tensor.
+    The names are in the order of the unsharded model. Tied names share one tensor.
     """
     pipe, device = state.context.pipe, state.context.device
     full: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""This rank's shard of a bucket under ZeRO: its parameters, reduced gradients and master weights.
+"""This rank's shard of a gradient bucket under ZeRO: its parameters, reduced gradients and master weights.
 
 The parameters of a bucket are concatenated and split into equal shards, one for each rank of the reduction. A shard
 boundary can divide a parameter, so the optimizer of a rank receives slices of parameters, as 1-D tensors.
@@ -140,7 +140,7 @@ class FlatShard:
 
     @property
     def masters(self) -> WeightStore:
-        """The storage that loads and evicts the master weights of this shard."""
+        """The store that loads the master weights of this shard for the optimizer step, and frees them afterward."""
         return self.host or self.rounded or self._always_loaded
 
     @property
@@ -155,7 +155,7 @@ class FlatShard:
 
     @property
     def has_gradient(self) -> list[bool]:
-        """For each parameter, whether any rank had a gradient. The first access synchronizes with the GPU."""
+        """Whether any rank had a gradient, for each parameter. The first access synchronizes with the GPU."""
         if self._counts is not None:
             counts: list[float] = to_list(self._counts)
             self._had, self._counts = [a or b > 0 for a, b in zip(self._had, counts, strict=True)], None
@@ -177,7 +177,7 @@ class FlatShard:
         return None
 
     def copy_written_params_to_shard(self) -> None:
-        """Copy parameters into the shard that were changed outside the optimizer, as by ``model.load_state_dict``.
+        """Copy into the shard the parameters that were changed outside the optimizer, as by ``load_state_dict``.
 
         All ranks must write the same values. Parameters that are views of the shard are already up to date.
         """
@@ -253,7 +253,7 @@ class FlatShard:
         """Accumulate this rank's shard of the reduced gradients, divided by the loss scale.
 
         Args:
-            gradient_counts: For each parameter, the number of ranks that had a gradient.
+            gradient_counts: Number of ranks that had a gradient, for each parameter.
         """
         self._counts = (
             gradient_counts.clone() if self._counts is None else self._counts + gradient_counts
@@ -265,7 +265,7 @@ class FlatShard:
         self._sum = reduced if self._sum is None else self._sum.add_(reduced)
 
     def set_optimizer_gradients(self) -> None:
-        """Set ``.grad`` of the optimizer's parameters to the reduced gradients, or None if no rank has a gradient."""
+        """Set ``.grad`` of the optimizer's parameters to the reduced gradients, or to None if no rank has one."""
         total = self.sum
         for param_slice in self.slices:
             has_one = total is not None and self.has_gradient[param_slice.number]
@@ -362,7 +362,7 @@ class FlatShard:
         return self.axis.size == 1 and not self.gradients[number].is_shared
 
     def local_slice_of(self, number: int, x: Tensor) -> Tensor:
-        """Return the slice of ``x``, a tensor with the parameter's shape, that matches this rank's gradient slice."""
+        """Return the part of ``x``, a tensor with the parameter's shape, that matches this rank's gradient slice."""
         gradient = self.gradients[number]
         if gradient.is_shared:
             raise ConfigError(
@@ -426,7 +426,7 @@ class FlatShard:
             self.masters.save()
 
     def start_gather(self) -> PendingCollective:
-        """Start an all-gather of the parameters of the bucket, in the dtype of the model."""
+        """Start an all-gather of the full parameters in the bucket, in the dtype of the model."""
         if self._going_up is not None:
             self._going_up.wait()
             self._going_up = None
@@ -469,7 +469,7 @@ class FlatShard:
         return self.gradients[number].unpack(full[self.places[number]]) if self.has_gradient[number] else None
 
     def write(self, values: Tensor) -> None:
-        """Copy this rank's slices of all-gathered values into parameters of which it stores only slices."""
+        """Copy all-gathered values into those parameters of which this rank's model stores only slices."""
         for gradient, place in zip(self.gradients, self.places, strict=True):
             if gradient.is_shared:
                 gradient.param.detach().copy_(gradient.unpack(values[place]))

@@ -108,7 +108,7 @@ class ZeroGradMethod:
 
 
 def attach_zero_optimizer(optimizer: Any, zero: Optimizer) -> None:
-    """Record that the ZeroOptimizer ``zero`` steps ``optimizer``."""
+    """Record in ``optimizer`` that it belongs to the ZeroOptimizer ``zero``, and replace its ``zero_grad`` method."""
     optimizer.__dict__.update(
         {ZERO_OPTIMIZER_ATTRIBUTE: weakref.ref(zero), "zero_grad": ZeroGradMethod(optimizer, zero)}
     )
@@ -123,7 +123,7 @@ def detach_zero_optimizer(optimizer: Any) -> None:
 def zero_optimizer_of(optimizer: Any) -> Any:
     """Return the ZeroOptimizer to which an optimizer belongs, or None.
 
-    A copy of an optimizer belongs to none.
+    A copy of an optimizer does not belong to a ZeroOptimizer.
     """
     zero = optimizer.__dict__[ZERO_OPTIMIZER_ATTRIBUTE]() if ZERO_OPTIMIZER_ATTRIBUTE in optimizer.__dict__ else None
     return zero if zero is not None and any(optimizer is each for each in zero.inner) else None
@@ -206,7 +206,7 @@ def state_coordinates(optimizer: Any) -> StateCoordinates:
 
 
 def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
-    """Check that this rank saved an optimizer state, and shard a state that was saved from an unsharded model.
+    """Check that the same rank saved an optimizer state, and shard it if it comes from an unsharded model.
 
     Communicates one object, with the L1 norm of each state tensor if the state does not record its rank.
 
@@ -308,7 +308,7 @@ class LiveState(MutableMapping[Tensor, State]):
         self._slices |= {id(p.gradient.param): p for shard in shards for p in shard.slices}
 
     def _find(self, key: Tensor) -> tuple[Any, Tensor] | None:
-        """Return the state of the optimizer that updates ``key``, and the key in it, or None on other ranks."""
+        """Return the optimizer state that contains ``key``, and the key in it, or None if another rank has it."""
         if id(key) in self._slices:
             if (param_slice := self._slices[id(key)]) is None:
                 return None

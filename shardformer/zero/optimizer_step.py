@@ -123,7 +123,7 @@ class ParamAllGather:
         self._under_way: deque[tuple[FlatShard, PendingCollective]] = deque()
 
     def add(self, shards: Sequence[FlatShard]) -> None:
-        """Start all-gathers of the shards from the previous call, and keep ``shards`` for the next call."""
+        """Start all-gathers of the shards that were passed in the previous call, and keep ``shards`` for the next."""
         for shard in self._stored:
             if not shard.keeps:  # the next forward pass gathers shards of stage 3
                 self._under_way.append((shard, shard.start_gather()))
@@ -232,7 +232,7 @@ def _flag_different_edits(total: Tensor, count: int) -> Tensor:
 
 
 def _counts_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage: int) -> bool:
-    """Return whether this rank adds a gradient to the norm, so that one of the ranks that store it counts it."""
+    """Return whether this rank adds a gradient to the norm, which only one of the ranks that store it does."""
     reduction, context = gradient.entry.reduction, table.context
     coords = context.coords
     if stage > 0:

@@ -91,7 +91,7 @@ class LAMB(Optimizer):
 
 
 class LARS(Optimizer):
-    """SGD with momentum and layer-wise learning rates, which are scaled by parameter norm / gradient norm.
+    """SGD with momentum, and a learning rate for each parameter that is scaled by parameter norm / gradient norm.
 
     You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017), section 4. 1-D parameters, such
     as biases and norms, and groups with ``trust=0`` use the plain learning rate.

@@ -1,4 +1,4 @@
-"""Use free GPU memory for some of the offloaded optimizer shards and gathered ZeRO-3 layers.
+"""Keep some of the offloaded optimizer shards and gathered ZeRO-3 layers in free GPU memory.
 
 The user sets the amount, or ShardFormer measures the memory that is free after the first step. Optimizer shards whose
 gradients are reduced last stay on the device, because the gradients of earlier shards can be copied to the host during
@@ -69,7 +69,7 @@ class DevicePlacement:
     def after_step(self) -> None:
         """Move optimizer shards and layers into the free GPU memory after the first step.
 
-        Communicates, once, one number over each axis, and with ``on_device="free"`` one for each offloaded shard.
+        The first call communicates the free memory and, with ``on_device="free"``, the size of each offloaded shard.
         """
         if not self._is_open:
             return

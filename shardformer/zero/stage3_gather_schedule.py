@@ -61,12 +61,12 @@ class GatherOrder:
     is_open: bool = False
 
     def insert(self, index: int, position: int) -> None:
-        """Insert a parameter group before a position of the order."""
+        """Insert the parameter group number ``index`` before a position of the order."""
         self.units.insert(position, index)
         self.complete = {n + (n >= position): found for n, found in self.complete.items()}
 
     def place(self, index: int, start: int) -> int:
-        """Return the first position of a parameter group at or after ``start``, or END if there is none."""
+        """Return the first position at or after ``start`` at which a parameter group is gathered, or END."""
         return next((n for n in range(max(start, 0), len(self.units)) if self.units[n] == index), END)
 
     def positions(self, read_indices: Sequence[int]) -> list[int]:
@@ -78,7 +78,7 @@ class GatherOrder:
         return positions
 
     def insert_unread_forward_groups(self, units: Sequence[int], layers: Collection[int]) -> None:
-        """Insert each group that no rank has read in the forward pass after the group that precedes it in the model."""
+        """Add each group that no rank has read to the forward order, after the group that precedes it in the model."""
         self.unread = [index for index in units if index not in self.units]
         self.is_open |= any(index in layers for index in self.unread)
         for index in self.unread:
@@ -86,7 +86,7 @@ class GatherOrder:
             self.insert(index, self.units.index(max(lower)) + 1 if lower else 0)
 
     def insert_unread_backward_groups(self, forward: GatherOrder) -> None:
-        """Insert each group that no rank has read in the forward pass after the group that follows it in the model."""
+        """Add each group that no rank has read to the backward order, after the group that follows it in the model."""
         self.unread, self.is_open = forward.unread, self.is_open or forward.is_open
         for index in (index for index in self.unread if index not in self.units):
             higher = [n for n in self.units if n > index]
@@ -228,7 +228,7 @@ class GatherScheduler:
                     x.register_hook(self._register_end_callback)
 
     def end_forward_early(self, output: Any) -> None:
-        """End the current forward pass before the called module returns."""
+        """End the current forward pass at the end of a pipeline stage, before the called module returns."""
         assert self._caller is not None
         module = self._caller
         self._end_forward(module, (), output)
@@ -240,7 +240,7 @@ class GatherScheduler:
             self._saving = self._caller = None
 
     def gather(self, param: Tensor) -> None:
-        """Gather the group that contains a parameter, and free all other groups. Must be called on all ranks."""
+        """Gather the parameter group of ``param``, and free all other groups. Must be called on all ranks."""
         wanted = param.__dict__.get(GROUP_ATTRIBUTE)
         for unit in self.units:
             if unit is not wanted:
@@ -249,7 +249,7 @@ class GatherScheduler:
             wanted.wait_for_unshard()
 
     def release(self) -> None:
-        """Free the gathered parameters of all groups."""
+        """Free the gathered parameters of all parameter groups."""
         for unit in self.units:
             unit.reshard()
 
@@ -275,9 +275,9 @@ class GatherScheduler:
             self._gather_up_to(unit.index)
 
     def _gather_up_to(self, index: int) -> None:
-        """Gather all groups up to the group ``index``, including groups that only other ranks need.
+        """Gather all parameter groups up to number ``index``, including those that only other ranks need.
 
-        For END, gather the remaining groups of the pass.
+        If ``index`` is END, gather the remaining groups of the pass.
         """
         if index == self._current_index and index != END:
             return
@@ -289,7 +289,7 @@ class GatherScheduler:
             self._negotiate_and_gather(index)
 
     def _gather_in_recorded_order(self, plan: GatherOrder, index: int) -> None:
-        """Gather groups in the recorded order up to ``index``. Discard the order if a rank deviates from it."""
+        """Gather parameter groups in the recorded order up to ``index``, or discard the order if a rank deviates."""
         end = len(plan.units) - 1 if index == END else plan.place(index, self._position)
         leaves = index != END and end == END
         if leaves and self.units[index].is_gathered:
@@ -306,7 +306,7 @@ class GatherScheduler:
             self._plan = None
 
     def _gather_next(self, index: int, next_indices: Sequence[int]) -> None:
-        """Gather one group, free the previous one, reduce complete gradients, and prefetch the next groups."""
+        """Gather a parameter group, free the previous one, reduce complete gradients, and prefetch later groups."""
         before, self._position = self._current_index, self._position + 1
         self.units[index].wait_for_unshard()
         self._record.units.append(index)
@@ -334,7 +334,7 @@ class GatherScheduler:
         return self._record.units[-1] if self._record.units else END
 
     def _end_pass(self) -> None:
-        """Participate in the remaining all-gathers of other ranks, and end the pass on this rank."""
+        """Participate in the other ranks' remaining all-gathers, and end this rank's forward or backward pass."""
         assert self._kind is not None
         self._keep = ()
         self._gather_up_to(END)
@@ -347,9 +347,9 @@ class GatherScheduler:
     # --- the first pass of a kind
 
     def _negotiate_and_gather(self, requested: int) -> None:
-        """Agree with other ranks on the groups to gather, until the group that this rank requests is gathered.
+        """Agree with other ranks on which parameter groups to gather, until this rank's request is fulfilled.
 
-        For END, continue until no rank requests a group. Before each all-gather, one gather communicates the requested
+        For END, continue until no rank requests any. Before each all-gather, one gather communicates the requested
         groups and the groups with complete gradients.
         """
         while True:
@@ -366,7 +366,7 @@ class GatherScheduler:
                 return
 
     def record_gradient(self, unit: ParamGroup) -> None:
-        """Record the position in the backward pass at which a group received its last gradient."""
+        """Record the position in the backward pass at which a parameter group received its last gradient."""
         if self._kind is None or not self._is_backward:
             self._begin_backward(None)
         if self._plan is None:
@@ -383,7 +383,7 @@ class GatherScheduler:
         self.reducer.end_pass()
 
     def _record_plan(self, previous: GatherOrder | None) -> GatherOrder:
-        """Return the order of all-gathers on which the ranks agreed in this pass, for later passes of the same kind."""
+        """Return the order of all-gathers that the ranks used in this pass, for later passes of the same kind."""
         assert self._kind is not None
         reports = all_gather_objects((self._read_indices, self._last_arrivals), self.axis)
         plan = create_gather_order(self._record.units, previous, reports)
@@ -398,7 +398,7 @@ class GatherScheduler:
     # --- tensors that autograd saves
 
     def _pack(self, x: Tensor) -> SavedParamView | None:
-        """Save the position of a gathered tensor in its group instead of the tensor. Return None for other tensors."""
+        """Save a gathered tensor as its position in a parameter group. Return None for other tensors."""
         place = None if x.layout is not torch.strided else self._groups_by_address.get(torch_compat.memory_of(x))
         if place is None:
             return None
@@ -425,7 +425,7 @@ class GatherScheduler:
     # --- start and end of a backward pass
 
     def _begin_backward(self, run: int | None) -> None:
-        """Begin a backward pass through the graph of the forward pass ``run``, by default the current or last one."""
+        """Begin a backward pass through the graph of forward pass number ``run``, by default the most recent one."""
         if torch_compat.current_graph_task_id() < 0:
             return  # a saved tensor was read outside a backward pass
         if self._caller is not None and not self._is_backward:

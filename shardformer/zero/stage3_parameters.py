@@ -61,7 +61,7 @@ class UngatheredParameter(nn.Parameter):
 
 
 def _keeps(convert: Any, param: Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Return whether a conversion keeps device and dtype, such as ``model.to(device)`` on the device of the model."""
+    """Return whether a conversion keeps the device and dtype, such as ``param.to(device)`` with the same device."""
     args = tuple(torch.device("cpu") if isinstance(x, torch.device) and x.type == "cpu" else x for x in args)
     with DisableTorchFunctionSubclass():
         probe = torch.empty(0, dtype=param.dtype, device=param.device)
@@ -69,7 +69,7 @@ def _keeps(convert: Any, param: Tensor, *args: Any, **kwargs: Any) -> bool:
 
 
 def gather_together(params: Iterable[nn.Parameter]) -> None:
-    """Gather the groups of all parameters that one operation reads, such as a compiled layer."""
+    """Gather the parameter groups of all ``params``, which one operation reads, such as a compiled layer."""
     absent = [param.__dict__[GROUP_ATTRIBUTE] for param in params if isinstance(param, UngatheredParameter)]
     if absent:
         absent[0].on_read(list({unit.index: unit for unit in absent}.values()))
@@ -96,14 +96,14 @@ def _functions_without_values() -> frozenset[Any]:
 
 @cache
 def _conversions() -> frozenset[Any]:
-    """Return the methods that return the parameter itself if it has the requested device and dtype."""
+    """Return the tensor methods, such as ``to``, that return the tensor itself if device and dtype do not change."""
     names = "to cpu cuda float double half bfloat16"
     return frozenset(getattr(torch.Tensor, name) for name in names.split())
 
 
 @cache
 def ungathered_class(kind: Any) -> Any:
-    """Return the subclass of a parameter class that a parameter has while it is not gathered."""
+    """Return the subclass of the parameter class ``kind`` that a parameter has while it is not gathered."""
     if issubclass(kind, UngatheredParameter):
         return kind
     if kind is nn.Parameter:
@@ -284,7 +284,7 @@ UNSHARED_USE_COUNT = 2
 class GatherBufferPool:
     """A pool of reusable buffers for gathered parameter groups and their gradients.
 
-    Requests near the most frequent group size reuse buffers. Other requests allocate new memory. A buffer that is still
+    Requests that nearly fill a buffer reuse one. Other requests allocate new memory. A buffer that is still
     referenced elsewhere is not reused.
     """
 
@@ -294,7 +294,7 @@ class GatherBufferPool:
         self._lent: dict[int, Tensor] = {}
 
     def fit(self, group_sizes: Sequence[int]) -> None:
-        """Set the size of the reused buffers to the most frequent group size, in bytes."""
+        """Set the size of the reused buffers to the group size that accounts for the most bytes in total."""
         counts = Counter(group_sizes)
         self._size = max(counts, key=lambda size: (counts[size] * size, size), default=0)
 
@@ -329,7 +329,7 @@ class UnshardedCache(list[ParamGroup]):
     max_bytes: float = 0.0
 
     def add(self, unit: ParamGroup) -> list[ParamGroup]:
-        """Add a group to the cache after its use, and return the groups to free, which are the same on all ranks."""
+        """Add a group to the cache after its use, and return the groups to free, which are identical on all ranks."""
         if unit in self:
             self.remove(unit)
         self.append(unit)
@@ -390,12 +390,12 @@ class ParamGroupReducer(PausableReducer):
         self._arrived(unit)
 
     def is_complete(self, unit: ParamGroup) -> bool:
-        """Return whether all gradients of a group are available on this rank, and none has been reduced yet."""
+        """Return whether this rank has all gradients of a parameter group and has not reduced any of them yet."""
         found = self._buckets.get(unit.index, ())
         return bool(found) and unit.index not in self.sent and all(g.arrived for b in found for g in b.gradients)
 
     def has_unreduced_gradients(self, unit: ParamGroup) -> bool:
-        """Return whether a group has gradients on this rank that have not been reduced yet."""
+        """Return whether this rank has gradients of a parameter group that have not been reduced yet."""
         return any(
             gradient.is_unreduced for bucket in self._buckets.get(unit.index, ()) for gradient in bucket.gradients
         )
@@ -428,7 +428,7 @@ class ParamGroupReducer(PausableReducer):
         self._under_way = []
 
     def end_pass(self) -> None:
-        """End a backward pass in which the reduction of all gradients has been started."""
+        """End a backward pass: wait for the last reduction, and reset the state of all gradients."""
         self.wait()
         self.sent = set()
         for gradient in self._gradients():
@@ -436,7 +436,7 @@ class ParamGroupReducer(PausableReducer):
         self._end.end_pass()
 
     def start(self) -> None:
-        """Start reducing the gradients that were accumulated without communication."""
+        """Start reducing the gradients of all groups that were accumulated inside ``no_sync``."""
         for unit in reversed(self._units):
             self.send(unit)
 

@@ -42,7 +42,7 @@ from shardformer.zero.stage3_parameters import ParamGroup
 
 
 def check_unmodified(model: nn.Module, table: ShardingMetadata, shards: Sequence[FlatShard]) -> None:
-    """Raise ConfigError if a parameter was replaced, moved or assigned a gradient after ``shard_optimizer``."""
+    """Raise ConfigError if a parameter was replaced or moved, or its ``.grad`` set, after ``shard_optimizer``."""
     here = {id(p) for p in model.parameters()}
     rule = "ZeRO moves each parameter to a range of a flat buffer, and stores the gradients separately"
     for entry in table.entries:
@@ -125,7 +125,7 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of the inner optimizers, with this rank's slices of the parameters."""
+        """The parameter groups of the wrapped optimizers, with this rank's slices of the parameters."""
         if self._is_initialized:
             self._groups[:] = [group for optimizer in self.inner for group in optimizer.param_groups]
         return self._groups
@@ -138,7 +138,7 @@ class ZeroOptimizer(Optimizer):
 
     @property  # type: ignore[override]  # torch has an attribute
     def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
-        """The states of the inner optimizers. If they are in files, use this property inside ``readable_state()``."""
+        """The states of the wrapped optimizers. If they are in files, use this property inside ``readable_state()``."""
         if isinstance(self._host, FileStore) and not self._is_open:
             raise ConfigError(
                 f"optimizer.state cannot be accessed directly with offload='nvme:{self._host.disk.folder}'.",
@@ -154,7 +154,7 @@ class ZeroOptimizer(Optimizer):
             self.state.clear()
 
     def _create_shards(self, full_params: Collection[int]) -> list[FlatShard]:
-        """Create a shard for each gradient bucket, including parameters whose gradients are not reduced over ranks."""
+        """Create a shard for each gradient bucket, and for the parameters whose gradients are not reduced."""
         table = self.table
         held = {id(gradient.param) for reducer in self._reducers() for gradient in reducer.gradients}
         if alone := [GradientSlot(e, Axis("none"), table.coords) for e in table.entries if id(e.param) not in held]:
@@ -203,7 +203,7 @@ class ZeroOptimizer(Optimizer):
             shard.show_gradients_to_user()
 
     def _replace_parameters_with_slices(self) -> None:
-        """Replace the parameters and states of the inner optimizers by this rank's slices of them.
+        """Replace the parameters and states of the wrapped optimizers by this rank's slices of them.
 
         Communicates one all-reduce for each state tensor of which several ranks store slices.
         """
@@ -542,7 +542,7 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def param_groups_stage3(self) -> Sequence[ParamGroup]:
-        """The groups of parameters that ZeRO stage 3 gathers together. Empty for other stages."""
+        """The groups of parameters that ZeRO stage 3 gathers and frees together. Empty for other stages."""
         return self._scheduler.units if self._scheduler is not None else ()
 
     @property
