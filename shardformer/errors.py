@@ -162,11 +162,11 @@ def check_choice(name: str, value: object, choices: Iterable[object], rule: str 
     near = did_you_mean(value, map(str, known))
     numbers = [n for n in known if isinstance(n, int)]
     same_text = [n for n in known if str(n) == str(value)]
-    if same_text or (numbers and isinstance(value, int) and not is_bool):
-        suggested = same_text[0] if same_text else min(numbers, key=lambda n: abs(n - value))
-        near = ""
-    else:
-        suggested = next((n for n in known if n is not None), None)
+    suggested: object = next((n for n in known if n is not None), None)
+    if same_text:
+        suggested, near = same_text[0], ""
+    elif isinstance(value, int) and numbers and not is_bool:
+        suggested, near = min(numbers, key=lambda n: abs(n - value)), ""
     remedy = near if near.startswith("Did") else f"Write {_argument_name(name)}={suggested!r}"
     _raise_unless_valid(name, value, False, problem, remedy, rule)
 

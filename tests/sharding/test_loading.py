@@ -98,7 +98,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda m: plain().state_dict(), {"assign": True}, "assign=True"),
     (lambda m: {"model.norm.weight": torch.ones(5)}, {"strict": False}, "model.norm.weight has the shape (5,)"),
     (lambda m: {**ones(), "lm_head.weight": None}, {}, "value of lm_head.weight in the state dict is a NoneType"),
-    (lambda m: {**ones(), "lm_head.weight": ones()["lm_head.weight"].numpy()}, {}, "value of lm_head.weight in the state dict is a ndarray"),
+    (
+        lambda m: {**ones(), "lm_head.weight": ones()["lm_head.weight"].numpy()},
+        {},
+        "value of lm_head.weight in the state dict is a ndarray",
+    ),
     (lambda m: {**ones(), "lm_head.weight": ones()["lm_head.weight"].to("meta")}, {}, "is a meta tensor"),
     (lambda m: {**ones(), "lm_head.weight": ones()["lm_head.weight"].to_sparse()}, {}, "is a sparse tensor"),
 ]
