@@ -118,7 +118,7 @@ def get_linear(layer: nn.Module, name: str, path: str) -> nn.Module:
     found = get_module(layer, name, path)
     if not is_linear(found):
         raise PolicyError(
-            f"{path}.{name} is a {type(found).__name__}, but must be an nn.Linear or the Conv1D of transformers.",
+            f"{path}.{name} is a {type(found).__name__}, but must be an nn.Linear or transformers' Conv1D.",
             remedy="Pass the path of the linear layer itself.",
         )
     return found

@@ -1,4 +1,4 @@
-"""Wrappers of private functions of torch, and of functions that differ between versions of torch."""
+"""Wrappers around private torch functions, and around functions that differ between torch versions."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def uninitialized_weights() -> AbstractContextManager[Any]:
 
 
 def config_classes_of(kind: Any) -> Collection[type] | None:
-    """Return the config classes that an Auto class of transformers supports, or None for any other class."""
+    """Return the config classes that a transformers Auto class supports, or None for any other class."""
     found: Collection[type] | None = getattr(kind, "_model_mapping", None)
     return found
 
@@ -87,7 +87,7 @@ def _skip_docstring(decorated: Any = None, **options: Any) -> Any:
 def is_cache(value: Any) -> bool:
     """Return whether an argument or output of a model is a key-value cache.
 
-    A cache is a ``Cache`` of transformers, an object with its methods, or, in older models, one tuple of tensors per
+    A cache is a transformers ``Cache``, an object with its methods, or, in older models, one tuple of tensors per
     layer.
     """
     if not isinstance(value, Tensor) and hasattr(type(value), "get_seq_length"):
@@ -219,7 +219,7 @@ def synchronize_generation(model: nn.Module, begin: Callable[[], None], any_rank
         any_rank: (whether this rank has unfinished sequences) -> whether any rank has.
     """
     for module in model.modules():
-        if hasattr(type(module), "_has_unfinished_sequences"):  # a wrapper of PEFT has the attributes of its model
+        if hasattr(type(module), "_has_unfinished_sequences"):  # a PEFT wrapper has the attributes of its model
             module.__dict__[_DECODE_HOOKS] = begin, any_rank
             for name, method in (
                 ("generate", _generate_synchronized),

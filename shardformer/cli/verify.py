@@ -86,7 +86,7 @@ class VerifyOptions:
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A model type of transformers such as gpt2 (a small random model), a folder written by "
+            help="A transformers model type such as gpt2 (a small random model), a folder written by "
             "save_pretrained, a config.json (random weights), or a name on the Hugging Face Hub. For your own model, "
             "module:function, where the function returns a model, (model_fn, batch_fn), or a dict of model_fn, "
             "batch_fn, loss_fn, policy and loss_weight.",

@@ -1,4 +1,4 @@
-"""Write files and folders atomically: first under a temporary name, which is then renamed.
+"""Write files and folders atomically, by writing to a temporary name that is renamed at the end.
 
 A temporary name is used once, by one process. It contains the identity of that process, so that the remains of a killed
 process can be removed. It ends in random digits, so that no other user can create a link of that name in advance.

@@ -193,7 +193,7 @@ def _ambiguous_rows_error(batch: Mapping[Any, Any], name: str, samples: int, why
         f"The rows of the input {name} of shape {tuple(batch[name].shape)} cannot be divided among "
         f"{samples} samples: {why}.",
         rule="A tensor with one row per image or patch is split by the placeholder tokens of each sample.",
-        remedy=f"Add {KINDS} to the batch, as the processors of transformers do, and check that the images are in the "
+        remedy=f"Add {KINDS} to the batch, as transformers' processors do, and check that the images are in the "
         "order of the samples. Or use one data rank and one micro-batch.",
     )
 

@@ -103,7 +103,7 @@ class ShardedTrainer:
         """Set the parallel layout and check the training arguments before Trainer is initialized."""
         if not self.replaces_fused_heads and any(kind.__module__.startswith("trl.") for kind in type(self).__mro__):
             raise ConfigError(
-                f"ShardedTrainer does not support {type(self).__name__}, which is a trainer of TRL.",
+                f"ShardedTrainer does not support {type(self).__name__}, which is a TRL trainer.",
                 rule="TRL computes log-probabilities from the full weight of the head, but each rank has only a slice.",
                 remedy="Use shardformer.integrations.trl.ShardedTRLTrainer as the first base class instead.",
             )

@@ -234,7 +234,7 @@ def gathers_over_data(accelerator: Accelerator) -> Iterator[None]:
 
 
 def _rebind(name: str, old: Any, new: Any) -> None:
-    """Replace a function of accelerate.utils in every module that has imported it, except in accelerate itself."""
+    """Replace an accelerate.utils function in every module that has imported it, except in accelerate itself."""
     for module in list(sys.modules.values()):
         path = str(getattr(module, "__name__", ""))
         is_theirs = path.startswith("accelerate.") and path != "accelerate.utils"

@@ -35,7 +35,7 @@ from shardformer.torch_patches import Patch, Undo, install
 ATTENTION_NAME = "shardformer_sdpa"
 BIAS = re.compile(r"relative_(attention|position)_bias")
 _IMPORTING = threading.RLock()
-"""Lock for the lazy imports of transformers, which are not thread-safe."""
+"""Lock for transformers' lazy imports, which are not thread-safe."""
 DROPOUT_OF_CALL = re.compile(r"dropout(?:_p)?=(?:0\.0 if not self\.training else )?self\.([\w.]+)")
 SWITCH = "fused_attn"
 """Attribute of timm's attention modules that makes them call torch's scaled_dot_product_attention."""

@@ -59,7 +59,7 @@ def is_from_bitsandbytes(value: object) -> bool:
 
 
 def is_4bit_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer of bitsandbytes with a packed 4-bit weight."""
+    """Return whether a module is a bitsandbytes linear layer with a packed 4-bit weight."""
     state = getattr(getattr(module, "weight", None), "quant_state", None)
     return isinstance(module, nn.Linear) and is_from_bitsandbytes(module) and len(getattr(state, "shape", ())) == 2
 

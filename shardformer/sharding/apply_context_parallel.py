@@ -46,7 +46,7 @@ def check_context_parallel(
             raise ConfigError(
                 f"context_parallel={method!r} with sequence={context.sequence.size} does not support "
                 f"{type(model).__name__}, which {why}.",
-                rule="Ring attention, Ulysses and gathered keys use the AttentionInterface of transformers.",
+                rule="Ring attention, Ulysses and gathered keys use transformers' AttentionInterface.",
                 remedy="To compute this attention in full on every rank, use context_parallel='auto' with one size for "
                 "the axis. Or remove the sequence axis and use enable_sequence_parallelism=True.",
             )

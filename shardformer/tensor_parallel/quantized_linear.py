@@ -45,7 +45,7 @@ class UnalignedSliceError(ConfigError):
 
 
 class QuantizedLinear(KeepsPackedWeights):
-    """Mixin for parallel linear layers that compute their local product with a linear layer of bitsandbytes.
+    """Mixin for parallel linear layers that compute their local product with a bitsandbytes linear layer.
 
     The layer communicates as a parallel linear layer with an adapter does: at its entry and its exit. ``weight`` is the
     packed local shard, which adapters of PEFT dequantize.

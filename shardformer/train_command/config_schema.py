@@ -394,7 +394,7 @@ def _conditions_of_keys(config: TrainConfig) -> dict[str, tuple[bool, str]]:
 
 
 def remote_code_hint(remedy: str, error: Exception) -> str:
-    """Return ``remedy``, or advice to set ``trust_remote_code`` if the error of transformers mentions it."""
+    """Return ``remedy``, or advice to set ``trust_remote_code`` if transformers' error mentions it."""
     needs_code = "trust_remote_code" in str(error)
     return "Review that code, and set model.trust_remote_code = true to run it" if needs_code else remedy
 

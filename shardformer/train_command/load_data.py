@@ -54,7 +54,7 @@ from shardformer.train_command.tokenizer import TextTokenizer, load_tokenizer
 from shardformer.training.sample_order import length_or_none
 
 PROBLEM_TYPES = {"regression": "regression", "multi_label_classification": "multi_label_classification"}
-"""Task -> ``problem_type`` in the configs of transformers."""
+"""Task -> ``problem_type`` in transformers' configs."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,7 +67,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
 
 class LengthGroupedSampler(Sampler[int]):
-    """Sampler that puts samples of similar length into the same batch, as in the ``Trainer`` of transformers.
+    """Sampler that puts samples of similar length into the same batch, as in transformers' ``Trainer``.
 
     The random order depends on torch's global generator, which the data loader seeds for each epoch.
 

@@ -156,7 +156,7 @@ def _format_value(value: Any) -> str:
 
 
 DECODER = "is_decoder"
-"""Config field that turns an encoder of transformers into a decoder."""
+"""Config field that turns a transformers encoder into a decoder."""
 
 
 def check_attention_fits_task(config: TrainConfig, model: Any) -> None:

@@ -582,7 +582,7 @@ class SmallModel:
         return model
 
 
-_IMPORT_LOCK = threading.Lock()  # serializes the lazy imports of transformers when ranks are threads
+_IMPORT_LOCK = threading.Lock()  # serializes transformers' lazy imports when ranks are threads
 
 
 @torch.no_grad()

@@ -51,7 +51,7 @@ def from_pretrained(
     produces after the same ``torch.manual_seed``. ``describe_sharding`` lists them.
 
     Args:
-        model_class: a model class of transformers, or an Auto class such as ``AutoModelForCausalLM``.
+        model_class: a transformers model class, or an Auto class such as ``AutoModelForCausalLM``.
         pretrained_model_name_or_path: a folder written by ``save_pretrained`` (one safetensors file, or several with
             an index), or a model name on the Hugging Face Hub.
         config: a config to use instead of the one in the folder.
@@ -224,7 +224,7 @@ def _without_loading_threads() -> Iterator[None]:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Hide the progress bar of transformers, and its loading report on all ranks except the first."""
+    """Hide transformers' progress bar, and its loading report on all ranks except the first."""
     from transformers.utils import logging
 
     has_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()

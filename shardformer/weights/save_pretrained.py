@@ -1,4 +1,4 @@
-"""Save a sharded model with full weights in the format of transformers."""
+"""Save a sharded model with full weights in transformers' format."""
 
 from __future__ import annotations
 

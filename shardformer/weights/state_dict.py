@@ -144,7 +144,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     The state dict has the parameters and buffers of the unsharded model.
 
-    ``model`` is the sharded model, or a wrapper of PEFT around it, whose adapters are included.
+    ``model`` is the sharded model, or a PEFT wrapper around it, whose adapters are included.
 
     All ranks of the tensor and pipe axes call it; under ZeRO stage 3 all ranks. At most one full tensor, or one layer,
     is on the device at a time. Communicates one all-gather per sharded parameter and axis that shards it, and with a

@@ -3,7 +3,7 @@
 >>> model = peft.get_peft_model(model, peft.LoraConfig(...))                # doctest: +SKIP
 >>> model = shardformer.shard_model(model, context=context)                 # doctest: +SKIP
 
-The functions of PEFT can also add adapters to a model that is already sharded: ``peft.get_peft_model``,
+PEFT's functions can also add adapters to a model that is already sharded: ``peft.get_peft_model``,
 ``PeftModel.from_pretrained``, ``peft.inject_adapter_in_model`` and ``add_adapter`` of transformers create a
 ``PeftModel`` or a tuner. Their constructors are replaced by functions that shard the new adapters if the model is
 sharded. They are replaced when PEFT is imported, before or after ``shard_model``.

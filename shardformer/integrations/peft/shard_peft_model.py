@@ -63,7 +63,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def check_peft() -> None:
-    """Raise ConfigError if the installed release of PEFT is too old."""
+    """Raise ConfigError if the installed PEFT release is too old."""
     import peft
 
     check_release("peft", peft.__version__)

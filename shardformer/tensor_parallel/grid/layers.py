@@ -351,7 +351,7 @@ class _GridLinear(GridModule):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> nn.Module:
-        """Shard an nn.Linear, or a Conv1D of transformers, over a ``TensorGrid``."""
+        """Shard an nn.Linear, or a transformers Conv1D, over a ``TensorGrid``."""
         return super().from_native_module(module, process_group.column, grid=process_group, **kwargs)
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, grid: TensorGrid, **kw: Any) -> None:
