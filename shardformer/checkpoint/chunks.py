@@ -77,7 +77,7 @@ class TensorItem:
 
 @dataclass(frozen=True)
 class FlatRegion:
-    """A description of which elements of a full tensor this rank stores in one buffer.
+    """Describes the elements of a full tensor that this rank stores in one buffer.
 
     Args:
         shape: shape of the full tensor.

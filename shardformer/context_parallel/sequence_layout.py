@@ -204,7 +204,7 @@ class ContextParallelState:
     def find_by_local_length(
         self, count: int, candidates: Mapping[int, SequencePositions] | None = None
     ) -> SequencePositions | None:
-        """Find the sequence of which this rank stores ``count`` positions.
+        """Find the sequence that has ``count`` positions on this rank.
 
         The default ``candidates`` are all sequences so far. All-gathers one integer per rank if two of them have the
         same local length on some rank.

@@ -212,7 +212,7 @@ class LabelForm:
 def find_label_forms(
     target: Tensor, tensors: Tensors, ignore_index: int, clamped: bool, used: Collection[LabelForm]
 ) -> list[LabelForm]:
-    """Find which transformations of which micro-batch tensors result in ``target``, most likely first.
+    """Find the transformations of micro-batch tensors that result in ``target``, most likely first.
 
     Several forms match if tensors are equal by chance or all labels are ignored. Tensors with a typical name for labels
     come first, then those that no other loss of the model has used.

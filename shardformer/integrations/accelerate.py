@@ -526,7 +526,7 @@ def _load_plain_file(folder: Path, *names: str) -> Any:
 
 
 def _with_all_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Add each shared weight under all of its names, of which accelerate saves only one."""
+    """Add each shared weight under all of its names, because accelerate saves only one of them."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)

@@ -1,4 +1,4 @@
-"""Description of which shard of a tensor each rank stores (``ShardSpec``) and how it is split (``Split``)."""
+"""Describe how a tensor is split (``Split``), and which shard of it each rank stores (``ShardSpec``)."""
 
 from __future__ import annotations
 

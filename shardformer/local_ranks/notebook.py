@@ -57,7 +57,7 @@ def notebook_launcher(
         )
     _check_can_fork()
     with warnings.catch_warnings(), _ForkedPool(num_processes, partial(function, *args), timeout_s) as pool:
-        # kernels of notebooks have threads, of which the forked process uses none
+        # notebook kernels have threads that the forked process does not use
         warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
         return pool.call_function()
 
