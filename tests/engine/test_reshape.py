@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import Any
 
 import pytest
@@ -125,16 +125,21 @@ def tensors() -> int:
 
 
 def _kept(layouts: list[Layout]) -> list[tuple[Layout, int, bool]]:
-    """Return how many more tensors exist after two steps, and whether the grid outlives the engine."""
+    """Return how many tensors two steps leave behind, and whether the grid outlives the engine.
+
+    The last message of a step may be released later, so the smallest of three differences counts.
+    """
     found = []
     for layout in layouts:
         engine = made("llama", layout)
-        losses(engine, 2)
-        before = tensors()
-        losses(engine, 2)
-        grown, context = tensors() - before, weakref.ref(engine.context)
+        counts = []
+        for _ in range(4):
+            next_loss(engine), next_loss(engine)
+            counts.append(tensors())
+        grown, context = min(b - a for a, b in pairwise(counts)), weakref.ref(engine.context)
         del engine
-        gc.collect()
+        for _ in range(2):  # the first call does nothing while another thread collects
+            gc.collect()
         found.append((layout, max(grown, 0), context() is not None))
     return found
 
