@@ -16,7 +16,7 @@ from shardformer.training.trainer import Trainer
 from tests.integrations.process import IntegrationProcess
 from tests.trainer.hooks.runs import engine_of, pairs
 
-CONFIG = {"model": {"name": "small", "config": {}}, "seed": 3}
+CONFIG = {"model": {"name": "small", "config": {"layers": 2}}, "seed": 3}
 
 
 class Recorded(Wandb):
@@ -26,6 +26,9 @@ class Recorded(Wandb):
     recorded: dict[str, Any]
 
     def after_train(self, trainer: TrainerProtocol) -> None:
+        self._writer.run.log(
+            {}, commit=True
+        )  # the values of the last step, which otherwise wait for the end of the run
         self.summary, self.recorded = dict(self._writer.run.summary), dict(self._writer.run.config)
         super().after_train(trainer)
 
@@ -50,7 +53,7 @@ def train_with_mlflow(folder: Path) -> tuple[str, str, dict[str, Any], list[tupl
     ids = []
     expected = Trainer(engine_of(), []).fit(steps=4, validation=pairs(4))
     for steps in (2, 4):
-        hook = Mlflow("tests", "first", CONFIG)
+        hook = Mlflow("tests", "first", CONFIG | {"hooks": {}})
         found = Trainer(engine_of(), [hook, Checkpoint(folder / "saved")]).fit(steps=steps, validation=pairs(4))
         ids.append(str(hook.state()["run_id"]))
     assert found["loss"] == expected["loss"] and found["validation/loss"] == expected["validation/loss"]
@@ -71,7 +74,7 @@ def test_wandb_continues_the_record_of_a_resumed_run(integrations: IntegrationPr
 def test_mlflow_continues_the_record_of_a_resumed_run(integrations: IntegrationProcess, tmp_path: Path) -> None:
     ((first, second, params, losses),) = integrations(1).run(train_with_mlflow, tmp_path)
     assert first == second
-    assert params == {"model.name": "small", "model.config": "{}", "seed": "3"}
+    assert params == {"model.name": "small", "model.config.layers": "2", "seed": "3", "hooks": "{}"}
     assert [step for step, _ in losses] == [1, 2, 3, 4]
 
 
