@@ -150,11 +150,12 @@ $(VENV)/.installed-integrations: constraints-integrations.txt | $(BIN)/python
 	    --requirement constraints-integrations.txt
 	@touch $@
 
-$(VENV)/.installed-integrations-more: $(VENV)/.installed-integrations constraints-integrations-more.txt
-	@echo "Installing Wandb, MLflow and Ray into $(VENV)/integrations for their tests."
-	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --upgrade \
-	    --target $(VENV)/integrations --requirement constraints-integrations-more.txt
-	@touch $@
+$(VENV)/.installed-integrations-more: constraints-integrations.txt constraints-integrations-more.txt | $(BIN)/python
+	@echo "Installing the libraries of the integrations with Wandb, MLflow and Ray into $(VENV)/integrations for their tests."
+	rm -rf $(VENV)/integrations
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(VENV)/integrations \
+	    --requirement constraints-integrations.txt --requirement constraints-integrations-more.txt
+	@touch $(VENV)/.installed-integrations $@
 
 # Constraints: constraints.txt, with the versions of constraints-oldest.txt instead of its own.
 $(OLDEST)/.installed-test: pyproject.toml constraints.txt constraints-oldest.txt | $(BIN)/python

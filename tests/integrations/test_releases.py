@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import sys
+from importlib import metadata
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import shardformer
 from shardformer.errors import OLDEST_RELEASES, ConfigError, check_release
 from tests.integrations.peft_models import config_of, llama
-from tests.integrations.process import ROOT, IntegrationProcess
+from tests.integrations.process import FOLDER, ROOT, IntegrationProcess
 
 MODULES = {"accelerate": "accelerate", "trl": "trl", "lightning": "lightning.pytorch"}
 """Library -> the module that its integration imports."""
@@ -24,6 +28,21 @@ def test_the_lower_bounds_are_the_oldest_tested_releases() -> None:
     for library, oldest in OLDEST_RELEASES.items():
         assert set(re.findall(rf'"{library}>=([\d.]+)"', project)) == {oldest}
         assert re.search(rf"^{library}=={re.escape(oldest)}(\.|$)", pins, re.MULTILINE)
+
+
+def test_the_pinned_libraries_have_their_dependencies() -> None:
+    """They are installed without resolving their dependencies."""
+    libraries, versions, missing = list(metadata.distributions(path=[str(FOLDER)])), dict[str, str](), []
+    for each in [*libraries, *metadata.distributions(path=sys.path)]:
+        versions.setdefault(canonicalize_name(each.metadata["Name"]), each.version)
+    for library in libraries:
+        for text in library.requires or []:
+            need = Requirement(text)
+            version = versions.get(canonicalize_name(need.name))
+            is_needed = need.marker is None or need.marker.evaluate({"extra": ""})
+            if is_needed and (version is None or not need.specifier.contains(version, prereleases=True)):
+                missing.append(f"{library.metadata['Name']} needs {need}, installed: {version}")
+    assert versions and not missing
 
 
 @pytest.mark.parametrize(
