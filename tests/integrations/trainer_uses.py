@@ -54,7 +54,10 @@ def refusals(folder: str) -> dict[str, str]:
         return Trainer(llama(), changed, parallel={"tensor": 2})
 
     def without_cpu() -> Any:  # the workers have no LOCAL_RANK, by which accelerate recognizes several processes
-        return transformers.TrainingArguments(folder, report_to=[])
+        found = transformers.TrainingArguments(folder, report_to=[])
+        if found.world_size > 1:  # older releases of accelerate recognize them
+            found.__class__ = type("OneProcess", (transformers.TrainingArguments,), {"world_size": 1})
+        return found
 
     def start_twice() -> Any:
         settings: dict[str, Any] = {"use_cpu": True, "report_to": []}
