@@ -125,7 +125,7 @@ def tensors() -> int:
 
 
 def _kept(layouts: list[Layout]) -> list[tuple[Layout, int, bool]]:
-    """Return how many tensors two steps leave behind, and whether the grid outlives the engine.
+    """Return how many tensors two steps leave in memory, and whether the grid outlives the engine.
 
     The last message of a step may be released later, so the smallest of three differences counts.
     """
