@@ -115,7 +115,7 @@ def _ours(name: str, whole: Sequence[Tensor], context: ParallelContext) -> Atten
     travel = RingExchange(
         ring, ChunkedMask(causal_predicate, None, positions, positions, 1), ScoreOptions(WIDTH**-0.5), name == "gather"
     )
-    stretches = tuple(positions.group_lengths(0))
+    stretches = tuple(positions.get_group_lengths(0))
     mine = assign_query_heads(HEADS, ranks)
     queries = HeadExchange(axis, mine, stretches, HEADS)
     keys = HeadExchange(axis, assign_key_heads(mine, HEADS, k.shape[1]), stretches, k.shape[1])

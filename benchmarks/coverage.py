@@ -42,8 +42,8 @@ from torch.utils._pytree import tree_leaves
 
 from shardformer.config import ShardConfig
 from shardformer.discovery.derive_policy import OUTSIDE_LAYERS_REASON, DerivedPolicy
-from shardformer.discovery.example_inputs import example_batches, forward_call
-from shardformer.discovery.reduced_model import ReducedModel, ReferenceGradients, probe_loss, reduce_model
+from shardformer.discovery.example_inputs import make_example_batches, make_forward_fn
+from shardformer.discovery.reduced_model import ReducedModel, ReferenceGradients, compute_probe_loss, reduce_model
 from shardformer.discovery.shrink_config import build_meta_model
 from shardformer.discovery.validation import validate_policy
 from shardformer.errors import ShardFormerError
@@ -53,7 +53,7 @@ from shardformer.module_paths import is_linear
 from shardformer.policies.policy import Policy
 from shardformer.shard_model_api import resolve_policy
 from shardformer.sharding.plan import make_plan
-from shardformer.verify.model_source import main_classes
+from shardformer.verify.model_source import get_main_classes
 from shardformer.verify.report import Report
 from shardformer.verify.verification import verify
 
@@ -172,8 +172,8 @@ def reduced_or_itself(model: nn.Module, model_type: str, name: str) -> ReducedMo
         if sum(p.numel() for p in model.parameters()) > NUMEL:
             raise
     model = type(model)(model.config).eval()
-    batch = example_batches(model)[0]
-    return ReducedModel(model, forward_call(model, batch), batch)
+    batch = make_example_batches(model)[0]
+    return ReducedModel(model, make_forward_fn(model, batch), batch)
 
 
 def survey(model_type: str, name: str, tell: Callable[[Record], None] = lambda record: None) -> Record:
@@ -295,7 +295,7 @@ def batch_of(model_type: str, name: str) -> Mapping[str, Tensor]:
 
 
 def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    return probe_loss(forward_call(model, batch)(model), equal_sample_weights=True)
+    return compute_probe_loss(make_forward_fn(model, batch)(model), equal_sample_weights=True)
 
 
 def verified(model_type: str, name: str, pool: WorkerPool) -> dict[str, Any]:
@@ -345,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     count = len(records) if args.verify == "all" else int(args.verify)
     if not args.table and not count:
-        todo = [(t, n) for t, n in sorted(main_classes().items()) if args.only.fullmatch(t) and t not in records]
+        todo = [(t, n) for t, n in sorted(get_main_classes().items()) if args.only.fullmatch(t) and t not in records]
         for model_type, name in track(todo, "architectures", console=console):
             record = records[model_type] = apart(model_type, name)
             keep(asdict(record))

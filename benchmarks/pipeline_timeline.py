@@ -22,7 +22,7 @@ from shardformer.pipeline.schedules import (
     ActionKind,
     ActionSpan,
     Schedule,
-    bubble_formula,
+    compute_bubble,
     make_schedule,
     simulate,
 )
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> tuple[list[Any], bool]:
 
 
 def as_row(schedule: Schedule, best: Played, played: Sequence[Played]) -> dict[str, str]:
-    form = bubble_formula(schedule.name, schedule.stages, schedule.micro_batches, schedule.num_model_chunks)
+    form = compute_bubble(schedule.name, schedule.stages, schedule.micro_batches, schedule.num_model_chunks)
     durations = best.durations()
     ideal, timed = simulate(schedule), simulate(schedule, durations)
     return {

@@ -24,7 +24,7 @@ from summa_linear import Linear2D
 
 import shardformer
 from shardformer.comm.recorder import CollectiveRecorder
-from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes
+from shardformer.mesh.parallel_context import ParallelContext, reshape_tensor_axis
 from shardformer.mesh.tensor_grid import TensorGrid
 
 GRIDS = {"1D": None, "2D 2x2": (2, 2), "2D 4x1": (4, 1), "2D 1x4": (1, 4)}
@@ -48,7 +48,7 @@ def measure_model(setting: Setting) -> tuple[dict[str, Timing], dict[str, float]
     steps: dict[str, Step | None] = {}
     sent: dict[str, float] = {}
     for name, sizes in GRIDS.items():
-        context = plain if sizes is None else with_grid_axes(plain, sizes)
+        context = plain if sizes is None else reshape_tensor_axis(plain, sizes)
         mode = "1d" if sizes is None else "2d"
         model = shardformer.shard_model(setting.size.build(), context=context, tensor_parallel_mode=mode)
         steps[name] = common.train_step(model, batches)
@@ -64,7 +64,7 @@ def measure_model(setting: Setting) -> tuple[dict[str, Timing], dict[str, float]
 
 def measure_product(setting: Setting) -> dict[str, Timing]:
     """Measure in every process: one linear layer with four times as many output features, forward and backward."""
-    context = with_grid_axes(ParallelContext.from_world({"tensor": dist.get_world_size()}), (2, 2))
+    context = reshape_tensor_axis(ParallelContext.from_world({"tensor": dist.get_world_size()}), (2, 2))
     grid, hidden = TensorGrid.of(context, "2d"), setting.size.hidden
     torch.manual_seed(0)
     native = torch.nn.Linear(hidden, 4 * hidden)

@@ -141,7 +141,7 @@ class ShardConfig:
             value = getattr(self, name)
             check_argument(name, value, isinstance(value, kind | None), f"It must be a {kind.__name__} or None", remedy)
         switches = [each.name for each in fields(self) if isinstance(each.default, bool)]
-        check_compile(self.compile)
+        check_compile_option(self.compile)
         switches.remove("compile")
         for name, value in {**{n: getattr(self, n) for n in switches}, **self.extra_kwargs}.items():
             check_int(name, value, unit="bytes") if name == "bucket_bytes" else check_bool(name, value)
@@ -166,7 +166,7 @@ class ShardConfig:
         context = self.context if manager is None or self.context is not None else manager.context
         return self.activation_layout is None and context is not None and context.sequence.size > 1
 
-    def head_axis(self) -> Axis:
+    def get_head_axis(self) -> Axis:
         """Return the mesh axis that shards attention heads: the tensor axis, or the columns of a tensor grid."""
         context = self.resolve_context()
         return context.axes["column"] if self.is_grid and "column" in context.axes else context.tensor
@@ -347,8 +347,8 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         from shardformer.gradient_accumulation.micro_batches import check_micro_batch_arguments
-        from shardformer.mesh.rank_grid import check_axis_size, num_ranks
-        from shardformer.mesh.tensor_grid import sizes_of_mode
+        from shardformer.mesh.rank_grid import check_axis_size, count_ranks
+        from shardformer.mesh.tensor_grid import compute_grid_shape
         from shardformer.offload.activations import OFFLOAD_TARGETS
         from shardformer.offload.host import OffloadConfig
         from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
@@ -360,7 +360,7 @@ class ParallelConfig:
                 object.__setattr__(self, each.name, tuple(value))
             if isinstance(each.default, bool) and each.name != "compile":
                 check_bool(each.name, value)
-        check_compile(self.compile)
+        check_compile_option(self.compile)
         for name, known in (
             ("zero_stage", (None, *ZERO_STAGES)),
             ("average_loss_over", LOSS_AVERAGES),
@@ -374,9 +374,9 @@ class ParallelConfig:
         for name in ("data", "pipe"):
             if (size := getattr(self, name)) is not None:
                 check_axis_size(name, size)
-        num_ranks(self.sequence)
-        if num_ranks(self.tensor, "tensor") > 1 and self.tensor_parallel_mode != "1d":
-            sizes_of_mode(self.tensor_parallel_mode, self.tensor)
+        count_ranks(self.sequence)
+        if count_ranks(self.tensor, "tensor") > 1 and self.tensor_parallel_mode != "1d":
+            compute_grid_shape(self.tensor_parallel_mode, self.tensor)
         if self.micro_batches is not None or self.micro_batch_size is not None:
             check_micro_batch_arguments(self.micro_batches, self.micro_batch_size)
         MixedPrecision.of(self.precision), OffloadConfig.of(self.offload)
@@ -429,7 +429,7 @@ class ParallelConfig:
 
     @classmethod
     @cache
-    def described_fields(cls) -> dict[str, tuple[Any, str]]:
+    def get_field_descriptions(cls) -> dict[str, tuple[Any, str]]:
         """Return the type and the description of each field, for configuration files and the command line."""
         stand_ins = {"MixedPrecision": str, "OffloadConfig": str}
         hints = get_type_hints(cls, localns=stand_ins, include_extras=True)
@@ -438,9 +438,9 @@ class ParallelConfig:
     @property
     def sizes(self) -> dict[str, int | None]:
         """Size of each mesh axis, by the name of the axis. The size of the data axis may be None."""
-        from shardformer.mesh.rank_grid import num_ranks
+        from shardformer.mesh.rank_grid import count_ranks
 
-        composite = {name: num_ranks(getattr(self, name), name) for name in ("sequence", "tensor")}
+        composite = {name: count_ranks(getattr(self, name), name) for name in ("sequence", "tensor")}
         return {"data": self.data, "pipe": self.pipe, **composite}
 
     def describe(self, sizes: Mapping[str, int]) -> str:
@@ -469,9 +469,9 @@ class ParallelConfig:
         sizes = {name: size or 1 for name, size in self.sizes.items()}
         found = [
             (pipe, sequence, tensor)
-            for pipe in _divisors(self.pipe)
-            for sequence in _divisors(sizes["sequence"])
-            for tensor in _divisors(sizes["tensor"])
+            for pipe in _list_divisors(self.pipe)
+            for sequence in _list_divisors(sizes["sequence"])
+            for tensor in _list_divisors(sizes["tensor"])
             if num_processes % (pipe * sequence * tensor) == 0
         ]
         pipe, sequence, tensor = max(found, key=lambda sizes: (prod(sizes), sizes[2]))
@@ -518,7 +518,7 @@ class ParallelConfig:
         return 0 if self.zero_stage is None and needed else self.zero_stage
 
 
-def check_compile(value: Any) -> None:
+def check_compile_option(value: Any) -> None:
     """Raise ConfigError if ``compile`` is neither a bool nor a backend name. The backend is looked up later."""
     rule, remedy = "It must be a bool or the name of a backend of torch.compile", "Write compile=True"
     check_argument("compile", value, isinstance(value, bool | str) and value != "", rule, remedy)
@@ -533,5 +533,5 @@ def _to_json_value(value: Any) -> Any:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
-def _divisors(number: int) -> list[int]:
+def _list_divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]

@@ -19,7 +19,7 @@ from typing import Any
 TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
 
 
-def wants_traceback() -> bool:
+def is_traceback_enabled() -> bool:
     """Return whether errors are shown with a full traceback, because ``SHARDFORMER_TRACEBACK`` is set."""
     return os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0")
 
@@ -28,20 +28,20 @@ DOCUMENTATION = Path(__file__).resolve().parents[1] / "docs" / "policies.md"
 """A page of the documentation, which exists in a checkout and not in an installed wheel."""
 
 
-def locate_pages(text: str) -> str:
+def replace_doc_paths_with_urls(text: str) -> str:
     """Replace paths such as docs/policies.md by web addresses if the package was installed without these files.
 
     Without a project URL named Documentation, the replacement is the name of the page.
     """
     if "docs/" not in text or DOCUMENTATION.is_file():
         return text
-    urls = dict(url.split(", ", 1) for url in _project_urls())
+    urls = dict(url.split(", ", 1) for url in _get_project_urls())
     site = urls.get("Documentation", "").rstrip("/")
     page = rf"{site}/\1/" if site else r"the page '\1' of the documentation"
     return re.sub(r"\bdocs/([\w-]+)\.md\b", page, text)
 
 
-def _project_urls() -> list[str]:
+def _get_project_urls() -> list[str]:
     from importlib.metadata import PackageNotFoundError, metadata
 
     try:
@@ -65,8 +65,10 @@ class ShardFormerError(Exception):
     """
 
     def __init__(self, what: str, *, remedy: str, rule: str = "") -> None:
-        self.what, self.rule, self.remedy = map(_without_full_stop, (what, locate_pages(rule), locate_pages(remedy)))
-        super().__init__(" ".join(_with_full_stop(part) for part in (self.what, self.rule, self.remedy) if part))
+        self.what, self.rule, self.remedy = map(
+            _strip_full_stop, (what, replace_doc_paths_with_urls(rule), replace_doc_paths_with_urls(remedy))
+        )
+        super().__init__(" ".join(_ensure_full_stop(part) for part in (self.what, self.rule, self.remedy) if part))
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(type(self), self.what, rule=self.rule, remedy=self.remedy), ()
@@ -125,7 +127,7 @@ def check_int(name: str, value: object, least: int = 1, *, unit: str = "", examp
     suggested = example or max(least, 1)
     if isinstance(value, str) and value.isdecimal() and int(value) >= least:
         suggested = int(value)
-    _raise_unless_valid(name, value, is_valid, problem, f"Write {_argument_name(name)}={suggested}")
+    _raise_unless_valid(name, value, is_valid, problem, f"Write {_get_argument_name(name)}={suggested}")
 
 
 def check_number(
@@ -143,7 +145,7 @@ def check_number(
     limits = "above 0" if least is None else f"of at least {least:g}"
     limits += "" if below is None else f" and below {below:g}"
     problem = f"is not a number {limits}{unit and f' (in {unit})'}"
-    _raise_unless_valid(name, value, is_valid, problem, f"Write {_argument_name(name)}={example:g}")
+    _raise_unless_valid(name, value, is_valid, problem, f"Write {_get_argument_name(name)}={example:g}")
 
 
 def check_choice(name: str, value: object, choices: Iterable[object], rule: str = "") -> None:
@@ -167,18 +169,18 @@ def check_choice(name: str, value: object, choices: Iterable[object], rule: str 
         suggested, near = same_text[0], ""
     elif isinstance(value, int) and numbers and not is_bool:
         suggested, near = min(numbers, key=lambda n: abs(n - value)), ""
-    remedy = near if near.startswith("Did") else f"Write {_argument_name(name)}={suggested!r}"
+    remedy = near if near.startswith("Did") else f"Write {_get_argument_name(name)}={suggested!r}"
     _raise_unless_valid(name, value, False, problem, remedy, rule)
 
 
 def check_bool(name: str, value: object) -> None:
     """Raise ConfigError unless ``value`` is True or False."""
     _raise_unless_valid(
-        name, value, isinstance(value, bool), "is not True or False", f"Write {_argument_name(name)}=True"
+        name, value, isinstance(value, bool), "is not True or False", f"Write {_get_argument_name(name)}=True"
     )
 
 
-def check_names(given: Iterable[object], known: Iterable[str], what: str, rule: str) -> None:
+def check_names(given: Iterable[object], known: Iterable[str], problem: str, rule: str) -> None:
     """Raise ConfigError if ``given`` contains an unknown name. The error message suggests similar names.
 
     >>> check_names(["tensr"], ["tensor", "data"], "There is no axis", "The axes are tensor and data")
@@ -188,7 +190,7 @@ def check_names(given: Iterable[object], known: Iterable[str], what: str, rule: 
     names = list(known)
     for name in given:
         if name not in names:
-            raise ConfigError(f"{what} {name!r}.", rule=rule, remedy=did_you_mean(name, names))
+            raise ConfigError(f"{problem} {name!r}.", rule=rule, remedy=did_you_mean(name, names))
 
 
 def check_callable(name: str, value: object, rule: str) -> None:
@@ -201,10 +203,10 @@ OLDEST_RELEASES = {"accelerate": "1.12", "lightning": "2.5", "peft": "0.18", "tr
 """Oldest supported releases of the libraries of ``shardformer.integrations``, as in pyproject.toml."""
 
 
-def check_release(library: str, installed: str) -> None:
+def check_library_version(library: str, installed: str) -> None:
     """Raise ConfigError if the installed release of a library is older than the oldest supported one.
 
-    >>> check_release("trl", "1.15")
+    >>> check_library_version("trl", "1.15")
     Traceback (most recent call last):
     shardformer.errors.ConfigError: trl 1.15 is installed, but ShardFormer needs trl 1.16 or newer. Run pip ...
     """
@@ -217,11 +219,11 @@ def check_release(library: str, installed: str) -> None:
         )
 
 
-def _argument_name(name: str) -> str:
+def _get_argument_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def first_line(error: BaseException) -> str:
+def get_first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, without its full stop."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
@@ -248,28 +250,28 @@ def format_exception(error: ShardFormerError) -> str:
     return format_error(type(error).__name__, error.what, error.rule, error.remedy)
 
 
-def format_error(kind: str, what: str, rule: str, remedy: str) -> str:
+def format_error(class_name: str, message: str, rule: str, remedy: str) -> str:
     """Format an error for the terminal from its class name, message, rule and remedy."""
     hint = _HINT.search(remedy)
     meant = hint[0].strip() if hint else ""
     rest = _HINT.sub("", remedy, count=1).strip(" ")
-    below = [_with_full_stop(part) for part in (meant, rule, rest) if part.strip()]
-    return "\n".join([f"{kind}: {_with_full_stop(what)}", *(indent(part, "  ") for part in below)])
+    below = [_ensure_full_stop(part) for part in (meant, rule, rest) if part.strip()]
+    return "\n".join([f"{class_name}: {_ensure_full_stop(message)}", *(indent(part, "  ") for part in below)])
 
 
-def _without_full_stop(part: str) -> str:
+def _strip_full_stop(part: str) -> str:
     return part if part.endswith("...") else _FINAL_STOPS.sub("", part)
 
 
-def _with_full_stop(part: str) -> str:
+def _ensure_full_stop(part: str) -> str:
     return part if part.endswith((".", "\n", "!", "?")) else f"{part}."
 
 
-def import_optional(module: str, what: str, extra: str, instead: str = "", library: str | None = None) -> Any:
+def import_optional(module: str, feature: str, extra: str, instead: str = "", library: str | None = None) -> Any:
     """Import a module of an optional dependency. Raises ConfigError if the dependency is not installed.
 
     Args:
-        what: what needs the library.
+        feature: what needs the library.
         extra: the extra of this package that installs it.
         instead: what to do instead of installing it, as an infinitive.
         library: name of the library, if it is not the first part of ``module``.
@@ -279,7 +281,7 @@ def import_optional(module: str, what: str, extra: str, instead: str = "", libra
         return import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"{what} requires {library or module.partition('.')[0]}, which is not installed.",
+            f"{feature} requires {library or module.partition('.')[0]}, which is not installed.",
             remedy=f"Run pip install 'shardformer[{extra}]'" + (f", or {instead}" if instead else ""),
         ) from error
 

@@ -59,7 +59,7 @@ def find_module(module: nn.Module, path: str) -> nn.Module | None:
     return module
 
 
-def get_at(owner: object, path: str) -> Any:
+def get_by_path(owner: object, path: str) -> Any:
     """Return the submodule or attribute at a dotted path, or None if it does not exist."""
     try:
         return attrgetter(path)(owner) if path else owner
@@ -67,10 +67,10 @@ def get_at(owner: object, path: str) -> Any:
         return None
 
 
-def parent_of(model: object, path: str) -> tuple[Any, str]:
+def get_parent(model: object, path: str) -> tuple[Any, str]:
     """Return the object that owns the last attribute of a dotted path (or None), and the name of the attribute."""
     at, _, name = path.rpartition(".")
-    return get_at(model, at), name
+    return get_by_path(model, at), name
 
 
 def match_paths(path: str, names: Iterable[str]) -> list[str]:
@@ -93,7 +93,7 @@ def match_paths(path: str, names: Iterable[str]) -> list[str]:
 def get_module(module: nn.Module, path: str, where: str = "", hint: str = OPTIONAL_HINT) -> nn.Module:
     found = find_module(module, path)
     if found is None:
-        raise module_not_found_error(where, path, module, hint)
+        raise make_module_not_found_error(where, path, module, hint)
     return found
 
 
@@ -101,16 +101,16 @@ def module_exists(module: nn.Module, path: str, where: str = "") -> bool:
     """Return whether a submodule exists at ``path``. Raises PolicyError if it is missing and has no final ``?``."""
     there = find_module(module, path.rstrip("?")) is not None
     if not there and not path.endswith("?"):
-        raise module_not_found_error(where, path, module)
+        raise make_module_not_found_error(where, path, module)
     return there
 
 
-def existing_paths(names: Sequence[str], prefix: str, layer: nn.Module, path: str) -> list[str]:
+def list_existing_paths(names: Sequence[str], prefix: str, layer: nn.Module, path: str) -> list[str]:
     """Return the paths in ``names`` at which a layer has a submodule. Raises PolicyError if the layer has none."""
     paths = [resolve_path(prefix, name) for name in names]
     out = [name.rstrip("?") for name in paths if module_exists(layer, name, path)]
     if not out:
-        raise module_not_found_error(path, paths[0].rstrip("?"), layer)
+        raise make_module_not_found_error(path, paths[0].rstrip("?"), layer)
     return out
 
 
@@ -124,14 +124,14 @@ def get_linear(layer: nn.Module, name: str, path: str) -> nn.Module:
     return found
 
 
-def num_features(module: nn.Module, *, out: bool) -> int:
+def get_num_features(module: nn.Module, *, out: bool) -> int:
     weight = module.weight
     assert isinstance(weight, Tensor)
     return int(weight.shape[int(out == is_transposed(module))])
 
 
-def module_not_found_error(where: str, name: str, inside: nn.Module, hint: str = OPTIONAL_HINT) -> PolicyError:
+def make_module_not_found_error(where: str, name: str, module: nn.Module, hint: str = OPTIONAL_HINT) -> PolicyError:
     return PolicyError(
         f"The model has no module {join_path(where, name)!r}.",
-        remedy=did_you_mean(name, [n for n, _ in inside.named_modules() if n]) + hint,
+        remedy=did_you_mean(name, [n for n, _ in module.named_modules() if n]) + hint,
     )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import get_worker_info
 
 from shardformer.module_paths import LIBRARIES, find_configs
-from shardformer.torch_compat import DropoutBase, to_list, without_fake_tensors
+from shardformer.torch_compat import DropoutBase, tolist_or_ones, without_fake_tensors
 
 SPLITMIX64 = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 """Constants of splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014)."""
@@ -187,7 +187,7 @@ class LocalRandomState:
             seed, rank = self._share(seed.to(x.device)), -1
         self._outer = [(g, g.get_state()) for g in random_generators(x.device)]
         for g, _ in self._outer:
-            g.manual_seed(local_seed(int(to_list(seed)), rank))
+            g.manual_seed(local_seed(int(tolist_or_ones(seed)), rank))
 
     def leave(self) -> None:
         if self.is_in_graph and torch.compiler.is_compiling():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardformer.comm.collective_call import collective_call
 from shardformer.config import ShardConfig, ShardOptions
-from shardformer.consistency.initial_weights import check_same_files
+from shardformer.consistency.initial_weights import check_same_weight_files
 from shardformer.context_parallel.method import choose_ring_sizes, is_explicit_method
 from shardformer.discovery.derive_policy import (
     DerivedPolicy,
@@ -25,11 +25,11 @@ from shardformer.discovery.derive_policy import (
 )
 from shardformer.discovery.user_policy_validation import check_registered_policy, validate_user_policy
 from shardformer.discovery.validation import validate_context_parallel, validate_tensor_grid
-from shardformer.errors import ConfigError, PolicyError, first_line
+from shardformer.errors import ConfigError, PolicyError, get_first_line
 from shardformer.integrations.peft import PEFT_ENTRY_POINTS, has_adapters, shard_with_adapters
 from shardformer.layout.packed_weights import find_packed_weights
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.pipeline.layer_sequence import measure_layer_costs, no_layers_error
+from shardformer.pipeline.layer_sequence import make_no_layers_error, measure_layer_costs
 from shardformer.policies.policy import Policy, WithoutRules
 from shardformer.policies.registry import find_registered_policy, is_user_registered
 from shardformer.policies.role_policy import RolePolicy
@@ -110,7 +110,7 @@ def _shard_without_adapters(
         return sharder.plan(resolved)
 
     with sharder.restoring_on_error():
-        explain = partial(check_same_files, model, sharder.context)
+        explain = partial(check_same_weight_files, model, sharder.context)
         shared_params = sharder.shard(collective_call(sharder.context, plan, sharder.lines_to_compare, explain=explain))
         _replace_methods(sharder.model)
         call_after_import(*PEFT_ENTRY_POINTS)
@@ -162,7 +162,7 @@ def _find_and_bind_policy(sharder: Sharder, policy: Policy | type[Policy] | None
     except Exception as error:  # a family's policy can fail in any way on a model that the user changed
         if is_needed:
             raise
-        notes = [f"The model has no policy. Data parallelism needs none. {first_line(error)}"]
+        notes = [f"The model has no policy. Data parallelism needs none. {get_first_line(error)}"]
         return bind_policy(sharder, WithoutRules(), NO_POLICY, notes=notes)
 
 
@@ -338,7 +338,7 @@ def measure_pipeline_costs(
     chosen.set_shard_config(ShardConfig(context=ParallelContext.from_group(Axis("tensor"))))
     chain = chosen.layer_sequence()
     if not chain.stacks:
-        raise no_layers_error(model, "...")
+        raise make_no_layers_error(model, "...")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.no_grad(), fork_random_state(device):

@@ -80,7 +80,7 @@ def top_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], 
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def tensor_hooks_of(x: Tensor) -> list[Any]:
+def get_tensor_hooks(x: Tensor) -> list[Any]:
     """Return all gradient hooks that are registered on a tensor."""
     tables = (x._backward_hooks, getattr(x, "_post_accumulate_grad_hooks", None))
     return [hook for table in tables for hook in (table or {}).values()]
@@ -90,7 +90,7 @@ def has_step_hooks(optimizer: Any) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
-def active_ddp_module() -> nn.Module | None:
+def get_active_ddp_module() -> nn.Module | None:
     """Return the DistributedDataParallel module whose forward pass is running, or None."""
     return DistributedDataParallel._active_ddp_module
 
@@ -103,7 +103,7 @@ def is_dynamo_loaded() -> bool:
 COMPILED_CALL = "_compiled_call_impl"  # attribute of a module with the compiled call that ``module.compile()`` created
 
 
-def state_when_made(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
+def get_initial_optimizer_state(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
     """Return the state that an optimizer's constructor creates for a parameter, or {} if ``step`` creates it.
 
     In torch 2.11 Adagrad creates its state only in the constructor, so its step raises KeyError for a parameter that is
@@ -120,28 +120,28 @@ def state_when_made(optimizer: Optimizer, group: dict[str, Any], param: nn.Param
     return dict(made.state[param])
 
 
-def call_with_state_dict_hooks(optimizer: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Create a state dict with ``make``, and run an optimizer's ``state_dict`` hooks before and after it."""
+def call_with_state_dict_hooks(optimizer: Any, make_state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Create a state dict with ``make_state_dict``, and run an optimizer's ``state_dict`` hooks before and after it."""
     for hook in list(optimizer._optimizer_state_dict_pre_hooks.values()):
         hook(optimizer)
-    found = make()
+    found = make_state_dict()
     for hook in list(optimizer._optimizer_state_dict_post_hooks.values()):
         other = hook(optimizer, found)
         found = found if other is None else other
     return found
 
 
-def call_with_load_hooks(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
-    """Load a state dict with ``load``, and run an optimizer's ``load_state_dict`` hooks before and after it."""
+def call_with_load_hooks(optimizer: Any, state_dict: dict[str, Any], load_fn: Callable[[dict[str, Any]], None]) -> None:
+    """Load a state dict with ``load_fn``, and run an optimizer's ``load_state_dict`` hooks before and after it."""
     for hook in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):
         other = hook(optimizer, state_dict)
         state_dict = state_dict if other is None else other
-    load(state_dict)
+    load_fn(state_dict)
     for hook in list(optimizer._optimizer_load_state_dict_post_hooks.values()):
         hook(optimizer)
 
 
-def wrapped_module_attribute(module: nn.Module) -> str | None:
+def get_wrapped_module_attribute(module: nn.Module) -> str | None:
     """Return the name of the attribute in which a torch wrapper stores its module, or None for any other module.
 
     The wrappers are those of activation checkpointing, activation offload and ``torch.compile``. Their classes are
@@ -196,16 +196,16 @@ def count_started_collectives() -> dict[str, int]:
     for group, name in list(distributed_c10d._world.pg_names.items()):
         with suppress(RuntimeError, ValueError, KeyError):  # a group that is being destroyed
             if counts_all_collectives(group):
-                found[str(name)] = num_started_collectives(group)
+                found[str(name)] = get_collective_count(group)
     return found
 
 
-def num_started_collectives(group: Any) -> int:
+def get_collective_count(group: Any) -> int:
     """Return how many collectives this process has started on a gloo process group."""
     return int(group._get_sequence_number_for_group())
 
 
-def name_of_group(group: dist.ProcessGroup | None) -> str:
+def get_group_name(group: dist.ProcessGroup | None) -> str:
     """Return the name of a process group, or of the default group for None. It is empty outside the group."""
     group = distributed_c10d._get_default_group() if group is None else group
     return str(distributed_c10d._world.pg_names.get(group, ""))
@@ -243,7 +243,7 @@ def has_meta_tensors(model: nn.Module) -> bool:
         return any([t.is_meta for t in (*model.parameters(), *model.buffers())])
 
 
-def to_list(x: Tensor) -> Any:
+def tolist_or_ones(x: Tensor) -> Any:
     """Return ``x.tolist()``. For a meta or fake tensor, which has no values, return nested lists of ones."""
     if has_data(x):
         return x.tolist()
@@ -253,7 +253,7 @@ def to_list(x: Tensor) -> Any:
     return ones
 
 
-def is_true(x: Tensor) -> bool:
+def is_true_or_unknown(x: Tensor) -> bool:
     """Return ``bool(x)``. For a meta or fake tensor, return True, so that checks pass while a step is traced."""
     return bool(x) if has_data(x) else True
 
@@ -261,12 +261,12 @@ def is_true(x: Tensor) -> bool:
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 
-def storage_use_count(x: Tensor) -> int:
+def get_storage_use_count(x: Tensor) -> int:
     """Return the number of references to the storage of a tensor."""
-    return int(torch._C._storage_Use_Count(memory_of(x)))
+    return int(torch._C._storage_Use_Count(get_storage_id(x)))
 
 
-def memory_of(x: Tensor) -> int:
+def get_storage_id(x: Tensor) -> int:
     """Return a unique ID of a tensor's storage, even for meta and fake tensors, which have no data pointer."""
     return storage_id(x.untyped_storage())
 
@@ -277,73 +277,73 @@ without_fake_tensors = unset_fake_temporarily
 Node = Any  # torch.autograd.graph.Node, whose subclasses have different additional attributes
 
 
-def gradient_shape(edge: GradientEdge) -> tuple[int, ...]:
+def get_gradient_shape(edge: GradientEdge) -> tuple[int, ...]:
     """Return the shape of the gradient that flows along an edge of the autograd graph."""
     node: Any = edge.node
     return tuple(node._input_metadata[edge.output_nr].shape)
 
 
-def run_at_position_of(node: Node, other: Node) -> None:
+def copy_sequence_number(node: Node, other: Node) -> None:
     """Make an autograd node run at the same position in the backward pass as another node."""
     node._set_sequence_nr(other._sequence_nr())
 
 
-def as_tuple(given: Any) -> Any:
-    return given if isinstance(given, tuple | list) else (given,)
+def as_tuple(value: Any) -> Any:
+    return value if isinstance(value, tuple | list) else (value,)
 
 
-def custom_function_of(node: Node) -> Any:
+def get_autograd_function(node: Node) -> Any:
     """Return the ``torch.autograd.Function`` that created an autograd node, or None for a built-in operation."""
     return getattr(node, "_forward_cls", None)
 
 
 @cache
-def saved_tensor_names(kind: Any) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+def list_saved_tensor_attributes(node_class: Any) -> tuple[str, ...]:
+    return tuple(name for name in dir(node_class) if name.startswith("_raw_saved_"))
 
 
-def saved_tensors_of(node: Node) -> Iterator[Any]:
+def iter_saved_tensors(node: Node) -> Iterator[Any]:
     """Yield the ``SavedTensor`` objects that the forward pass has stored in an autograd node."""
     kind: Any = type(node)
-    for name in saved_tensor_names(kind):
+    for name in list_saved_tensor_attributes(kind):
         saved = getattr(node, name)
         yield from (one for one in as_tuple(saved) if one is not None)
 
 
 def has_unpack_hooks(node: Node) -> bool:
     """Return whether the saved tensors of an autograd node have unpack hooks, as in activation checkpointing."""
-    return any(getattr(saved, "unpack_hook", None) is not None for saved in saved_tensors_of(node))
+    return any(getattr(saved, "unpack_hook", None) is not None for saved in iter_saved_tensors(node))
 
 
 def release_saved_tensors(nodes: Iterable[Node]) -> None:
     """Free the saved tensors of autograd nodes after their backward pass, even if the graph is still alive."""
     for node in nodes:
-        for saved in saved_tensors_of(node):
+        for saved in iter_saved_tensors(node):
             try:
-                saved.register_hooks(lambda _: None, raise_released)
+                saved.register_hooks(lambda _: None, raise_released_error)
             except RuntimeError:  # no tensor is saved, or a hook has packed it
                 pass
 
 
-def raise_released(_: object) -> Tensor:
-    raise RuntimeError("Trying to backward through a graph whose saved tensors backward_of_inputs has already freed.")
+def raise_released_error(_: object) -> Tensor:
+    raise RuntimeError("Trying to backward through a graph whose saved tensors run_input_backward has already freed.")
 
 
-def compile_errors() -> type[Exception]:
+def get_compile_error_class() -> type[Exception]:
     """Return the base class of all errors that ``torch.compile`` raises, such as for code that cannot be traced."""
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException
 
 
-def recompile_limit_error() -> type[Exception]:
+def get_recompile_limit_error_class() -> type[Exception]:
     """Return the class of the error that a function compiled with ``fullgraph=True`` raises at its recompile limit."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     return FailOnRecompileLimitHit
 
 
-def backend_compiler(
+def get_backend_compiler(
     backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
 ) -> Callable[..., Any]:
     """Return the function with which a backend of ``torch.compile`` compiles a graph. Raises for an unknown backend."""
@@ -356,14 +356,14 @@ def backend_compiler(
     return backend
 
 
-def name_of_backend(backend: str | Callable[..., Any]) -> str:
+def get_backend_name(backend: str | Callable[..., Any]) -> str:
     """Return the name of a backend of ``torch.compile``, which may be a name or a function."""
     if isinstance(backend, str):
         return backend
     return str(getattr(backend, "compiler_name", getattr(backend, "__name__", "a function")))
 
 
-def reason_of_recompilation(call: Callable[[], Any]) -> str:
+def get_recompile_reason(function: Callable[[], Any]) -> str:
     """Run a function that reaches the recompile limit, and return the reason that ``torch.compile`` logs for it."""
     reasons: list[str] = []
 
@@ -375,8 +375,8 @@ def reason_of_recompilation(call: Callable[[], Any]) -> str:
     logger = logging.getLogger("torch._dynamo.convert_frame")
     logger.addFilter(note)
     try:
-        call()
-    except recompile_limit_error():
+        function()
+    except get_recompile_limit_error_class():
         pass
     finally:
         logger.removeFilter(note)

@@ -45,7 +45,7 @@ class Patch:
 
 _LOCK = threading.RLock()
 _INSTALLED: dict[Patch, Undo] = {}
-_BLOCKS: dict[Patch, int] = {}  # number of active ``temporarily`` blocks of each patch, in all threads
+_BLOCKS: dict[Patch, int] = {}  # number of active ``temporary_patch`` blocks of each patch, in all threads
 
 
 def installed() -> tuple[Patch, ...]:
@@ -68,7 +68,7 @@ def install_all(patches: Mapping[Patch, Apply]) -> None:
 
 
 def uninstall() -> None:
-    """Remove all patches of torch and transformers, except those of an active ``temporarily`` block.
+    """Remove all patches of torch and transformers, except those of an active ``temporary_patch`` block.
 
     Sharded models need the patches, so do not continue to train them.
 
@@ -82,7 +82,7 @@ def uninstall() -> None:
 
 
 @contextmanager
-def temporarily(patch: Patch, apply: Apply) -> Iterator[None]:
+def temporary_patch(patch: Patch, apply: Apply) -> Iterator[None]:
     """Install a patch for the duration of a ``with`` block. Threads share the patch, and the last block removes it."""
     with _LOCK:
         install(patch, apply)
@@ -145,7 +145,7 @@ class ImportFinder(MetaPathFinder):
         return spec
 
 
-def call_after_import(name: str, patch: Patch, call: Callable[[], object]) -> None:
+def call_after_import(name: str, patch: Patch, callback: Callable[[], object]) -> None:
     """Call a function after the import of a module, or immediately if the module is already imported.
 
     Args:
@@ -153,41 +153,43 @@ def call_after_import(name: str, patch: Patch, call: Callable[[], object]) -> No
         patch: description of the entry that ``sys.meta_path`` gets in the second case.
     """
     if name in sys.modules:
-        call()
+        callback()
         return
 
     def apply() -> Undo:
-        finder = ImportFinder(name, call)
+        finder = ImportFinder(name, callback)
         sys.meta_path.insert(0, finder)
         return lambda: sys.meta_path.remove(finder)
 
     install(patch, apply)
 
 
-def replace_decorated(function: Any, make: Callable[[Any], Any], *places: tuple[Any, str]) -> Undo:
+def replace_decorated_function(
+    function: Any, make_replacement: Callable[[Any], Any], *locations: tuple[Any, str]
+) -> Undo:
     """Replace the function inside a decorated function, even for code that has imported the decorated function.
 
     Args:
         function: the decorated function.
-        make: original function -> new function.
-        places: the locations of the decorated function, as (module, name). They are replaced if this version of the
+        make_replacement: original function -> new function.
+        locations: the locations of the decorated function, as (module, name). They are replaced if this version of the
             library decorates it differently. Functions that a script imported before then stay unchanged.
     """
     original = getattr(function, "__wrapped__", function)
-    new = make(original)
+    new = make_replacement(original)
     for cell in getattr(function, "__closure__", None) or ():
         if cell.cell_contents is original:
-            return all_of(
+            return chain_undo_functions(
                 replace_attribute(cell, "cell_contents", new), replace_attribute(function, "__wrapped__", new)
             )
-    return all_of(*(replace_attribute(module, name, new) for module, name in places))
+    return chain_undo_functions(*(replace_attribute(module, name, new) for module, name in locations))
 
 
-def all_of(*undo: Undo) -> Undo:
+def chain_undo_functions(*undo_functions: Undo) -> Undo:
     """Combine several undo functions into one that calls them in reverse order."""
 
     def undo_all() -> None:
-        for each in reversed(undo):
+        for each in reversed(undo_functions):
             each()
 
     return undo_all

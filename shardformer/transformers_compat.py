@@ -18,7 +18,7 @@ from typing import Any, Unpack, get_args, get_origin
 import torch
 from torch import Tensor, nn
 
-from shardformer.torch_patches import Patch, all_of, install, replace_attribute
+from shardformer.torch_patches import Patch, chain_undo_functions, install, replace_attribute
 
 
 def load_transformers() -> Any:
@@ -34,7 +34,7 @@ def load_transformers() -> Any:
     return transformers
 
 
-def save_code(model: Any, folder: str | os.PathLike[str], config: Any) -> None:
+def save_custom_code(model: Any, folder: str | os.PathLike[str], config: Any) -> None:
     """Copy the Python files of a ``trust_remote_code`` model into a folder, like ``save_pretrained``.
 
     Args:
@@ -46,7 +46,7 @@ def save_code(model: Any, folder: str | os.PathLike[str], config: Any) -> None:
         custom_object_save(model, folder, config=config)
 
 
-def uninitialized_weights() -> AbstractContextManager[Any]:
+def skip_weight_init() -> AbstractContextManager[Any]:
     """Return a context manager in which models are built without initializing or tying their weights.
 
     Under fake tensors, some initializations of torch (``trunc_normal_``) fail, because they read values.
@@ -57,9 +57,9 @@ def uninitialized_weights() -> AbstractContextManager[Any]:
     return context
 
 
-def config_classes_of(kind: Any) -> Collection[type] | None:
+def get_config_classes(model_class: Any) -> Collection[type] | None:
     """Return the config classes that a transformers Auto class supports, or None for any other class."""
-    found: Collection[type] | None = getattr(kind, "_model_mapping", None)
+    found: Collection[type] | None = getattr(model_class, "_model_mapping", None)
     return found
 
 
@@ -75,7 +75,8 @@ def _disable_auto_docstring() -> None:
     importlib.import_module("transformers.utils.auto_docstring")
     modules = utils, sys.modules["transformers.utils.auto_docstring"]  # utils has the function of that name
     install(
-        DOCSTRING_PATCH, lambda: all_of(*(replace_attribute(m, "auto_docstring", _skip_docstring) for m in modules))
+        DOCSTRING_PATCH,
+        lambda: chain_undo_functions(*(replace_attribute(m, "auto_docstring", _skip_docstring) for m in modules)),
     )
 
 
@@ -100,18 +101,18 @@ def _is_tuple_of_tensors(layer: tuple[Any, ...]) -> bool:
     return any(isinstance(x, Tensor) for x in layer) and all(x is None or isinstance(x, Tensor) for x in layer)
 
 
-def caches_in(values: Iterable[Any]) -> list[Any]:
+def find_kv_caches(values: Iterable[Any]) -> list[Any]:
     """Return all arguments of a forward pass that are key-value caches."""
     return [value for value in values if is_cache(value)]
 
 
-def holds_tokens(cache: Any) -> bool:
+def has_cached_tokens(cache: Any) -> bool:
     """Return whether a key-value cache contains tokens of an earlier forward pass."""
     count = getattr(cache, "get_seq_length", None)
     return count is None or bool(count())
 
 
-def forward_without_checkpointing(forward: Any) -> Any:
+def unwrap_checkpointed_forward(forward: Any) -> Any:
     """Return a layer's ``forward`` without the wrapper that transformers adds for activation checkpointing.
 
     transformers 5.20 and later wrap the `forward` of each class of layers that supports activation checkpointing.
@@ -122,18 +123,18 @@ def forward_without_checkpointing(forward: Any) -> Any:
     return forward
 
 
-def checkpointing_function(layer: nn.Module) -> Any:
+def get_checkpointing_function(layer: nn.Module) -> Any:
     """Return the function that runs a layer with activation checkpointing, or None if it is not enabled."""
     is_enabled = layer.training and getattr(layer, "gradient_checkpointing", False)
     return getattr(layer, "_gradient_checkpointing_func", None) if is_enabled else None
 
 
-def arguments_of(model: nn.Module) -> frozenset[str]:
+def get_forward_argument_names(model: nn.Module) -> frozenset[str]:
     """Return the names of the arguments of a model's ``forward`` method."""
     return frozenset(inspect.signature(model.forward).parameters)
 
 
-def accepted_keywords(model: nn.Module) -> frozenset[str] | None:
+def get_accepted_keywords(model: nn.Module) -> frozenset[str] | None:
     """Return the names of all keyword arguments that a model's ``forward`` accepts, or None if it accepts any name.
 
     transformers declares the content of ``**kwargs`` by a ``TypedDict``. Wrappers such as adapters accept the arguments
@@ -151,15 +152,15 @@ def accepted_keywords(model: nn.Module) -> frozenset[str] | None:
             takes_more = True
     unwrap: Any = getattr(model, "get_base_model", None)
     inner = unwrap() if takes_more and unwrap is not None else None
-    known = accepted_keywords(inner) if isinstance(inner, nn.Module) and inner is not model else None
+    known = get_accepted_keywords(inner) if isinstance(inner, nn.Module) and inner is not model else None
     if takes_more and known is None:
         return None
     return frozenset(named | (known or frozenset()))
 
 
-def forward_arguments(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+def filter_forward_arguments(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Return the entries of a batch that a model's ``forward`` accepts as keyword arguments."""
-    names = accepted_keywords(model)
+    names = get_accepted_keywords(model)
     return {name: value for name, value in batch.items() if names is None or name in names}
 
 
@@ -189,7 +190,7 @@ def prepare_batch_without_cache(batch: Mapping[str, Any], model: nn.Module, *, i
     return new
 
 
-def without_caches(output: Any, arguments: Collection[str]) -> Any:
+def remove_kv_caches(output: Any, arguments: Collection[str]) -> Any:
     """Return a copy of a model's output without key-value caches, or None if the output has no cache.
 
     Args:

@@ -74,7 +74,7 @@ def test_a_field_round_trips_through_json(name: str) -> None:
 
 
 def test_every_field_is_described() -> None:
-    assert [name for name, (_, text) in ParallelConfig.described_fields().items() if not text.endswith(".")] == []
+    assert [name for name, (_, text) in ParallelConfig.get_field_descriptions().items() if not text.endswith(".")] == []
 
 
 def test_an_unknown_field_suggests_the_nearest() -> None:

@@ -54,5 +54,5 @@ def test_a_wheel_names_pages_that_its_user_can_find(
     remedy = "Write a policy (docs/add-a-model.md)"
     assert ConfigError("It failed.", remedy=remedy).remedy == remedy, "in a checkout"
     monkeypatch.setattr("shardformer.errors.DOCUMENTATION", tmp_path / "policies.md")
-    monkeypatch.setattr("shardformer.errors._project_urls", lambda: urls)
+    monkeypatch.setattr("shardformer.errors._get_project_urls", lambda: urls)
     assert str(ConfigError("It failed.", remedy=remedy)) == f"It failed. Write a policy ({expected})."

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Adagrad
 
-from shardformer.torch_compat import state_when_made, view_as_bytes
-from shardformer.zero.elementwise_trial import needs_full_matrices, state_after_step, state_bytes
+from shardformer.torch_compat import get_initial_optimizer_state, view_as_bytes
+from shardformer.zero.elementwise_trial import compute_state_after_step, estimate_state_bytes, needs_full_matrices
 
 own_init_group: Any = Adagrad._init_group
 
@@ -32,15 +32,15 @@ def adagrad(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_adagrad_gets_state_for_parameters_added_later(adagrad: Adagrad) -> None:
     group, param = adagrad.param_groups[0], torch.zeros(3)
     assert not needs_full_matrices(adagrad)
-    assert state_after_step(adagrad, group, param)["sum"].tolist() == [1.5, 1.5, 1.5]
-    assert state_bytes(adagrad, group, torch.zeros(8, 8)) == 64 * 4
+    assert compute_state_after_step(adagrad, group, param)["sum"].tolist() == [1.5, 1.5, 1.5]
+    assert estimate_state_bytes(adagrad, group, torch.zeros(8, 8)) == 64 * 4
 
 
 def test_only_adagrad_has_state_before_its_first_step() -> None:
     param = nn.Parameter(torch.zeros(3))
     for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Rprop):
         optimizer: torch.optim.Optimizer = kind([param])
-        assert state_when_made(optimizer, optimizer.param_groups[0], param) == {} == dict(optimizer.state)
+        assert get_initial_optimizer_state(optimizer, optimizer.param_groups[0], param) == {} == dict(optimizer.state)
 
 
 def test_the_bytes_of_an_expanded_element_can_be_read() -> None:

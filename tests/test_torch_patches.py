@@ -138,14 +138,14 @@ def test_blocks_of_several_threads_share_a_patch_and_the_last_one_removes_it() -
         return torch_patches.replace_attribute(library, "function", min)
 
     def other() -> None:
-        with torch_patches.temporarily(patch, block):
+        with torch_patches.temporary_patch(patch, block):
             inside.set()
             leave.wait(10)
 
     thread = threading.Thread(target=other)
     thread.start()
     assert inside.wait(10)
-    with torch_patches.temporarily(patch, block):
+    with torch_patches.temporary_patch(patch, block):
         torch_patches.uninstall()
         assert library.function is min
     assert library.function is min and patch in torch_patches.installed()
@@ -157,7 +157,7 @@ def test_blocks_of_several_threads_share_a_patch_and_the_last_one_removes_it() -
 
 def test_an_undecorated_function_is_replaced_in_its_library() -> None:
     here, there = SimpleNamespace(f=len), SimpleNamespace(g=len)
-    undo = torch_patches.replace_decorated(len, lambda f: min, (here, "f"), (there, "g"))
+    undo = torch_patches.replace_decorated_function(len, lambda f: min, (here, "f"), (there, "g"))
     assert here.f is there.g is min
     undo()
     assert here.f is there.g is len

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.comm.collectives import all_gather_objects, gather_full
+from shardformer.comm.collectives import all_gather_objects, gather_full_tensor
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.config import ShardConfig
 from shardformer.gradients.clipping import clip_grad_norm_
@@ -55,7 +55,11 @@ def gradients(model: nn.Module) -> Values:
     if not is_sharded(model):
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     axis, specs = metadata_of(model).context.tensor, shard_specs(model)
-    return {n: gather_full(p.grad, specs[n], lambda _: axis) for n, p in model.named_parameters() if p.grad is not None}
+    return {
+        n: gather_full_tensor(p.grad, specs[n], lambda _: axis)
+        for n, p in model.named_parameters()
+        if p.grad is not None
+    }
 
 
 def weights(model: nn.Module) -> Values:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from shardformer.transformers_compat import (
-    arguments_of,
-    caches_in,
-    holds_tokens,
+    find_kv_caches,
+    get_forward_argument_names,
+    has_cached_tokens,
     is_cache,
+    remove_kv_caches,
     synchronize_generation,
-    without_caches,
 )
 
 X = torch.ones(1, 1, 2, 2)
@@ -44,7 +44,7 @@ def filled() -> DynamicCache:
 @pytest.mark.parametrize("value", [DynamicCache(), filled(), ((X, X), (X, X)), [(X, X, None)]])
 def test_caches_are_recognized_by_type(value: Any) -> None:
     assert is_cache(value)
-    assert caches_in([X, None, value, "eager", 3]) == [value]
+    assert find_kv_caches([X, None, value, "eager", 3]) == [value]
 
 
 @pytest.mark.parametrize("value", [None, X, (X, X), [X], (), ((),), {"a": X}, "cache", (("a", "b"),), (X, (X, X))])
@@ -53,26 +53,26 @@ def test_tensors_and_tuples_of_tensors_are_not_caches(value: Any) -> None:
 
 
 def test_a_new_cache_is_empty() -> None:
-    assert not holds_tokens(DynamicCache())
-    assert holds_tokens(filled())
-    assert holds_tokens(((X, X),))
+    assert not has_cached_tokens(DynamicCache())
+    assert has_cached_tokens(filled())
+    assert has_cached_tokens(((X, X),))
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache_params", "cache", "a name that is yet to come"])
 def test_caches_are_removed_from_outputs_under_any_name(name: str) -> None:
-    found = without_caches(Output(logits=X, **{name: filled()}), arguments_of(Model()))
+    found = remove_kv_caches(Output(logits=X, **{name: filled()}), get_forward_argument_names(Model()))
     assert type(found) is Output
     assert list(found) == ["logits"]
 
 
 @pytest.mark.parametrize("name", ["mems", "state"])
 def test_state_for_a_later_forward_is_removed(name: str) -> None:
-    assert list(without_caches(Output(logits=X, **{name: [X, X]}), arguments_of(Model()))) == ["logits"]
+    assert list(remove_kv_caches(Output(logits=X, **{name: [X, X]}), get_forward_argument_names(Model()))) == ["logits"]
 
 
 def test_an_output_without_a_cache_is_unchanged() -> None:
     for output in (Output(logits=X, attention_mask=X, hidden_states=(X, X)), X, (X, filled()), None):
-        assert without_caches(output, arguments_of(Model())) is None
+        assert remove_kv_caches(output, get_forward_argument_names(Model())) is None
 
 
 @pytest.mark.full

@@ -186,7 +186,7 @@ def _refusing(name: str) -> Iterator[None]:
         patch.setattr(subprocess.Popen, "__init__", refuse("starts a process"))
         patch.setattr(subprocess.Popen, "__del__", lambda self: None)
         patch.setattr(multiprocessing.process.BaseProcess, "start", refuse("starts a process"))
-        patch.setattr("shardformer.discovery.derive_policy.derive_policy_on", refuse("derives a policy"))
+        patch.setattr("shardformer.discovery.derive_policy.derive_policy_from_forward", refuse("derives a policy"))
         yield
 
 

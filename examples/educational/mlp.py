@@ -19,7 +19,7 @@ from measuring import add_arguments, profiled, report, start
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from shardformer.comm.collectives import gather_full
+from shardformer.comm.collectives import gather_full_tensor
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.mesh.parallel_context import ParallelContext
@@ -76,7 +76,7 @@ def train(model: MLP, x_BH: Tensor, context: ParallelContext) -> None:
             loss = model(x_BH).sum()
             loss.backward()
             # Gathered only to be looked at: Adam treats each number by itself, so every rank updates its own.
-            gradient_HH = gather_full(model.fc1.weight.grad, spec, context.axis)
+            gradient_HH = gather_full_tensor(model.fc1.weight.grad, spec, context.axis)
             optimizer.step()
             optimizer.zero_grad()
         if context.tensor.rank == 0:

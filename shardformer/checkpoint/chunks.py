@@ -26,10 +26,10 @@ LocalChunks = tuple[list[NamedChunk], dict[str, tuple[Offsets, int]]]
 """The chunks that one rank stores, and the full shape and element size in bytes of each tensor."""
 
 
-def intersect_chunks(one: ChunkBounds, other: ChunkBounds) -> ChunkBounds | None:
+def intersect_chunks(first: ChunkBounds, second: ChunkBounds) -> ChunkBounds | None:
     """Return the overlap of two chunks of a tensor, or None if they have no elements in common."""
-    low = tuple(max(a, b) for a, b in zip(one[0], other[0], strict=True))
-    high = [min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True)]
+    low = tuple(max(a, b) for a, b in zip(first[0], second[0], strict=True))
+    high = [min(a + n, b + m) for a, n, b, m in zip(*first, *second, strict=True)]
     if all(a < b for a, b in zip(low, high, strict=True)):
         return low, tuple(b - a for a, b in zip(low, high, strict=True))
     return None
@@ -108,18 +108,18 @@ class FlatRegion:
         """Allocate an uninitialized CPU tensor with as many elements as this region."""
         return torch.empty(self.local_shape if self.flat_range is None else self.numel, dtype=dtype)
 
-    def item(self, name: str, x: Tensor) -> TensorItem:
-        """Return a ``TensorItem`` whose chunks are views of ``x``, the buffer that holds this region."""
-        return TensorItem(name, self.shape, x.dtype, self.views(x))
+    def item(self, name: str, buffer: Tensor) -> TensorItem:
+        """Return a ``TensorItem`` whose chunks are views of ``buffer``, the buffer that holds this region."""
+        return TensorItem(name, self.shape, buffer.dtype, self.views(buffer))
 
-    def views(self, x: Tensor) -> list[LocalChunk]:
-        """Split the buffer ``x``, which holds this region, into rectangular chunks of the full tensor."""
+    def views(self, buffer: Tensor) -> list[LocalChunk]:
+        """Split the buffer ``buffer``, which holds this region, into rectangular chunks of the full tensor."""
         origin = (0,) * len(self.shape)
         boxes = (Box(origin, origin, self.shape),) if self.spec is None else self.spec.boxes(self.coords)
         if self.flat_range is None:
-            return [LocalChunk(box.full, box.of_local(x)) for box in boxes if all(box.size)]
+            return [LocalChunk(box.full, box.of_local(buffer)) for box in boxes if all(box.size)]
         bounds = list(flat_range_to_chunks(self.local_shape, self.flat_range.start, self.flat_range.stop))
-        values = x.reshape(-1).split([prod(size) for _, size in bounds])
+        values = buffer.reshape(-1).split([prod(size) for _, size in bounds])
         chunks = []
         for box in boxes:
             for (start, size), flat in zip(bounds, values, strict=True):
@@ -145,17 +145,17 @@ def flat_range_to_chunks(shape: Offsets, begin: int, end: int) -> Iterator[Chunk
     inner = prod(shape[1:])
     (first, low), (last, high) = divmod(begin, inner), divmod(end, inner)
     if first == last:
-        yield from _chunks_in_row(shape, first, low, high)
+        yield from _iterate_row_chunks(shape, first, low, high)
         return
     if low:
-        yield from _chunks_in_row(shape, first, low, inner)
+        yield from _iterate_row_chunks(shape, first, low, inner)
         first += 1
     if last > first:
         yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
-    yield from _chunks_in_row(shape, last, 0, high)
+    yield from _iterate_row_chunks(shape, last, 0, high)
 
 
-def _chunks_in_row(shape: Offsets, row: int, begin: int, end: int) -> Iterator[ChunkBounds]:
+def _iterate_row_chunks(shape: Offsets, row: int, begin: int, end: int) -> Iterator[ChunkBounds]:
     for start, size in flat_range_to_chunks(shape[1:], begin, end):
         yield (row, *start), (1, *size)
 
@@ -166,21 +166,21 @@ def list_local_chunks(items: Sequence[TensorItem]) -> LocalChunks:
     return chunks, {item.name: (item.shape, item.dtype.itemsize) for item in items}
 
 
-def drop_tensors(local: LocalChunks, names: Container[str]) -> LocalChunks:
+def drop_tensors(local_chunks: LocalChunks, names: Container[str]) -> LocalChunks:
     """Remove the chunks of the tensors in ``names`` from the list of the chunks that a rank stores."""
-    chunks, tensors = local
+    chunks, tensors = local_chunks
     return [chunk for chunk in chunks if chunk[0] not in names], {n: x for n, x in tensors.items() if n not in names}
 
 
-def assign_writes(items: Sequence[TensorItem], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
+def assign_chunk_writes(items: Sequence[TensorItem], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
     """Choose one rank to write each tensor element, and return the chunks that this rank must write.
 
     Communicates one gather of all ranks' chunk bounds.
     """
-    return assign_local_writes(all_gather_objects(list_local_chunks(items), world), world)
+    return select_chunks_to_write(all_gather_objects(list_local_chunks(items), world), world)
 
 
-def assign_local_writes(chunks_by_rank: Sequence[LocalChunks], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
+def select_chunks_to_write(chunks_by_rank: Sequence[LocalChunks], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
     """Compute which chunks this rank must write, based on the lists of chunks that all ranks store.
 
     Chunks of different ranks may be identical, disjoint, or overlap partially.

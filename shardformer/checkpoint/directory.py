@@ -23,7 +23,7 @@ from weakref import ref
 
 from torch import nn
 
-from shardformer.checkpoint.file_format import INDEX_FILE, CheckpointIndex, read_save_order
+from shardformer.checkpoint.file_format import INDEX_FILE, CheckpointIndex, read_number_and_time
 from shardformer.checkpoint.retention import (
     STEP_NAME,
     delete_hidden_folder,
@@ -35,11 +35,11 @@ from shardformer.errors import ConfigError
 from shardformer.filesystem.atomic_write import (
     DROPPED,
     SAVING,
-    exchange,
+    make_temporary_path,
+    move_into_place,
     parse_temporary_name,
     remove,
     replace_text,
-    temporary_path,
 )
 from shardformer.filesystem.lock import check_lock_is_held, hold
 
@@ -56,14 +56,14 @@ _RESUMED_FROM = "_shardformer_goes_on"
 """Attribute of a model: real paths of the directories it was resumed from."""
 
 
-def step_folder(root: Path, step: int) -> Path:
+def get_step_folder(root: Path, step: int) -> Path:
     """Return the path of the checkpoint of a training step, such as ``root/step-00000100``."""
     return root / f"step-{step:08d}"
 
 
-def hidden_folder(root: Path, step: int) -> Path:
+def make_hidden_path(root: Path, step: int) -> Path:
     """Return a new hidden path at which a checkpoint is stored until it is complete."""
-    return temporary_path(step_folder(root, step))
+    return make_temporary_path(get_step_folder(root, step))
 
 
 def lock_directory(root: Path, step: int, owner: nn.Module) -> bool:
@@ -83,7 +83,7 @@ def lock_directory(root: Path, step: int, owner: nn.Module) -> bool:
         raise ConfigError(
             f"Cannot save a checkpoint into {root}, because it is a file.", remedy="Pass the path of a directory."
         )
-    named = step_folder(root, step)
+    named = get_step_folder(root, step)
     if os.path.lexists(named) and (named.is_symlink() or not named.is_dir()):
         raise ConfigError(
             f"Cannot save the checkpoint {named}, because this path is a "
@@ -101,7 +101,7 @@ def lock_directory(root: Path, step: int, owner: nn.Module) -> bool:
         found = parse_temporary_name(path)
         if found is None or not (STEP_NAME.fullmatch(found.name) or found.name == LATEST):
             continue
-        if not (found.owner.is_dead or not found.owner.is_here):
+        if not (found.owner.is_dead or not found.owner.is_on_this_machine):
             continue  # in use by this process; the lock excludes processes of other hosts
         if found.kind == SAVING:
             remove(path)
@@ -111,10 +111,10 @@ def lock_directory(root: Path, step: int, owner: nn.Module) -> bool:
     return is_new
 
 
-def _is_saved_by_another_model(named: Path, model: nn.Module) -> bool:
-    """Return whether the checkpoint at the path ``named`` was saved by a different model of this process."""
-    saved = _SAVED.get(os.path.realpath(named), lambda: None)
-    goes_on = os.path.realpath(named.parent) in model.__dict__.get(_RESUMED_FROM, ())
+def _is_saved_by_another_model(path: Path, model: nn.Module) -> bool:
+    """Return whether the checkpoint at the path ``path`` was saved by a different model of this process."""
+    saved = _SAVED.get(os.path.realpath(path), lambda: None)
+    goes_on = os.path.realpath(path.parent) in model.__dict__.get(_RESUMED_FROM, ())
     other = saved()
     if other is None or other is model or goes_on:
         return False
@@ -122,10 +122,10 @@ def _is_saved_by_another_model(named: Path, model: nn.Module) -> bool:
         saving.join()  # its thread keeps a reference to the model
     del other, saving
     gc.collect()  # a deleted model is often in a reference cycle
-    return saved() is not None and named.exists()
+    return saved() is not None and path.exists()
 
 
-def directories_of_model(model: nn.Module) -> set[str]:
+def get_model_directories(model: nn.Module) -> set[str]:
     """Return the checkpoint directories that the model was saved to or resumed from."""
     own = {os.path.dirname(path) for path, saved in [*_SAVED.items()] if saved() is model}
     return own | set(model.__dict__.get(_RESUMED_FROM, ()))
@@ -136,7 +136,7 @@ def mark_resumed_from(model: nn.Module, roots: Iterable[str]) -> None:
     model.__dict__[_RESUMED_FROM] = {*model.__dict__.get(_RESUMED_FROM, ()), *map(os.path.realpath, roots)}
 
 
-def check_folder_is_visible(hidden: Path) -> None:
+def wait_for_hidden_folder(hidden: Path) -> None:
     """Wait until this host sees the hidden folder that rank 0 created, and raise ConfigError if it never appears."""
     end, wait_s = time.monotonic() + SEEN_WITHIN_S, 0.002
     while not hidden.is_dir():
@@ -155,12 +155,12 @@ def publish_checkpoint(folder: Path, root: Path, index: CheckpointIndex, *, to_d
     The checkpoint gets the next save number and replaces an older checkpoint of the same step. Raises OSError, and
     InputError if another process took the lock.
     """
-    named = step_folder(root, index.step)
+    named = get_step_folder(root, index.step)
     with _RENAME_LOCK:
         check_lock_is_held(root)
-        index.number = 1 + max((read_save_order(each)[0] for each in list_checkpoint_folders(root)), default=0)
+        index.number = 1 + max((read_number_and_time(each)[0] for each in list_checkpoint_folders(root)), default=0)
         index.write(folder, to_disk=to_disk)
-        move_user_files(exchange(folder, named), named)
+        move_user_files(move_into_place(folder, named), named)
         replace_text(root / LATEST, f"{named.name}\n", to_disk=to_disk)
     return named
 

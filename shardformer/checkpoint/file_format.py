@@ -38,7 +38,7 @@ from shardformer.torch_compat import view_as_bytes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def weighted_sum(values: Tensor, start: Offsets) -> int:
+def get_chunk_checksum(values: Tensor, start: Offsets) -> int:
     """Compute the contribution of one chunk to the checksum of its tensor, an integer from 0 to 2^64 - 1."""
     if values.numel() == 0:
         return 0
@@ -47,12 +47,12 @@ def weighted_sum(values: Tensor, start: Offsets) -> int:
         numbers = torch.view_as_real(numbers)
         start = (*start, 0)
     numbers = numbers.view(_INTEGERS[numbers.element_size()]).numpy()
-    factors = [_index_factors(dim, first, n) for dim, (first, n) in enumerate(zip(start, numbers.shape, strict=True))]
+    factors = [_compute_factors(dim, first, n) for dim, (first, n) in enumerate(zip(start, numbers.shape, strict=True))]
     with numpy.errstate(over="ignore"):
-        return int(_weighted_sum_of_dims(numbers, factors)) % 2**64
+        return int(_compute_weighted_sum(numbers, factors)) % 2**64
 
 
-def _weighted_sum_of_dims(numbers: Any, factors: Sequence[Any]) -> Any:
+def _compute_weighted_sum(numbers: Any, factors: Sequence[Any]) -> Any:
     if not factors:
         return numbers.astype(numpy.int64)
     *outer, last = factors
@@ -62,16 +62,16 @@ def _weighted_sum_of_dims(numbers: Any, factors: Sequence[Any]) -> Any:
     return sums.reshape(())
 
 
-def _index_factors(dim: int, first: int, count: int) -> Any:
+def _compute_factors(dim: int, first: int, count: int) -> Any:
     """Return the odd checksum factors of ``count`` consecutive indices in the dimension ``dim`` of a tensor."""
     x = numpy.arange(first + 1, first + count + 1, dtype=numpy.uint64) * numpy.uint64(SPLITMIX64[0])
-    x += numpy.uint64(_checksum_seed(dim))
+    x += numpy.uint64(_get_checksum_seed(dim))
     for shift, factor in ((30, SPLITMIX64[1]), (27, SPLITMIX64[2])):
         x = (x ^ (x >> numpy.uint64(shift))) * numpy.uint64(factor)
     return (x | numpy.uint64(1)).view(numpy.int64)
 
 
-def _checksum_seed(dim: int) -> int:
+def _get_checksum_seed(dim: int) -> int:
     return (dim + 1) * SPLITMIX64[1] % 2**64
 
 
@@ -92,10 +92,10 @@ class CorruptCheckpointError(InputError):
     """Raised if a checkpoint file is missing, or if its contents have changed since it was saved."""
 
 
-def corrupt_checkpoint_error(what: str) -> CorruptCheckpointError:
+def make_corruption_error(message: str) -> CorruptCheckpointError:
     """Create the error for a damaged checkpoint, which recommends loading an older checkpoint."""
     return CorruptCheckpointError(
-        what,
+        message,
         rule="A checkpoint is loaded only if all files are present and all checksums match.",
         remedy="Load an older checkpoint from the same directory, and check the disk.",
     )
@@ -159,23 +159,23 @@ class CheckpointIndex:
             found = json.loads(text) if _sha256(text) == head_values["sha256"] else {}
             number = found.get("number", 0)
             if not found or found["saved_at"] != head_values["saved_at"] or head_values.get("number", number) != number:
-                raise corrupt_checkpoint_error(f"The checksum of {folder / INDEX_FILE} does not match its contents")
+                raise make_corruption_error(f"The checksum of {folder / INDEX_FILE} does not match its contents")
         except FileNotFoundError:
-            raise corrupt_checkpoint_error(
+            raise make_corruption_error(
                 f"{folder} is not a checkpoint, because it does not contain {INDEX_FILE}"
             ) from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise corrupt_checkpoint_error(f"{folder / INDEX_FILE} cannot be read: {error}") from error
+            raise make_corruption_error(f"{folder / INDEX_FILE} cannot be read: {error}") from error
         try:
             return cls._from_json_dict(found, folder)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise corrupt_checkpoint_error(
+            raise make_corruption_error(
                 f"{folder / INDEX_FILE} is not a valid checkpoint index: {type(error).__name__}: {error}"
             ) from error
 
     @classmethod
-    def _from_json_dict(cls, found: dict[str, Any], folder: Path) -> CheckpointIndex:
-        if (version := found.pop("format")) != FORMAT:
+    def _from_json_dict(cls, values: dict[str, Any], folder: Path) -> CheckpointIndex:
+        if (version := values.pop("format")) != FORMAT:
             raise InputError(
                 f"The checkpoint {folder} has format {version}, but this version of shardformer reads only format "
                 f"{FORMAT}.",
@@ -183,11 +183,11 @@ class CheckpointIndex:
             )
         tensors = {
             name: IndexEntry(dtype, tuple(shape), [chunk_from_json(box) for box in boxes])
-            for name, (dtype, shape, boxes) in found.pop("tensors").items()
+            for name, (dtype, shape, boxes) in values.pop("tensors").items()
         }
         for name, entry in tensors.items():
             _check_index_entry(name, entry)
-        return cls(tensors=tensors, **found)
+        return cls(tensors=tensors, **values)
 
 
 def _check_index_entry(name: str, entry: IndexEntry) -> None:
@@ -195,7 +195,7 @@ def _check_index_entry(name: str, entry: IndexEntry) -> None:
 
     Entries refer to files by number, so that a damaged index cannot refer to files outside the checkpoint.
     """
-    if entry.dtype not in map(dtype_name, DTYPE_NAMES):
+    if entry.dtype not in map(get_dtype_name, DTYPE_NAMES):
         raise ValueError(f"the tensor {name} has the unknown dtype {entry.dtype!r:.80}")
     for box in entry.boxes:
         numbers = (*entry.shape, *box.start, *box.size, box.file)
@@ -204,7 +204,7 @@ def _check_index_entry(name: str, entry: IndexEntry) -> None:
             raise ValueError(f"the tensor {name} has the invalid chunk {tuple(box)!r:.200}")
 
 
-def read_save_order(folder: Path) -> tuple[int, float]:
+def read_number_and_time(folder: Path) -> tuple[int, float]:
     """Return a checkpoint's number in the order of saves and its save time, or zeros if its index is unreadable."""
     try:
         with (folder / INDEX_FILE).open("rb") as file:
@@ -214,9 +214,9 @@ def read_save_order(folder: Path) -> tuple[int, float]:
         return 0, 0.0
 
 
-def chunk_from_json(found: Sequence[Any]) -> SavedChunk:
+def chunk_from_json(values: Sequence[Any]) -> SavedChunk:
     """Create a ``SavedChunk`` from its JSON representation in the index."""
-    start, size, file, total = found
+    start, size, file, total = values
     return SavedChunk(tuple(start), tuple(size), file, total)
 
 
@@ -233,17 +233,17 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def file_name(rank: int) -> str:
+def get_rank_file_name(rank: int) -> str:
     """Return the name of the checkpoint file that a rank writes, such as ``rank-00003.safetensors``."""
     return f"rank-{rank:05d}.safetensors"
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def get_dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype without the prefix ``torch.``, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
-def chunk_key(name: str, start: Offsets) -> str:
+def get_chunk_key(name: str, start: Offsets) -> str:
     """Return the key under which a safetensors file stores a chunk of a tensor, such as ``weight@0,128``."""
     return f"{name}@{','.join(map(str, start))}"
 
@@ -257,12 +257,12 @@ class TensorToWrite(NamedTuple):
     load: Callable[[], Tensor]
 
 
-def header_entry(dtype: torch.dtype, shape: Offsets) -> tuple[str, Offsets]:
+def make_header_entry(dtype: torch.dtype, shape: Offsets) -> tuple[str, Offsets]:
     """Return the dtype name and the shape of a tensor as the header of a safetensors file lists them."""
     return DTYPE_NAMES[dtype], (*shape, 2) if dtype == torch.complex128 else tuple(shape)
 
 
-def write_file(
+def write_safetensors_file(
     path: Path, tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None, *, to_disk: bool = True
 ) -> None:
     """Write tensors to a new safetensors file, loading one tensor at a time.
@@ -273,7 +273,7 @@ def write_file(
     at = 0
     for key, dtype, shape, _ in tensors:
         end = at + prod(shape) * dtype.itemsize
-        kind, size = header_entry(dtype, shape)
+        kind, size = make_header_entry(dtype, shape)
         found[key] = {"dtype": kind, "shape": list(size), "data_offsets": [at, end]}
         at = end
     text = json.dumps(found).encode()
@@ -289,23 +289,23 @@ def write_file(
             os.fsync(file.fileno())
 
 
-def write_chunks(path: Path, boxes: Sequence[tuple[str, Offsets, Tensor]], *, to_disk: bool) -> list[int]:
+def write_chunks(path: Path, chunks: Sequence[tuple[str, Offsets, Tensor]], *, to_disk: bool) -> list[int]:
     """Write tensor chunks to a safetensors file, and return their checksums.
 
-    ``boxes`` contains the (name, start, values) of each chunk. Copies one chunk at a time to the host.
+    ``chunks`` contains the (name, start, values) of each chunk. Copies one chunk at a time to the host.
     """
     sums: list[int] = []
 
     def copy_to_host(values: Tensor, start: Offsets) -> Tensor:
         here = values.detach().cpu().contiguous()
-        sums.append(weighted_sum(here, start))
+        sums.append(get_chunk_checksum(here, start))
         return here
 
-    write_file(
+    write_safetensors_file(
         path,
         [
-            TensorToWrite(chunk_key(n, start), x.dtype, tuple(x.shape), partial(copy_to_host, x, start))
-            for n, start, x in boxes
+            TensorToWrite(get_chunk_key(n, start), x.dtype, tuple(x.shape), partial(copy_to_host, x, start))
+            for n, start, x in chunks
         ],
         to_disk=to_disk,
     )
@@ -322,7 +322,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def overlapping_chunks(entry: IndexEntry, chunk: ChunkBounds) -> Iterator[tuple[int, ChunkBounds]]:
+def find_overlapping_chunks(entry: IndexEntry, chunk: ChunkBounds) -> Iterator[tuple[int, ChunkBounds]]:
     """Yield the position in ``entry`` and the overlap of each saved chunk of a tensor that overlaps ``chunk``."""
     for number, box in enumerate(entry.boxes):
         if (common := intersect_chunks((box.start, box.size), chunk)) is not None:
@@ -334,20 +334,20 @@ KIND, MOST = "$", 2**12
 _SEQUENCES = {"tuple": tuple, "set": set, "deque": deque, "list": list}
 
 
-def to_json(value: Any, where: str) -> Any:
+def to_json(value: Any, location: str) -> Any:
     """Convert a Python value to JSON, and raise InputError if its type is not supported.
 
-    ``where`` is the name of the value in the error message.
+    ``location`` is the name of the value in the error message.
     """
     if value is None or (isinstance(value, (bool, int, float, str)) and type(value).__module__ == "builtins"):
         return value
     if type(value) is list:
-        return [to_json(each, f"{where}[{i}]") for i, each in enumerate(value)]
+        return [to_json(each, f"{location}[{i}]") for i, each in enumerate(value)]
     for kind, of in _SEQUENCES.items():
         if type(value) is of or (kind == "tuple" and isinstance(value, (tuple, torch.Size))):
-            return {KIND: kind, "of": [to_json(each, f"{where}[{i}]") for i, each in enumerate(value)]}
+            return {KIND: kind, "of": [to_json(each, f"{location}[{i}]") for i, each in enumerate(value)]}
     if type(value) in (dict, Counter, OrderedDict, defaultdict):
-        pairs = [(to_json(k, f"a key of {where}"), to_json(v, f"{where}[{k!r}]")) for k, v in value.items()]
+        pairs = [(to_json(k, f"a key of {location}"), to_json(v, f"{location}[{k!r}]")) for k, v in value.items()]
         if type(value) is Counter or KIND in value or not all(type(k) is str for k in value):
             return {KIND: "Counter" if type(value) is Counter else "dict", "of": [list(pair) for pair in pairs]}
         return dict(pairs)
@@ -359,7 +359,7 @@ def to_json(value: Any, where: str) -> Any:
     if isinstance(value, torch.dtype):
         return {KIND: "dtype", "of": str(value).removeprefix("torch.")}
     raise InputError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved in a checkpoint.",
+        f"{location} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved in a checkpoint.",
         rule="Supported values are numbers, strings, small tensors and arrays "
         f"(up to {MOST} elements), and lists, tuples, sets and dictionaries of these.",
         remedy="Pass its state_dict() or other supported values instead.",

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from shardformer.checkpoint import directory as checkpoint_directory
 from shardformer.checkpoint import file_format
-from shardformer.checkpoint.chunks import ChunkBounds, FlatRegion, TensorItem, assign_writes
-from shardformer.checkpoint.file_format import HEADER_BYTES, CheckpointIndex, SavedChunk, corrupt_checkpoint_error
+from shardformer.checkpoint.chunks import ChunkBounds, FlatRegion, TensorItem, assign_chunk_writes
+from shardformer.checkpoint.file_format import HEADER_BYTES, CheckpointIndex, SavedChunk, make_corruption_error
 from shardformer.checkpoint.training_state import (
     EXTRA_STATE,
     KAHAN_RESIDUALS,
@@ -32,27 +32,27 @@ from shardformer.checkpoint.training_state import (
     ModelTensors,
     OptimizerStates,
     as_object_list,
-    buffer_name,
     collect_optimizer_states,
+    get_buffer_key,
+    get_random_state_key,
     get_random_state_tensors,
-    random_state_key,
     set_random_state_tensors,
 )
 from shardformer.comm.collective_call import run_on_all_ranks, run_on_first_rank, wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_objects, all_reduce
 from shardformer.errors import ConfigError, did_you_mean
-from shardformer.filesystem.atomic_write import path_of
+from shardformer.filesystem.atomic_write import to_absolute_path
 from shardformer.mesh.parallel_context import Axis
 from shardformer.public_names import renamed_parameters
 from shardformer.zero.flat_shards import FlatShard, ParamSlice
-from shardformer.zero.optimizer_state_view import unchanged_on_error
+from shardformer.zero.optimizer_state_view import rollback_on_error
 
 LONG = 2**16
 """Contiguous ranges of at least this many bytes are read separately, shorter ones through memory-mapped files."""
 BITS = 2**64
 
 
-class BoxReader:
+class ChunkReader:
     """A reader for the tensor chunks in a checkpoint. ``num_bytes`` is the number of bytes that it has read."""
 
     def __init__(self, folder: Path) -> None:
@@ -62,15 +62,18 @@ class BoxReader:
 
     def read(self, name: str, saved: SavedChunk, chunk: ChunkBounds, out: Tensor) -> None:
         """Read the part of a saved chunk inside the bounds ``chunk`` into ``out``, or raise CorruptCheckpointError."""
-        path, key = self._folder / file_format.file_name(saved.file), file_format.chunk_key(name, saved.start)
+        path, key = (
+            self._folder / file_format.get_rank_file_name(saved.file),
+            file_format.get_chunk_key(name, saved.start),
+        )
         try:
             if saved.file not in self._files:
                 self._files[saved.file] = _ShardFile(path)
             self._files[saved.file].read(key, saved, chunk[0], out)
         except FileNotFoundError:
-            raise corrupt_checkpoint_error(f"{path} is missing") from None
+            raise make_corruption_error(f"{path} is missing") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise corrupt_checkpoint_error(f"The chunk {key} cannot be read from {path}: {error}") from error
+            raise make_corruption_error(f"The chunk {key} cannot be read from {path}: {error}") from error
         self.num_bytes += out.nbytes
 
     def close(self) -> None:
@@ -108,7 +111,7 @@ class _ShardFile:
         entry = self._header[key]
         low, high = entry["data_offsets"]
         found = entry["dtype"], tuple(entry["shape"]), high - low
-        expected = (*file_format.header_entry(out.dtype, saved.size), prod(saved.size) * out.dtype.itemsize)
+        expected = (*file_format.make_header_entry(out.dtype, saved.size), prod(saved.size) * out.dtype.itemsize)
         if found != expected or low < 0:
             raise ValueError(f"its dtype, shape and size in bytes are {found}, but the index lists {expected}")
         offset = self._data_offset + int(low)
@@ -163,28 +166,28 @@ def read_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem]
 
     Raises CorruptCheckpointError on all ranks if a file is missing or a checksum does not match.
     """
-    rows = _number_saved_chunks(index, items, world)
-    assigned = assign_writes([item for item in items if item.is_checked], world)
+    rows = _assign_chunk_numbers(index, items, world)
+    assigned = assign_chunk_writes([item for item in items if item.is_checked], world)
     sums = torch.zeros(len(rows), 2, dtype=torch.int64)
-    reader = BoxReader(folder)
+    reader = ChunkReader(folder)
 
     def read() -> None:
         for item in items:
             saved = index.tensors[item.name].boxes
             for chunk in item.chunks:
                 count = 0
-                for number, bounds in file_format.overlapping_chunks(index.tensors[item.name], chunk.bounds):
+                for number, bounds in file_format.find_overlapping_chunks(index.tensors[item.name], chunk.bounds):
                     reader.read(item.name, saved[number], bounds, chunk.view(*bounds))
                     count += prod(bounds[1])
                 if count != chunk.values.numel():
-                    raise corrupt_checkpoint_error(
+                    raise make_corruption_error(
                         f"The checkpoint contains {count} instead of {chunk.values.numel()} elements of the chunk of "
                         f"{item.name} at {list(chunk.start)}"
                     )
                 for box in assigned.get((item.name, *chunk.bounds), ()) if item.is_checked else ():
-                    for number, bounds in file_format.overlapping_chunks(index.tensors[item.name], box):
+                    for number, bounds in file_format.find_overlapping_chunks(index.tensors[item.name], box):
                         row = sums[rows[item.name, number]]
-                        total = (int(row[0]) + file_format.weighted_sum(chunk.view(*bounds), bounds[0])) % BITS
+                        total = (int(row[0]) + file_format.get_chunk_checksum(chunk.view(*bounds), bounds[0])) % BITS
                         row[0] = total - BITS if total >= BITS // 2 else total
                         row[1] += prod(bounds[1])
 
@@ -195,15 +198,15 @@ def read_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem]
     sums = all_reduce(sums, world, purpose="setup")
     for (name, number), (total, count) in zip(rows, sums.tolist(), strict=True):
         box = index.tensors[name].boxes[number]
-        where = f"{name} at {list(box.start)} in {folder / file_format.file_name(box.file)}"
+        where = f"{name} at {list(box.start)} in {folder / file_format.get_rank_file_name(box.file)}"
         if count != prod(box.size):
-            raise corrupt_checkpoint_error(f"Only {count} of {prod(box.size)} elements of {where} were read")
+            raise make_corruption_error(f"Only {count} of {prod(box.size)} elements of {where} were read")
         if total % BITS != box.sum:
-            raise corrupt_checkpoint_error(f"The checksum of {where} does not match")
+            raise make_corruption_error(f"The checksum of {where} does not match")
     return reader.num_bytes
 
 
-def _number_saved_chunks(
+def _assign_chunk_numbers(
     index: CheckpointIndex, items: Sequence[TensorItem], world: Axis
 ) -> dict[tuple[str, int], int]:
     """Assign a number, which is the same on every rank, to each saved chunk of the tensors that any rank loads."""
@@ -244,8 +247,8 @@ class LoadPlan:
         self._saved = {n.partition("/")[2]: e for n, e in index.tensors.items() if n.startswith(f"{WEIGHTS}/")}
 
         def plan() -> None:
-            self._check_model()
-            self._add_values()
+            self._check_model_tensors()
+            self._add_model_tensors()
             self._add_optimizer_states(optimizers)
             self._check_schedulers()
             if self.has_random:
@@ -261,9 +264,9 @@ class LoadPlan:
 
     # --- the model
 
-    def _check_model(self) -> None:
+    def _check_model_tensors(self) -> None:
         for name, tensor in self._tensors.tensors.items():
-            shape = self._tensors.region_of(tensor).shape
+            shape = self._tensors.get_region(tensor).shape
             if name not in self._saved:
                 raise ConfigError(
                     f"{self._where} was saved from a {self.index.values['model']} and does not contain {name}, which "
@@ -286,23 +289,23 @@ class LoadPlan:
                 remedy=f"{did_you_mean(unused[0], names)} Build the model from the config of the saved run.",
             )
 
-    def _add_values(self) -> None:
+    def _add_model_tensors(self) -> None:
         zero, data = self._tensors.zero, self._tensors.coords.get("data", 0)
         gathered = self._tensors.gathered
         for name, tensor in self._tensors.tensors.items():
             if id(tensor) not in gathered:
-                buffer = buffer_name(data, name)
+                buffer = get_buffer_key(data, name)
                 is_saved = self._has_same_data_axis and buffer in self.index.tensors
-                source = buffer if is_saved else self._find_most_precise(name, tensor.dtype)
-                self._values[name] = source, self._add_item(source, self._tensors.region_of(tensor))
+                source = buffer if is_saved else self._choose_weight_source(name, tensor.dtype)
+                self._values[name] = source, self._add_item(source, self._tensors.get_region(tensor))
                 self._copy_values.append(partial(tensor.detach().copy_, self._values[name][1]))
         trained = {id(shard) for shard in (zero.shards if zero is not None else ())}
-        for shard in self._tensors.zero_shards():
+        for shard in self._tensors.iterate_zero_shards():
             for piece in shard.slices:
                 if shard.full is None or shard.has_masters or shard.rounded is not None:
-                    self._add_slice(shard, piece, trains=id(shard) in trained)
+                    self._add_zero_slice(shard, piece, trains=id(shard) in trained)
 
-    def _find_most_precise(self, name: str, dtype: torch.dtype) -> str:
+    def _choose_weight_source(self, name: str, dtype: torch.dtype) -> str:
         """Choose whether to load a parameter from its saved weights or from its saved master weights.
 
         Master weights are chosen if ``dtype`` is wider than the dtype of the saved weights.
@@ -311,9 +314,9 @@ class LoadPlan:
         is_wider = dtype.is_floating_point and dtype.itemsize > saved_dtype.itemsize
         return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{name}"
 
-    def _add_slice(self, shard: FlatShard, piece: ParamSlice, *, trains: bool) -> None:
-        name, region = self._tensors.name_of_slice(piece), self._tensors.region_of_slice(piece)
-        source = self._find_most_precise(name, shard.wide if trains else shard.dtype)
+    def _add_zero_slice(self, shard: FlatShard, piece: ParamSlice, *, trains: bool) -> None:
+        name, region = self._tensors.get_slice_name(piece), self._tensors.get_slice_region(piece)
+        source = self._choose_weight_source(name, shard.wide if trains else shard.dtype)
         read, values = self._values.get(name, ("", None))
         if read == source and values is not None and not piece.gradient.is_shared:
             memory = values.reshape(-1)[piece.param_range]
@@ -347,9 +350,10 @@ class LoadPlan:
         for each, values in zip(optimizers, saved if optimizers else (), strict=True):
             each.check_saved_state(values)
             read = [
-                (slot, key, self._add_item(name, region)) for slot, key, name, region in each.saved_states(self.index)
+                (slot, key, self._add_item(name, region))
+                for slot, key, name, region in each.find_saved_states(self.index)
             ]
-            self._load_states.append(partial(each.load_values, values, read, exact=has_saved_dtypes))
+            self._load_states.append(partial(each.load_saved_values, values, read, exact=has_saved_dtypes))
 
     def _check_schedulers(self) -> None:
         saved = [each["kind"] for each in self.index.values["scheduler"]]
@@ -373,7 +377,7 @@ class LoadPlan:
         rank = (same_place or same_data)[0]
         memory = {}
         for name in get_random_state_tensors(self._tensors.device)[0]:
-            key = random_state_key(rank, name)
+            key = get_random_state_key(rank, name)
             if key in self.index.tensors:
                 memory[name] = self._add_item(key, FlatRegion(self.index.tensors[key].shape, None, {}))
         numbers = self.index.values["random"][rank]
@@ -391,7 +395,7 @@ class LoadPlan:
         """
         zero, values = self._tensors.zero, self.index.values
         with zero.writable_state() if zero is not None else nullcontext():
-            with unchanged_on_error(self._optimizers, self._schedulers), self._restore_extra_states_on_error():
+            with rollback_on_error(self._optimizers, self._schedulers), self._restore_extra_states_on_error():
                 run_on_all_ranks(lambda: self._apply_states(on_loaded), self._tensors.world, f"Loading {self._where}")
             for copy_values in self._copy_values:
                 copy_values()
@@ -493,7 +497,7 @@ def load_with_callback(
     states = run_on_all_ranks(lambda: collect_optimizer_states(optimizer, tensors), tensors.world, "Loading")
     tried: list[str] = []
     found = run_on_first_rank(
-        lambda: [str(each) for each in checkpoint_directory.find_checkpoints(path_of(folder))],
+        lambda: [str(each) for each in checkpoint_directory.find_checkpoints(to_absolute_path(folder))],
         tensors.world,
         f"Loading {folder}",
     )

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from shardformer.checkpoint.chunks import FlatRegion
 from shardformer.checkpoint.file_format import CheckpointIndex, from_json, to_json
-from shardformer.checkpoint.load import BoxReader
+from shardformer.checkpoint.load import ChunkReader
 from shardformer.checkpoint.save import prepare_save
 from shardformer.checkpoint.training_state import (
     ModelTensors,
@@ -39,7 +39,7 @@ Groups = list[list[str]]
 FOLDER, PREFIX, WHAT = ".shardformer-optimizer", "optimizer.", "Converting the optimizer state"
 
 
-def plain_optimizer_state(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> Any:
+def get_full_optimizer_state(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> Any:
     """Collect the state of a sharded optimizer into one state dict on rank 0, and return None on other ranks.
 
     The state dict fits the optimizer of the unsharded model. All ranks must call this function. The ranks write their
@@ -51,7 +51,7 @@ def plain_optimizer_state(model: nn.Module, optimizer: Optimizer, directory: str
         directory: an existing directory that all ranks can write to.
     """
     tensors, place = ModelTensors(model), Path(directory) / FOLDER
-    _, groups = _gather_groups(optimizer, tensors)
+    _, groups = _gather_param_groups(optimizer, tensors)
     with prepare_save(place, model, optimizer) as job:
         snapshot = job.snapshot
         snapshot.entries = {name: entry for name, entry in snapshot.entries.items() if name.startswith(PREFIX)}
@@ -62,7 +62,7 @@ def plain_optimizer_state(model: nn.Module, optimizer: Optimizer, directory: str
         if tensors.world.rank > 0:
             return None
         try:
-            return _read_plain_state(path, groups)
+            return _read_optimizer_state_dict(path, groups)
         finally:
             release(place, tensors.model)
             remove(place)
@@ -70,14 +70,14 @@ def plain_optimizer_state(model: nn.Module, optimizer: Optimizer, directory: str
     return run_on_all_ranks(read, tensors.world, f"Saving the optimizer into {directory}")
 
 
-def _read_plain_state(path: Path, groups: Groups) -> dict[str, Any]:
+def _read_optimizer_state_dict(path: Path, groups: Groups) -> dict[str, Any]:
     index = CheckpointIndex.read(path)
     values = index.values["optimizers"][0]
     numbers = {name: number for number, name in enumerate(name for names in groups for name in names)}
     state: dict[int, dict[str, Any]] = {}
     for name, scalars in values["scalars"].items():
         state[numbers[name]] = {key: from_json(value) for key, value in scalars.items()}
-    with closing(BoxReader(path)) as reader:
+    with closing(ChunkReader(path)) as reader:
         for full_name, entry in index.tensors.items():
             _, key, name = full_name.split("/", 2)
             full = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
@@ -91,7 +91,7 @@ def _read_plain_state(path: Path, groups: Groups) -> dict[str, Any]:
     return {"state": dict(sorted(state.items())), "param_groups": param_groups}
 
 
-def load_plain_optimizer_state(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+def load_full_optimizer_state(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Load the optimizer state dict of an unsharded model into the optimizer of a sharded model.
 
     All ranks must call this function with the same state dict. Each rank keeps its shard. Communicates the names of the
@@ -101,17 +101,17 @@ def load_plain_optimizer_state(model: nn.Module, optimizer: Optimizer, state_dic
         ConfigError: the state dict has different parameter groups. Raised on all ranks.
     """
     tensors = ModelTensors(model)
-    states, groups = _gather_groups(optimizer, tensors)
+    states, groups = _gather_param_groups(optimizer, tensors)
 
     def load() -> None:
-        saved, tensors_of = _split_state(state_dict, groups, states.kind)
-        states.load_values(saved, list(_local_states(states, tensors_of)), exact=True)
+        saved, tensors_of = _split_optimizer_state(state_dict, groups, states.kind)
+        states.load_saved_values(saved, list(_iterate_local_states(states, tensors_of)), exact=True)
 
     with tensors.zero.writable_state() if tensors.zero is not None else nullcontext():
         run_on_all_ranks(load, tensors.world, WHAT)
 
 
-def _gather_groups(optimizer: Optimizer, tensors: ModelTensors) -> tuple[OptimizerStates, Groups]:
+def _gather_param_groups(optimizer: Optimizer, tensors: ModelTensors) -> tuple[OptimizerStates, Groups]:
     """Return the state of an optimizer, and the names of all parameters in each of its parameter groups."""
 
     def collect() -> tuple[OptimizerStates, Groups]:
@@ -122,7 +122,7 @@ def _gather_groups(optimizer: Optimizer, tensors: ModelTensors) -> tuple[Optimiz
                 remedy="Use shardformer.save_checkpoint and load_checkpoint, which accept a list of optimizers.",
             )
         if isinstance(optimizer, ZeroOptimizer):
-            groups = [[tensors.name_of(p) or "" for p in params] for params in optimizer.model_params]
+            groups = [[tensors.get_name(p) or "" for p in params] for params in optimizer.model_params]
         else:
             groups = [[slot.name for slot in slots] for slots in found[0].groups]
         names = list(tensors.tensors)
@@ -145,7 +145,7 @@ def _gather_groups(optimizer: Optimizer, tensors: ModelTensors) -> tuple[Optimiz
     return states, merged
 
 
-def _split_state(
+def _split_optimizer_state(
     state_dict: Mapping[str, Any], groups: Groups, kind: str
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     """Split an optimizer's state dict into plain values and the state tensors of each parameter."""
@@ -171,16 +171,16 @@ def _split_state(
     return {"groups": saved, "scalars": scalars}, tensors
 
 
-def _local_states(
-    states: OptimizerStates, tensors_of: Mapping[str, Mapping[str, Tensor]]
+def _iterate_local_states(
+    states: OptimizerStates, tensors_by_param: Mapping[str, Mapping[str, Tensor]]
 ) -> Iterator[tuple[OptimizerTensor, str, Tensor]]:
     """Yield this rank's shard of each optimizer state tensor."""
-    for slot in states.optimizer_tensors():
-        for key, full in tensors_of.get(slot.name, {}).items():
-            yield slot, key, _local_part(full, states.region_of_state(key, tuple(full.shape), slot))
+    for slot in states.get_optimizer_tensors():
+        for key, full in tensors_by_param.get(slot.name, {}).items():
+            yield slot, key, _copy_local_part(full, states.get_state_region(key, tuple(full.shape), slot))
 
 
-def _local_part(full: Tensor, region: FlatRegion) -> Tensor:
+def _copy_local_part(full: Tensor, region: FlatRegion) -> Tensor:
     memory = region.allocate(full.dtype)
     for chunk in region.views(memory):
         chunk.values.copy_(full[_slices(*chunk.bounds)])
@@ -206,12 +206,12 @@ def load_into_zero_shards(model: nn.Module, state_dict: Mapping[str, Any]) -> tu
     with tensors.zero.writable_state():
         for x in tensors.tensors.values():
             if id(x) in full and id(x) not in tensors.gathered:
-                x.detach().copy_(_local_part(full[id(x)], tensors.region_of(x)))
-        for shard in tensors.zero_shards():
+                x.detach().copy_(_copy_local_part(full[id(x)], tensors.get_region(x)))
+        for shard in tensors.iterate_zero_shards():
             for piece in shard.slices:
                 if (value := full.get(id(piece.gradient.param))) is None:
                     continue
-                local = _local_part(value, tensors.region_of_slice(piece))
+                local = _copy_local_part(value, tensors.get_slice_region(piece))
                 if id(shard) in trained:
                     piece.value.copy_(local.view(piece.value.shape))
                 if id(shard) not in trained or not shard.has_masters or shard.rounded is not None:

@@ -33,15 +33,15 @@ from shardformer.checkpoint.chunks import (
     intersect_chunks,
     subtract_chunks,
 )
-from shardformer.checkpoint.directory import directories_of_model, mark_resumed_from
-from shardformer.checkpoint.file_format import CheckpointIndex, IndexEntry, dtype_name
+from shardformer.checkpoint.directory import get_model_directories, mark_resumed_from
+from shardformer.checkpoint.file_format import CheckpointIndex, IndexEntry, get_dtype_name
 from shardformer.checkpoint.load import LoadPlan
-from shardformer.checkpoint.training_state import ModelTensors, collect_optimizer_states, collect_state
+from shardformer.checkpoint.training_state import ModelTensors, collect_optimizer_states, collect_training_state
 from shardformer.comm.collectives import PendingCollective, all_gather_objects
-from shardformer.comm.recorder import bytes_of, record
+from shardformer.comm.recorder import get_num_bytes, record
 from shardformer.errors import ConfigError, did_you_mean
 from shardformer.layout.shard_spec import Offsets
-from shardformer.mesh.parallel_context import Axis, local_device
+from shardformer.mesh.parallel_context import Axis, get_local_device
 
 TRANSFER_BYTES = 64 * 2**20
 TAG = 3  # differs from the tags of exchanges and pipeline stages
@@ -100,29 +100,32 @@ class RankListing(NamedTuple):
     uses_gpu: bool = False
 
 
-def exchange_items(
-    have: Sequence[TensorItem], want: Sequence[TensorItem], world: Axis, *, chunk_bytes: int = TRANSFER_BYTES
+def redistribute_items(
+    available: Sequence[TensorItem], requested: Sequence[TensorItem], world: Axis, *, chunk_bytes: int = TRANSFER_BYTES
 ) -> ReshardStats:
-    """Redistribute tensors between ranks by filling the chunks in ``want`` from the chunks in ``have``.
+    """Redistribute tensors between ranks by filling the chunks in ``requested`` from the chunks in ``available``.
 
     All ranks of ``world`` must call this function. A rank copies the elements that it already stores. Every other
     element is sent to it once by the owner with the least to send, in the narrower of the source and target dtypes. If
-    a rank lists an element several times in ``have`` or ``want``, the copy in the widest dtype is used.
+    a rank lists an element several times in ``available`` or ``requested``, the copy in the widest dtype is used.
 
     Communicates the names, shapes and bounds of all chunks, then point-to-point messages of at most ``chunk_bytes``.
     Needs up to 2 * chunk_bytes of memory for each peer. With NCCL, this memory is on the GPU.
 
     Args:
-        have: this rank's source chunks. Chunks of different ranks may overlap; any owner may send an element.
-        want: this rank's target chunks, which are overwritten and must not share memory with ``have``.
+        available: this rank's source chunks. Chunks of different ranks may overlap; any owner may send an element.
+        requested: this rank's target chunks, which are overwritten and must not share memory with ``available``.
         chunk_bytes: maximum size of a message, identical on all ranks. A message has at least one element.
 
     Raises:
         ConfigError: a rank requests a tensor or a chunk that no rank has, or ranks report different shapes of a tensor.
             All ranks raise before anything is written.
     """
-    gpu = next((chunk.values.device for item in (*have, *want) for chunk in item.chunks if chunk.values.is_cuda), None)
-    listing = RankListing([*map(ItemListing.of, have)], [*map(ItemListing.of, want)], gpu is not None)
+    gpu = next(
+        (chunk.values.device for item in (*available, *requested) for chunk in item.chunks if chunk.values.is_cuda),
+        None,
+    )
+    listing = RankListing([*map(ItemListing.of, available)], [*map(ItemListing.of, requested)], gpu is not None)
     listings: list[RankListing] = all_gather_objects(listing, world)
     outgoing: list[TransferBatch] = [[] for _ in listings]
     incoming: list[TransferBatch] = [[] for _ in listings]
@@ -132,21 +135,25 @@ def exchange_items(
         elif send.target == world.rank:
             incoming[send.source].append(send)
     copies, outgoing[world.rank] = outgoing[world.rank], []
-    memory = _LocalChunks(have, want)
+    memory = _LocalChunks(available, requested)
     with torch.no_grad():
         for send in copies:
             memory.write_chunk(send, memory.read_chunk(send))
         if any(outgoing) or any(incoming):
             # both ends of a message use the same device type: the GPU if a rank uses one and the transport is NCCL
-            on_gpu = any(each.uses_gpu for each in listings) and world.transport.sends_in_turn(torch.device("cuda"))
-            device = gpu or local_device() if on_gpu else torch.device("cpu")
+            on_gpu = any(each.uses_gpu for each in listings) and world.transport.serializes_sends(torch.device("cuda"))
+            device = gpu or get_local_device() if on_gpu else torch.device("cpu")
             out, into = ([batch_transfers(sends, chunk_bytes) for sends in each] for each in (outgoing, incoming))
             _send_and_receive(memory, out, into, world, device)
-    return ReshardStats(sum(map(_count_bytes, outgoing)), sum(map(_count_bytes, incoming)), _count_bytes(copies))
+    return ReshardStats(
+        sum(map(_count_transfer_bytes, outgoing)),
+        sum(map(_count_transfer_bytes, incoming)),
+        _count_transfer_bytes(copies),
+    )
 
 
-def _count_bytes(sends: Iterable[ChunkTransfer]) -> int:
-    return sum(send.num_bytes for send in sends)
+def _count_transfer_bytes(transfers: Iterable[ChunkTransfer]) -> int:
+    return sum(send.num_bytes for send in transfers)
 
 
 def plan_transfers(listings: Sequence[RankListing]) -> Iterator[ChunkTransfer]:
@@ -194,34 +201,34 @@ class _TensorChunks:
         Yields (chunk, owners, targets).
         """
         over: dict[ChunkBounds, list[tuple[ChunkBounds, Ranks]]] = {chunk: [] for chunk in self.targets}
-        for chunk, source, common in _overlapping_pairs(self.targets, self.sources):
+        for chunk, source, common in _find_overlapping_pairs(self.targets, self.sources):
             over[chunk].append((common, self.sources[source]))
         are_disjoint = _are_disjoint(list(self.sources))
         for chunk, ranks in self.targets.items():
             for cell, owners in _split_by_owners(chunk, over[chunk], are_disjoint):
                 if not owners:
                     what = f"the chunk of shape {list(cell[1])} at {list(cell[0])} of {name}"
-                    raise _no_source_error(what, min(ranks))
+                    raise _make_missing_source_error(what, min(ranks))
                 yield cell, owners, ranks
 
 
-def _overlapping_pairs(
-    some: Iterable[ChunkBounds], others: Iterable[ChunkBounds]
+def _find_overlapping_pairs(
+    chunks: Iterable[ChunkBounds], others: Iterable[ChunkBounds]
 ) -> Iterator[tuple[ChunkBounds, ChunkBounds, ChunkBounds]]:
     """Find all overlapping pairs of chunks from two lists, and yield each pair with its overlap.
 
     The code is vectorized, because R ranks with one chunk each require R * R comparisons per tensor.
     """
-    some, others = list(some), list(others)
-    if not (some and others):
+    chunks, others = list(chunks), list(others)
+    if not (chunks and others):
         return
-    (low, size), (other_low, other_size) = (torch.tensor(each, device="cpu").unbind(1) for each in (some, others))
+    (low, size), (other_low, other_size) = (torch.tensor(each, device="cpu").unbind(1) for each in (chunks, others))
     start = torch.maximum(low[:, None], other_low)
     extent = torch.minimum((low + size)[:, None], other_low + other_size) - start
     at, other_at = (extent > 0).all(-1).nonzero(as_tuple=True)
     rows = (x.tolist() for x in (at, other_at, start[at, other_at], extent[at, other_at]))
     for i, j, common, length in zip(*rows, strict=True):
-        yield some[i], others[j], (tuple(common), tuple(length))
+        yield chunks[i], others[j], (tuple(common), tuple(length))
 
 
 def _collect_tensors(listings: Sequence[RankListing]) -> dict[str, _TensorChunks]:
@@ -237,7 +244,7 @@ def _collect_tensors(listings: Sequence[RankListing]) -> dict[str, _TensorChunks
         listed: dict[str, list[ChunkBounds]] = {}
         for name, shape, dtype, chunks in sorted(listing.want, key=lambda item: -item.dtype.itemsize):
             if name not in names:
-                raise _no_source_error(name, rank, f"{did_you_mean(name, names)} ")
+                raise _make_missing_source_error(name, rank, f"{did_you_mean(name, names)} ")
             targets, before = _get_or_add_tensor(tensors, name, shape, rank).targets, listed.setdefault(name, [])
             for chunk in chunks:
                 for box in subtract_chunks(chunk, before):
@@ -258,34 +265,34 @@ def _get_or_add_tensor(tensors: dict[str, _TensorChunks], name: str, shape: Offs
 
 def _split_by_owners(
     chunk: ChunkBounds,
-    over: Sequence[tuple[ChunkBounds, Ranks]],
+    owned: Sequence[tuple[ChunkBounds, Ranks]],
     are_disjoint: bool = False,
     owners: Sequence[Ranks] = (),
 ) -> Iterator[tuple[ChunkBounds, Ranks]]:
     """Split ``chunk`` into smaller chunks, each of which contains only elements that the same ranks store.
 
-    Yields (smaller chunk, owners). The chunks in ``over`` are inside ``chunk``. If they overlap each other, the middle
+    Yields (smaller chunk, owners). The chunks in ``owned`` are inside ``chunk``. If they overlap each other, the middle
     one divides the others recursively.
     """
-    owners = [*owners, *(ranks for part, ranks in over if part == chunk)]
-    over = [(part, ranks) for part, ranks in over if part != chunk]
-    parts = [part for part, _ in over]
+    owners = [*owners, *(ranks for part, ranks in owned if part == chunk)]
+    owned = [(part, ranks) for part, ranks in owned if part != chunk]
+    parts = [part for part, _ in owned]
     if are_disjoint or _are_disjoint(parts):
-        yield from ((part, _merge_owners(ranks, *owners)) for part, ranks in over)
+        yield from ((part, _merge_owners(ranks, *owners)) for part, ranks in owned)
         if sum(prod(size) for _, size in parts) < prod(chunk[1]):
             yield from ((cell, _merge_owners(*owners)) for cell in subtract_chunks(chunk, parts))
         return
     middle = parts[len(parts) // 2]
     for cell in (middle, *subtract_chunks(chunk, [middle])):
         yield from _split_by_owners(
-            cell, [(c, ranks) for part, ranks in over if (c := intersect_chunks(cell, part))], False, owners
+            cell, [(c, ranks) for part, ranks in owned if (c := intersect_chunks(cell, part))], False, owners
         )
 
 
 def _are_disjoint(chunks: Sequence[ChunkBounds]) -> bool:
     if len(chunks) < 8:  # faster than arrays
         return not any(intersect_chunks(a, b) for a, b in combinations(chunks, 2))
-    return sum(1 for _ in _overlapping_pairs(chunks, chunks)) == len(chunks)
+    return sum(1 for _ in _find_overlapping_pairs(chunks, chunks)) == len(chunks)
 
 
 def _merge_owners(*owners: Ranks) -> Ranks:
@@ -303,14 +310,14 @@ class _LocalChunks:
     def __init__(self, have: Sequence[TensorItem], want: Sequence[TensorItem]) -> None:
         self._have, self._want = _group_chunks_by_name(have), _group_chunks_by_name(want)
 
-    def read_chunk(self, send: ChunkTransfer) -> Tensor:
-        bounds = send.start, send.size
-        return next(c for c in self._have[send.name] if intersect_chunks(c.bounds, bounds) == bounds).view(*bounds)
+    def read_chunk(self, transfer: ChunkTransfer) -> Tensor:
+        bounds = transfer.start, transfer.size
+        return next(c for c in self._have[transfer.name] if intersect_chunks(c.bounds, bounds) == bounds).view(*bounds)
 
-    def write_chunk(self, send: ChunkTransfer, values: Tensor) -> None:
-        received = LocalChunk(send.start, values)
-        for chunk in self._want[send.name]:
-            if (common := intersect_chunks(chunk.bounds, (send.start, send.size))) is not None:
+    def write_chunk(self, transfer: ChunkTransfer, values: Tensor) -> None:
+        received = LocalChunk(transfer.start, values)
+        for chunk in self._want[transfer.name]:
+            if (common := intersect_chunks(chunk.bounds, (transfer.start, transfer.size))) is not None:
                 chunk.view(*common).copy_(received.view(*common))
 
 
@@ -322,44 +329,44 @@ def _group_chunks_by_name(items: Sequence[TensorItem]) -> dict[str, list[LocalCh
 
 
 def _send_and_receive(
-    memory: _LocalChunks,
-    out: Sequence[Iterator[TransferBatch]],
-    into: Sequence[Iterator[TransferBatch]],
+    local_chunks: _LocalChunks,
+    send_batches: Sequence[Iterator[TransferBatch]],
+    receive_batches: Sequence[Iterator[TransferBatch]],
     world: Axis,
     device: torch.device,
 ) -> None:
     """Send and receive all messages in rounds. In a round, each rank sends at most one message to every other rank."""
     while True:
-        outgoing, incoming = ([next(batches, []) for batches in each] for each in (out, into))
+        outgoing, incoming = ([next(batches, []) for batches in each] for each in (send_batches, receive_batches))
         if not any(outgoing) and not any(incoming):
             return
         sent: list[PendingCollective] = []
         received: list[tuple[TransferBatch, PendingCollective]] = []
-        for peer, sends in message_order(world.rank, world.size):
+        for peer, sends in order_sends_and_receives(world.rank, world.size):
             batch = outgoing[peer] if sends else incoming[peer]
             if batch:
-                buffer = torch.empty(_count_bytes(batch), dtype=torch.uint8, device=device)
+                buffer = torch.empty(_count_transfer_bytes(batch), dtype=torch.uint8, device=device)
                 if sends:
                     for send, values in _split_message(batch, buffer):
-                        values.copy_(memory.read_chunk(send))
-                    sent.append(_start_message("send", buffer, peer, world))
+                        values.copy_(local_chunks.read_chunk(send))
+                    sent.append(_start_send_or_receive("send", buffer, peer, world))
                 else:
-                    received.append((batch, _start_message("receive", buffer, peer, world)))
+                    received.append((batch, _start_send_or_receive("receive", buffer, peer, world)))
         for batch, pending in received:
             for send, values in _split_message(batch, pending.wait()):
-                memory.write_chunk(send, values)
+                local_chunks.write_chunk(send, values)
         for pending in sent:
             pending.wait()
 
 
-def message_order(rank: int, size: int) -> Iterator[tuple[int, bool]]:
+def order_sends_and_receives(rank: int, size: int) -> Iterator[tuple[int, bool]]:
     """Yield the sends and receives of one round in an order that cannot cause a deadlock with NCCL.
 
     Yields (peer, is_send). NCCL runs the messages of a rank one after the other, and a message starts only when both
     ranks have reached it. All ranks therefore use one global order: pairs of ranks by the sum of their ranks modulo the
     size, so that each rank is in one pair at a time. In a pair, the lower rank sends first.
 
-    >>> [(peer, "sends" if sends else "receives") for peer, sends in message_order(1, 3)]
+    >>> [(peer, "sends" if sends else "receives") for peer, sends in order_sends_and_receives(1, 3)]
     [(2, 'sends'), (2, 'receives'), (0, 'receives'), (0, 'sends')]
     """
     for total in range(size):
@@ -369,14 +376,14 @@ def message_order(rank: int, size: int) -> Iterator[tuple[int, bool]]:
             yield peer, rank > peer
 
 
-def batch_transfers(sends: Iterable[ChunkTransfer], chunk_bytes: int) -> Iterator[TransferBatch]:
+def batch_transfers(transfers: Iterable[ChunkTransfer], chunk_bytes: int) -> Iterator[TransferBatch]:
     """Combine the transfers between two ranks into messages of at most ``chunk_bytes``.
 
     A message has at least one element. Wide dtypes come first, which aligns all elements without padding.
     """
     batch: TransferBatch = []
     free = chunk_bytes
-    for send in sorted(sends, key=lambda send: -send.dtype.itemsize):
+    for send in sorted(transfers, key=lambda send: -send.dtype.itemsize):
         done, numel = 0, prod(send.size)
         while done < numel:
             count = min(free // send.dtype.itemsize, numel - done)
@@ -400,12 +407,12 @@ def _split_message(batch: TransferBatch, buffer: Tensor) -> Iterator[tuple[Chunk
         offset += send.num_bytes
 
 
-def _start_message(op: Literal["send", "receive"], x: Tensor, peer: int, world: Axis) -> PendingCollective:
-    record_wait = record(op, world, bytes_of(x), "move", ranks=2)
+def _start_send_or_receive(op: Literal["send", "receive"], x: Tensor, peer: int, world: Axis) -> PendingCollective:
+    record_wait = record(op, world, get_num_bytes(x), "move", ranks=2)
     return PendingCollective([getattr(world.transport, op)(x, peer, TAG)], lambda: x, record_wait)
 
 
-def _no_source_error(what: str, rank: int, hint: str = "") -> ConfigError:
+def _make_missing_source_error(what: str, rank: int, hint: str = "") -> ConfigError:
     return ConfigError(
         f"Rank {rank} requests {what}, but no rank stores it.",
         remedy=f"{hint}Pass it in have= on at least one rank.",
@@ -421,12 +428,12 @@ class ReshardSource:
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
         tensors = ModelTensors(model)
         self._world = tensors.world
-        self._folders = directories_of_model(tensors.model)
+        self._folders = get_model_directories(tensors.model)
         self._reading = ExitStack()
         self._reading.enter_context(tensors.readable())
-        _, self._state = collect_state(tensors, lambda: None, optimizer, None, None)
+        _, self._state = collect_training_state(tensors, lambda: None, optimizer, None, None)
         entries: dict[str, IndexEntry] = {}
-        local = [(item.name, dtype_name(item.dtype), item.shape) for item in self._state.items]
+        local = [(item.name, get_dtype_name(item.dtype), item.shape) for item in self._state.items]
         for name, dtype, shape in chain.from_iterable(all_gather_objects(local, tensors.world)):
             entries.setdefault(name, IndexEntry(dtype, shape))
         self._index = CheckpointIndex(0, time.time(), tensors.sizes, entries, self._state.values)
@@ -451,7 +458,7 @@ class ReshardSource:
         """
         tensors = ModelTensors(model)
         plan = LoadPlan(self._index, "the previous run", tensors, collect_optimizer_states(optimizer, tensors))
-        stats = exchange_items(self._state.items, plan.items, self._world)
+        stats = redistribute_items(self._state.items, plan.items, self._world)
         self.close()
         plan.commit()
         mark_resumed_from(tensors.model, self._folders)

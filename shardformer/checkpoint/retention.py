@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardformer.checkpoint.file_format import INDEX_FILE, read_save_order
+from shardformer.checkpoint.file_format import INDEX_FILE, read_number_and_time
 from shardformer.errors import ConfigError
-from shardformer.filesystem.atomic_write import DROPPED, remove, temporary_path
+from shardformer.filesystem.atomic_write import DROPPED, make_temporary_path, remove
 
 STEP_NAME = re.compile(r"step-(\d{8,})")
 _REPLACED_NAME = re.compile(r"\.replaced-step-\d{8,}.*")
@@ -69,7 +69,7 @@ def move_user_files(source: Path, target: Path) -> None:
 
 def delete_checkpoint(folder: Path) -> None:
     """Delete a checkpoint, except for files that you have added to its folder and files that cannot be deleted."""
-    hidden = temporary_path(folder.with_name(_step_folder_name(folder)), DROPPED)
+    hidden = make_temporary_path(folder.with_name(_get_step_folder_name(folder)), DROPPED)
     if not folder.is_symlink():
         with suppress(OSError):
             folder.rename(hidden)  # atomic: a reader sees a complete checkpoint or none
@@ -87,7 +87,7 @@ def delete_hidden_folder(hidden: Path, folder: Path) -> None:
 def delete_old_checkpoints(root: Path, keep: CheckpointRetention, newest: Path) -> None:
     """Delete replaced checkpoints and those that the rule ``keep`` does not retain, but never ``newest``."""
     for left in _list_replaced_folders(root):
-        if (root / _step_folder_name(left)).exists():
+        if (root / _get_step_folder_name(left)).exists():
             delete_checkpoint(left)
     if keep.last is None:
         return
@@ -105,8 +105,8 @@ def list_checkpoints(root: Path) -> list[tuple[Path, float]]:
 
     Replaced checkpoints are included until they are deleted.
     """
-    ordered = [(read_save_order(folder), folder) for folder in list_checkpoint_folders(root)]
-    ordered.sort(key=lambda pair: (*pair[0], _step_folder_name(pair[1])), reverse=True)
+    ordered = [(read_number_and_time(folder), folder) for folder in list_checkpoint_folders(root)]
+    ordered.sort(key=lambda pair: (*pair[0], _get_step_folder_name(pair[1])), reverse=True)
     return [(folder, at) for (_, at), folder in ordered]
 
 
@@ -119,6 +119,6 @@ def _list_replaced_folders(root: Path) -> list[Path]:
     return [path for path in root.glob(".replaced-*") if _REPLACED_NAME.fullmatch(path.name) and not path.is_symlink()]
 
 
-def _step_folder_name(folder: Path) -> str:
+def _get_step_folder_name(folder: Path) -> str:
     found = STEP_NAME.search(folder.name)
     return found[0] if found is not None else folder.name

@@ -25,14 +25,14 @@ from torch import Tensor, nn
 
 from shardformer.checkpoint import directory as checkpoint_directory
 from shardformer.checkpoint import file_format
-from shardformer.checkpoint.chunks import ChunkBounds, NamedChunk, TensorItem, assign_local_writes
+from shardformer.checkpoint.chunks import ChunkBounds, NamedChunk, TensorItem, select_chunks_to_write
 from shardformer.checkpoint.directory import SAVE
-from shardformer.checkpoint.file_format import CheckpointIndex, file_name, sync, write_chunks
+from shardformer.checkpoint.file_format import CheckpointIndex, get_rank_file_name, sync, write_chunks
 from shardformer.checkpoint.retention import CheckpointRetention, delete_old_checkpoints
-from shardformer.checkpoint.training_state import ModelTensors, collect_state
+from shardformer.checkpoint.training_state import ModelTensors, collect_training_state
 from shardformer.comm.collective_call import run_on_all_ranks, wait_for_all_ranks
 from shardformer.errors import ConfigError, InputError, check_int
-from shardformer.filesystem.atomic_write import path_of, remove, write_new
+from shardformer.filesystem.atomic_write import remove, to_absolute_path, write_new
 from shardformer.filesystem.lock import release
 from shardformer.layout.shard_spec import Offsets
 from shardformer.mesh.parallel_context import Axis
@@ -63,16 +63,16 @@ class Snapshot:
         """Add those chunks of a tensor that this rank must write. An empty tensor gets only an index entry."""
         boxes = [(chunk, box) for chunk in item.chunks for box in assigned.get((item.name, *chunk.bounds), ())]
         if boxes or prod(item.shape) == 0:
-            self.entries[item.name] = file_format.dtype_name(item.dtype), item.shape
+            self.entries[item.name] = file_format.get_dtype_name(item.dtype), item.shape
         self.chunks += [(item.name, box[0], chunk.view(*box)) for chunk, box in boxes]
 
-    def copy_into(self, memory: dict[tuple[str, Offsets], Tensor]) -> None:
-        """Copy the chunks to host memory, into buffers from ``memory`` that have the required shape and dtype."""
+    def copy_into(self, buffers: dict[tuple[str, Offsets], Tensor]) -> None:
+        """Copy the chunks to host memory, into buffers from ``buffers`` that have the required shape and dtype."""
         for number, (name, start, values) in enumerate(self.chunks):
-            copy = memory.get((name, start))
+            copy = buffers.get((name, start))
             if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
                 copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-                memory[name, start] = copy
+                buffers[name, start] = copy
             self.chunks[number] = name, start, copy.copy_(values.detach(), non_blocking=True)
         if any(values.is_pinned() for *_, values in self.chunks):
             torch.cuda.synchronize()
@@ -82,7 +82,7 @@ def write_snapshot(snapshot: Snapshot, hidden: Path, root: Path, keep: Checkpoin
     """Write this rank's chunks into a hidden folder, which the first rank renames once all ranks are done.
 
     Args:
-        to_disk: whether to sync the files to the disk. If False, call ``wait_for_disk`` later, which also deletes
+        to_disk: whether to sync the files to the disk. If False, call ``sync_to_disk`` later, which also deletes
             older checkpoints.
 
     Returns:
@@ -96,13 +96,13 @@ def write_snapshot(snapshot: Snapshot, hidden: Path, root: Path, keep: Checkpoin
         _write_local_chunks(snapshot, hidden, to_disk)
     except BaseException:
         with suppress(OSError):
-            write_new(_note_path(hidden, snapshot.rank, "failed"), b"")  # empty: succeeds on a full disk
+            write_new(_get_rank_record_path(hidden, snapshot.rank, "failed"), b"")  # empty: succeeds on a full disk
         raise
     finally:
         snapshot.chunks.clear()
-    path = checkpoint_directory.step_folder(root, snapshot.index.step)
+    path = checkpoint_directory.get_step_folder(root, snapshot.index.step)
     if snapshot.rank == 0:
-        _merge_rank_notes(snapshot, hidden)
+        _merge_rank_records(snapshot, hidden)
         if to_disk:
             sync(hidden)
         path = checkpoint_directory.publish_checkpoint(hidden, root, snapshot.index, to_disk=to_disk)
@@ -112,13 +112,13 @@ def write_snapshot(snapshot: Snapshot, hidden: Path, root: Path, keep: Checkpoin
     return path
 
 
-def wait_for_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRetention) -> None:
+def sync_to_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRetention) -> None:
     """Sync the files of a complete checkpoint to the disk, and then delete older checkpoints.
 
     If syncing fails, the older checkpoints are kept and InputError is raised.
     """
     try:
-        files = [*map(file_name, range(snapshot.size)), file_format.INDEX_FILE]
+        files = [*map(get_rank_file_name, range(snapshot.size)), file_format.INDEX_FILE]
         for name in (*(path / file for file in files), path, root):
             sync(name)
         delete_old_checkpoints(root, keep, path)
@@ -132,18 +132,18 @@ def wait_for_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRe
 
 
 def _write_local_chunks(snapshot: Snapshot, hidden: Path, to_disk: bool) -> None:
-    sums = write_chunks(hidden / file_name(snapshot.rank), snapshot.chunks, to_disk=to_disk)
+    sums = write_chunks(hidden / get_rank_file_name(snapshot.rank), snapshot.chunks, to_disk=to_disk)
     boxes = [
         (name, file_format.SavedChunk(start, tuple(values.shape), snapshot.rank, total))
         for (name, start, values), total in zip(snapshot.chunks, sums, strict=True)
     ]
-    note = _note_path(hidden, snapshot.rank, "json")
+    note = _get_rank_record_path(hidden, snapshot.rank, "json")
     unfinished = note.with_suffix(".begun")
     write_new(unfinished, json.dumps({"entries": snapshot.entries, "boxes": boxes}).encode())
     unfinished.rename(note)
 
 
-def _merge_rank_notes(snapshot: Snapshot, hidden: Path) -> None:
+def _merge_rank_records(snapshot: Snapshot, hidden: Path) -> None:
     tensors = snapshot.index.tensors
     for rank in range(snapshot.size):
         note = _wait_for_rank_record(rank, hidden)
@@ -163,7 +163,7 @@ def _merge_rank_notes(snapshot: Snapshot, hidden: Path) -> None:
 
 
 def _wait_for_rank_record(rank: int, hidden: Path) -> Path:
-    note, failed = _note_path(hidden, rank, "json"), _note_path(hidden, rank, "failed")
+    note, failed = _get_rank_record_path(hidden, rank, "json"), _get_rank_record_path(hidden, rank, "failed")
     end = time.monotonic() + PATIENCE_S
     while not note.exists():
         has_failed = failed.exists() or not hidden.is_dir()
@@ -177,8 +177,8 @@ def _wait_for_rank_record(rank: int, hidden: Path) -> Path:
     return note
 
 
-def _note_path(hidden: Path, rank: int, ending: str) -> Path:
-    return hidden / f".{file_name(rank)}.{ending}"
+def _get_rank_record_path(hidden: Path, rank: int, ending: str) -> Path:
+    return hidden / f".{get_rank_file_name(rank)}.{ending}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,13 +203,13 @@ class SaveJob:
 
     def sync(self, path: Path) -> Path:
         """Sync the files of the checkpoint to the disk. Communicates nothing."""
-        wait_for_disk(self.snapshot, path, self.root, self.keep)
+        sync_to_disk(self.snapshot, path, self.root, self.keep)
         return path
 
-    def run_or_clean_up(self, make: Callable[[], Path]) -> Path:
-        """Write the checkpoint by calling ``make`` on all ranks, and delete its files if any rank fails."""
+    def run_or_clean_up(self, write_fn: Callable[[], Path]) -> Path:
+        """Write the checkpoint by calling ``write_fn`` on all ranks, and delete its files if any rank fails."""
         try:
-            return run_on_all_ranks(make, self.world, f"Saving into {self.root}")
+            return run_on_all_ranks(write_fn, self.world, f"Saving into {self.root}")
         except Exception:
             if self.world.rank == 0:
                 remove(self.hidden)
@@ -235,9 +235,9 @@ class AsyncSave:
         self._thread = threading.Thread(target=self._run, args=(work,), name="shardformer-save", daemon=False)
         self.start, self.join = self._thread.start, self._thread.join
 
-    def _run(self, work: Callable[[], Path]) -> None:
+    def _run(self, save_fn: Callable[[], Path]) -> None:
         try:
-            self._path = work()
+            self._path = save_fn()
         except Exception as error:
             self._error = error
 
@@ -312,7 +312,7 @@ def save_checkpoint(
     with prepare_save(directory, model, optimizer, step, scheduler, extra, retention) as job:
         path = job.run_or_clean_up(partial(job.write, to_disk=job.hosts > 1))
     if job.hosts == 1 and job.world.rank == 0:
-        _start_in_background(AsyncSave(job, partial(job.sync, path), is_complete=True), job.model)
+        _start_async_save(AsyncSave(job, partial(job.sync, path), is_complete=True), job.model)
     return path
 
 
@@ -338,22 +338,22 @@ def async_save_checkpoint(
         saving = AsyncSave(job, job.write)
         before: AsyncSave | None = job.model.__dict__.get(SAVE)
         job.snapshot.copy_into(saving.memory if before is None else before.memory)
-    _start_in_background(saving, job.model)
+    _start_async_save(saving, job.model)
     return saving
 
 
-def check_savable(model: nn.Module, optimizer: Any = None, *, scheduler: Any = None, extra: Any = None) -> None:
+def check_can_save(model: nn.Module, optimizer: Any = None, *, scheduler: Any = None, extra: Any = None) -> None:
     """Check that ``save_checkpoint`` can save this training run, without writing any files.
 
     Raises the errors of ``save_checkpoint``. All ranks must call this function. Communicates names and sizes.
     """
     tensors = ModelTensors(model)
-    wait_for_all_ranks("check_savable", tensors.world)
+    wait_for_all_ranks("check_can_save", tensors.world)
     with tensors.readable():
-        collect_state(tensors, lambda: None, optimizer, scheduler, extra)
+        collect_training_state(tensors, lambda: None, optimizer, scheduler, extra)
 
 
-def _start_in_background(saving: AsyncSave, model: nn.Module) -> None:
+def _start_async_save(saving: AsyncSave, model: nn.Module) -> None:
     if (before := model.__dict__.get(SAVE)) is not None:
         saving.memory = before.memory
     model.__dict__[SAVE] = saving
@@ -376,11 +376,11 @@ def prepare_save(
 
     def check() -> tuple[str, int, str, str]:
         nonlocal root
-        root = path_of(folder)
+        root = to_absolute_path(folder)
         check_int("step", step, 0, unit="training steps")
         CheckpointRetention.of(keep)
         _check_no_pending_save(tensors.model.__dict__.get(SAVE))
-        return str(Path(folder)), step, platform.node(), checkpoint_directory.hidden_folder(root, step).name
+        return str(Path(folder)), step, platform.node(), checkpoint_directory.make_hidden_path(root, step).name
 
     def lock_directory() -> None:
         nonlocal is_new
@@ -390,10 +390,10 @@ def prepare_save(
 
     def check_folder() -> None:
         if world.rank > 0:
-            checkpoint_directory.check_folder_is_visible(hidden)
+            checkpoint_directory.wait_for_hidden_folder(hidden)
 
     with tensors.readable():
-        requests, state = collect_state(tensors, check, optimizer, scheduler, extra)
+        requests, state = collect_training_state(tensors, check, optimizer, scheduler, extra)
         folders, steps, hosts, names = zip(*requests, strict=True)
         for rank, request in enumerate(zip(steps, folders, strict=True)):
             if request != (steps[0], folders[0]):
@@ -408,7 +408,7 @@ def prepare_save(
             run_on_all_ranks(check_folder, world, f"Saving into {root}")
             index = CheckpointIndex(step, time.time(), tensors.sizes, values=state.values)
             snapshot = Snapshot(world.rank, world.size, index)
-            assigned = assign_local_writes(state.chunks_by_rank, world)
+            assigned = select_chunks_to_write(state.chunks_by_rank, world)
             for item in state.items:
                 snapshot.add(item, assigned)
             retention, num_hosts = CheckpointRetention.of(keep), len(set(hosts))

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardformer.checkpoint.chunks import FlatRegion, LocalChunks, TensorItem, drop_tensors, list_local_chunks
-from shardformer.checkpoint.file_format import CheckpointIndex, check_dtype, from_json, to_json, weighted_sum
+from shardformer.checkpoint.file_format import CheckpointIndex, check_dtype, from_json, get_chunk_checksum, to_json
 from shardformer.comm.collective_call import gather_from_all_ranks
 from shardformer.errors import ConfigError, did_you_mean
 from shardformer.layout.shard_export_guard import to_plain_tensor
@@ -29,7 +29,7 @@ from shardformer.mesh.rank_grid import AXES
 from shardformer.random_state import random_states, set_random_states
 from shardformer.torch_compat import is_dtensor
 from shardformer.zero.flat_shards import FlatShard, ParamSlice
-from shardformer.zero.optimizer_state_view import load_in_place
+from shardformer.zero.optimizer_state_view import load_state_dict_in_place
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 EXTRA_STATE = "_extra_state"
@@ -61,7 +61,7 @@ class ModelTensors:
         self._names: dict[int, str] = {}
         self.tensors: dict[str, Tensor] = {}
         self.extra_states: dict[str, Any] = {}
-        plain = {} if state.stages is None else state.stages.first_names(sharded_module(self.model, state)[1])
+        plain = {} if state.stages is None else state.stages.get_first_names(sharded_module(self.model, state)[1])
         self.plain_names = list(plain)
         registered = {id(x) for x in (*self.model.parameters(), *self.model.buffers())}
         for name, value in self.model.state_dict(keep_vars=True).items():
@@ -95,42 +95,42 @@ class ModelTensors:
         """Return a context manager inside which the values of all ZeRO shards can be read."""
         return nullcontext() if self.zero is None else self.zero.readable_state()
 
-    def name_of(self, tensor: Tensor) -> str | None:
+    def get_name(self, tensor: Tensor) -> str | None:
         """Return the name of a tensor in the unsharded model, or None if the model does not contain it."""
         return self._names.get(id(tensor))
 
-    def region_of(self, tensor: Tensor) -> FlatRegion:
+    def get_region(self, tensor: Tensor) -> FlatRegion:
         """Return which elements of a full parameter or buffer this rank stores."""
         entry = self._entries.get(id(tensor))
         if entry is None or not entry.spec.is_sharded:
             return FlatRegion(tuple(tensor.shape), None, {})
         return FlatRegion(entry.spec.shape, entry.spec, self._state.coords)
 
-    def region_of_slice(self, piece: ParamSlice) -> FlatRegion:
+    def get_slice_region(self, piece: ParamSlice) -> FlatRegion:
         """Return which elements of a full parameter a slice of a ZeRO shard contains."""
         spec = piece.entry.spec
         sharded = spec if spec.is_sharded and not piece.gradient.is_shared else None
         return FlatRegion(spec.shape, sharded, self._state.coords, piece.param_range)
 
-    def name_of_slice(self, piece: ParamSlice) -> str:
+    def get_slice_name(self, piece: ParamSlice) -> str:
         return self._names[id(piece.gradient.param)]
 
-    def zero_shards(self) -> Iterator[FlatShard]:
+    def iterate_zero_shards(self) -> Iterator[FlatShard]:
         """Yield all ZeRO shards on this rank, including those of frozen parameters under stage 3."""
         if self.zero is not None:
             seen = {id(shard) for shard in self.zero.shards}
             yield from self.zero.shards
-            yield from (s for unit in self.zero.param_groups_stage3 for s in unit.shards if id(s) not in seen)
+            yield from (s for unit in self.zero.stage3_param_groups for s in unit.shards if id(s) not in seen)
 
     @property
     def gathered(self) -> set[int]:
         """The ``id()`` of each parameter that ZeRO stage 3 shards and gathers on demand."""
-        return {id(p) for unit in (self.zero.param_groups_stage3 if self.zero is not None else ()) for p in unit.params}
+        return {id(p) for unit in (self.zero.stage3_param_groups if self.zero is not None else ()) for p in unit.params}
 
-    def buffer_checksums(self) -> dict[str, int]:
+    def compute_buffer_checksums(self) -> dict[str, int]:
         """Compute a checksum of each buffer on this rank."""
         buffers = {n: x.detach() for n, x in self.tensors.items() if not isinstance(x, nn.Parameter)}
-        return {name: weighted_sum(x, (0,) * x.dim()) for name, x in buffers.items()}
+        return {name: get_chunk_checksum(x, (0,) * x.dim()) for name, x in buffers.items()}
 
     def items(self) -> Iterator[TensorItem]:
         """Yield the parameters, master weights and buffers that this rank saves. Must be called inside ``readable()``.
@@ -144,12 +144,12 @@ class ModelTensors:
             if id(tensor) in gathered:
                 continue
             if isinstance(tensor, nn.Parameter) or (is_front and data == 0):
-                yield self.region_of(tensor).item(f"{WEIGHTS}/{name}", tensor.detach())
+                yield self.get_region(tensor).item(f"{WEIGHTS}/{name}", tensor.detach())
             elif is_front:
-                yield self.region_of(tensor).item(buffer_name(data, name), tensor.detach())
-        for shard in self.zero_shards():
+                yield self.get_region(tensor).item(get_buffer_key(data, name), tensor.detach())
+        for shard in self.iterate_zero_shards():
             for piece in shard.slices:
-                name, region = self.name_of_slice(piece), self.region_of_slice(piece)
+                name, region = self.get_slice_name(piece), self.get_slice_region(piece)
                 if shard.keeps:
                     yield region.item(f"{WEIGHTS}/{name}", shard.local[piece.shard_range])
                 if shard.rounded is not None and shard.rounded.rest is not None:
@@ -169,27 +169,27 @@ def unwrap_model(model: nn.Module) -> nn.Module:
             return model
 
 
-def buffer_name(data: int, name: str) -> str:
-    """Return the name under which a checkpoint stores a buffer of the data-parallel rank ``data``."""
-    return f"buffers.{data}/{name}"
+def get_buffer_key(data_rank: int, name: str) -> str:
+    """Return the name under which a checkpoint stores a buffer of the data-parallel rank ``data_rank``."""
+    return f"buffers.{data_rank}/{name}"
 
 
-def find_identical_buffers(sums: Sequence[tuple[int, Mapping[str, int]]]) -> list[set[str]]:
+def find_identical_buffers(checksums: Sequence[tuple[int, Mapping[str, int]]]) -> list[set[str]]:
     """Find the buffers of each rank that need not be saved because data rank 0 has the same values.
 
     Args:
-        sums: (data rank, ``buffer_checksums``) of each rank.
+        checksums: (data rank, ``compute_buffer_checksums``) of each rank.
 
     >>> find_identical_buffers([(0, {"mean": 3, "mask": 7}), (1, {"mean": 4, "mask": 7})])
     [set(), {'buffers.1/mask'}]
     """
     first: dict[str, int] = {}
-    for data, buffers in sums:
+    for data, buffers in checksums:
         if data == 0:
             first = {**buffers, **first}  # the first rank's entry counts, as that rank saves the buffer
     return [
-        {buffer_name(data, name) for name, total in buffers.items() if data > 0 and first.get(name) == total}
-        for data, buffers in sums
+        {get_buffer_key(data, name) for name, total in buffers.items() if data > 0 and first.get(name) == total}
+        for data, buffers in checksums
     ]
 
 
@@ -234,15 +234,15 @@ class OptimizerStates:
     def __init__(self, optimizer: Optimizer, number: int, tensors: ModelTensors) -> None:
         self.optimizer, self._number = optimizer, number
         self.kind = type(optimizer).__name__
-        pieces = {id(piece.value): piece for shard in tensors.zero_shards() for piece in shard.slices}
+        pieces = {id(piece.value): piece for shard in tensors.iterate_zero_shards() for piece in shard.slices}
         self.groups: list[list[OptimizerTensor]] = []
         for group in optimizer.param_groups:
             slots = []
             for param in group["params"]:
                 if (piece := pieces.get(id(param))) is not None:
-                    slots.append(OptimizerTensor(tensors.name_of_slice(piece), param, tensors.region_of_slice(piece)))
-                elif (name := tensors.name_of(param)) is not None:
-                    slots.append(OptimizerTensor(name, param, tensors.region_of(param)))
+                    slots.append(OptimizerTensor(tensors.get_slice_name(piece), param, tensors.get_slice_region(piece)))
+                elif (name := tensors.get_name(param)) is not None:
+                    slots.append(OptimizerTensor(name, param, tensors.get_region(param)))
                 else:
                     raise ConfigError(
                         f"{self.kind} has a parameter of shape {tuple(param.shape)} that is not in the model.",
@@ -251,7 +251,7 @@ class OptimizerStates:
                     )
             self.groups.append(slots)
 
-    def optimizer_tensors(self) -> Iterator[OptimizerTensor]:
+    def get_optimizer_tensors(self) -> Iterator[OptimizerTensor]:
         """Yield the parameters that the optimizer updates on this rank."""
         yield from (slot for group in self.groups for slot in group)
 
@@ -260,7 +260,7 @@ class OptimizerStates:
 
         ``is_item`` is False for a scalar, which belongs to the full parameter, unless the parameter is a scalar, too.
         """
-        for slot in self.optimizer_tensors():
+        for slot in self.get_optimizer_tensors():
             for key, value in self.optimizer.state.get(slot.param, {}).items():
                 is_item = isinstance(value, Tensor) and (value.dim() > 0 or (key != "step" and slot.param.dim() == 0))
                 yield slot, key, value, is_item
@@ -272,13 +272,13 @@ class OptimizerStates:
         for slot, key, value, is_item in self._iterate_states():
             if is_item:
                 has_param_shape = value.shape == slot.param.shape
-                region = slot.region if has_param_shape else self._full_region(key, tuple(value.shape), slot)
+                region = slot.region if has_param_shape else self._get_full_region(key, tuple(value.shape), slot)
                 x = to_plain_tensor(value.detach())  # a script may insert a tensor of model.state_dict()
                 x = x.to_dense() if x.is_sparse else x  # such as the momentum of sparse gradients
                 x = x.reshape(-1) if region.flat_range is not None else x
                 yield region.item(f"optimizer.{self._number}/{quote(str(key), safe='')}/{slot.name}", x)
 
-    def _full_region(self, key: str, shape: tuple[int, ...], slot: OptimizerTensor) -> FlatRegion:
+    def _get_full_region(self, key: str, shape: tuple[int, ...], slot: OptimizerTensor) -> FlatRegion:
         """Return the region of an optimizer state tensor that does not have the shape of its parameter.
 
         Raises ConfigError if the parameter is sharded.
@@ -334,7 +334,7 @@ class OptimizerStates:
                         else did_you_mean(slot.name, saved["groups"][i]["names"]),
                     )
 
-    def saved_states(self, index: CheckpointIndex) -> Iterator[tuple[OptimizerTensor, str, str, FlatRegion]]:
+    def find_saved_states(self, index: CheckpointIndex) -> Iterator[tuple[OptimizerTensor, str, str, FlatRegion]]:
         """Find the saved optimizer states of this rank's parameters.
 
         Yields (optimizer tensor, key, saved name, region that this rank reads) for each state tensor.
@@ -344,29 +344,29 @@ class OptimizerStates:
             if full_name.startswith(f"optimizer.{self._number}/"):
                 _, key, name = full_name.split("/", 2)
                 keys.setdefault(name, []).append((unquote(key), full_name))
-        for slot in self.optimizer_tensors():
+        for slot in self.get_optimizer_tensors():
             for key, full_name in keys.get(slot.name, ()):
                 shape = index.tensors[full_name].shape
-                yield slot, key, full_name, self.region_of_state(key, shape, slot)
+                yield slot, key, full_name, self.get_state_region(key, shape, slot)
 
-    def region_of_state(self, key: str, shape: tuple[int, ...], slot: OptimizerTensor) -> FlatRegion:
+    def get_state_region(self, key: str, shape: tuple[int, ...], slot: OptimizerTensor) -> FlatRegion:
         """Return which elements of a full optimizer state tensor this rank stores."""
-        return slot.region if shape == slot.region.shape else self._full_region(key, shape, slot)
+        return slot.region if shape == slot.region.shape else self._get_full_region(key, shape, slot)
 
-    def load_values(
-        self, saved: Mapping[str, Any], read: Sequence[tuple[OptimizerTensor, str, Tensor]], *, exact: bool
+    def load_saved_values(
+        self, saved: Mapping[str, Any], state_tensors: Sequence[tuple[OptimizerTensor, str, Tensor]], *, exact: bool
     ) -> None:
         """Load the saved state and parameter group options into the optimizer.
 
         Args:
-            read: (slot, key, value) of the state tensors.
+            state_tensors: (slot, key, value) of the state tensors.
             exact: whether the state tensors keep the dtype in which they were saved.
         """
         states: dict[int, dict[str, Any]] = {}
-        for slot in self.optimizer_tensors():
+        for slot in self.get_optimizer_tensors():
             if (scalars := saved["scalars"].get(slot.name)) is not None:
                 states[id(slot.param)] = {key: from_json(value) for key, value in scalars.items()}
-        for slot, key, value in read:
+        for slot, key, value in state_tensors:
             shaped = value.view(slot.param.shape) if value.numel() == slot.param.numel() else value
             states.setdefault(id(slot.param), {})[key] = shaped
         groups: list[dict[str, Any]] = []
@@ -375,10 +375,10 @@ class OptimizerStates:
             options = {k: from_json(v) for k, v in group["options"].items()}
             groups.append(options | {"params": list(islice(numbers, len(slots)))})
         numbered = {
-            n: states[id(slot.param)] for n, slot in enumerate(self.optimizer_tensors()) if id(slot.param) in states
+            n: states[id(slot.param)] for n, slot in enumerate(self.get_optimizer_tensors()) if id(slot.param) in states
         }
-        load_in_place(self.optimizer, {"state": numbered, "param_groups": groups})
-        for slot in self.optimizer_tensors() if exact else ():
+        load_state_dict_in_place(self.optimizer, {"state": numbered, "param_groups": groups})
+        for slot in self.get_optimizer_tensors() if exact else ():
             state = self.optimizer.state.get(slot.param, {})
             for key, value in states.get(id(slot.param), {}).items():
                 loaded = state.get(key)
@@ -416,7 +416,7 @@ def merge_optimizer_values(values: Sequence[Mapping[str, Any]]) -> dict[str, Any
     return {"kind": values[0]["kind"], "groups": groups, "scalars": scalars}
 
 
-def random_state_key(rank: int, name: str) -> str:
+def get_random_state_key(rank: int, name: str) -> str:
     """Return the name under which a checkpoint stores one random number generator state of ``rank``."""
     return f"random.{rank}/{name}"
 
@@ -446,7 +446,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class StateContents:
+class TrainingStateContents:
     """The training state of one rank between two steps, ready to be saved or resharded.
 
     Args:
@@ -460,9 +460,9 @@ class StateContents:
     chunks_by_rank: tuple[LocalChunks, ...]
 
 
-def collect_state(
+def collect_training_state(
     tensors: ModelTensors, check: Callable[[], T], optimizer: Any, scheduler: Any, extra: Any
-) -> tuple[list[T], StateContents]:
+) -> tuple[list[T], TrainingStateContents]:
     """Collect the training state of this rank without copying its tensors.
 
     Also returns the result of ``check`` on each rank. Communicates one gather with the names and sizes of all tensors,
@@ -476,12 +476,12 @@ def collect_state(
         items.extend(tensors.items())
         items.extend(item for each in optimizers for item in each.items())
         items.extend(
-            FlatRegion(tuple(x.shape), None, {}).item(random_state_key(world.rank, n), x) for n, x in random.items()
+            FlatRegion(tuple(x.shape), None, {}).item(get_random_state_key(world.rank, n), x) for n, x in random.items()
         )
         for item in items:
             check_dtype(item.name, item.dtype)
         values = _collect_values(tensors, optimizers, scheduler, extra) | {"random": numbers}
-        return checked, values, list_local_chunks(items), tensors.buffer_checksums()
+        return checked, values, list_local_chunks(items), tensors.compute_buffer_checksums()
 
     checked, ranks, chunks, sums = zip(*gather_from_all_ranks(collect, world, "Saving a checkpoint"), strict=True)
     identical = find_identical_buffers(
@@ -495,7 +495,7 @@ def collect_state(
         "extra_states": {name: value for rank in ranks for name, value in rank["extra_states"].items()},
     }
     kept = [item for item in items if item.name not in identical[world.rank]]
-    return list(checked), StateContents(kept, values, tuple(map(drop_tensors, chunks, identical)))
+    return list(checked), TrainingStateContents(kept, values, tuple(map(drop_tensors, chunks, identical)))
 
 
 def _collect_values(

@@ -18,9 +18,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from shardformer.cli._help import Groups, group_options, option_row, print_help
+from shardformer.cli._help import Groups, format_option_row, group_options, print_help
 from shardformer.cli._options import ARGUMENTS
-from shardformer.errors import ConfigError, ShardFormerError, format_exception, wants_traceback
+from shardformer.errors import ConfigError, ShardFormerError, format_exception, is_traceback_enabled
 
 COMMAND_GROUPS = {
     "Train from a file": ("init", "train", "plot", "evaluate", "generate", "export"),
@@ -39,7 +39,7 @@ OLD_NAMES = {"infer": "derive_policy"}
 """Earlier name of a command -> its name. The earlier name still works, and is hidden from the help."""
 
 
-def command_names() -> list[str]:
+def list_command_names() -> list[str]:
     """Return the names of all commands in alphabetical order. Each module of this package is a command."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
@@ -55,7 +55,7 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_global_options)
-    for command in command_names():
+    for command in list_command_names():
         module = import_module(f"{__name__}.{command}")
         settings = getattr(module, "CONTEXT_SETTINGS", {})
         # a command that receives its arguments unparsed prints its own help
@@ -87,7 +87,7 @@ class CommandGroup(TyperGroup):
         sections = [
             (title, [(name, about[name]) for name in names if name in about]) for title, names in groups.items()
         ]
-        options = [option_row(option) for option in self.get_params(ctx)]
+        options = [format_option_row(option) for option in self.get_params(ctx)]
         print_help("shardformer COMMAND [OPTIONS]", self.help or "", [*sections, ("Options", options)], WORKFLOW)
 
 
@@ -97,8 +97,10 @@ def _make_command_class(renamed: Mapping[str, str], groups: Groups) -> type[Type
     class Command(TyperCommand):
         def format_help(self, ctx: Any, formatter: Any) -> None:
             options = self.get_params(ctx)
-            arguments = [option_row(each) for each in options if each.param_type_name == "argument"]
-            required = [option_row(each)[0] for each in options if each.param_type_name == "option" and each.required]
+            arguments = [format_option_row(each) for each in options if each.param_type_name == "argument"]
+            required = [
+                format_option_row(each)[0] for each in options if each.param_type_name == "option" and each.required
+            ]
             words = [name for name, _ in arguments] + [name.split(", ")[-1] for name in required]
             usage = " ".join([ctx.command_path, *words, "[OPTIONS]"])
             others = [each for each in options if each.param_type_name != "argument"]
@@ -123,8 +125,8 @@ def _global_options(
     """Declare the options of ``shardformer`` itself, such as ``--version``."""
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"shardformer {version('shardformer')}")
         raise typer.Exit()
 
@@ -134,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         build_app()(None if arguments is None else list(arguments), prog_name="shardformer")
     except ShardFormerError as error:
-        if wants_traceback() or "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher prints the errors of its ranks
+        if is_traceback_enabled() or "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher prints the errors of its ranks
             raise
         sys.stdout.flush()
         print(format_exception(error), file=sys.stderr)

@@ -17,12 +17,12 @@ Section = tuple[str, Sequence[tuple[str, str]]]
 """Title, and for each option or command its name and its description."""
 
 
-def print_help(usage: str, about: str, sections: Sequence[Section], example: str = "") -> None:
+def print_help(usage: str, description: str, sections: Sequence[Section], example: str = "") -> None:
     """Print a help screen.
 
     Args:
         usage: the command with its arguments.
-        about: paragraphs.
+        description: paragraphs.
         sections: options or commands by group. An empty group is omitted.
         example: lines of a shell session, which are printed unchanged.
     """
@@ -36,7 +36,7 @@ def print_help(usage: str, about: str, sections: Sequence[Section], example: str
         console.print(Text(text, style), soft_wrap=True)
 
     show(f"Usage: {usage}", "bold")
-    for paragraph in inspect.cleandoc(about).split("\n\n"):
+    for paragraph in inspect.cleandoc(description).split("\n\n"):
         show("\n" + textwrap.fill(" ".join(paragraph.split()), width))
     names = [name for _, rows in sections for name, _ in rows]
     column = min(max(map(len, names), default=0) + 4, NAMES_WIDTH)
@@ -59,7 +59,7 @@ def print_help(usage: str, about: str, sections: Sequence[Section], example: str
             show(f"  {line}")
 
 
-def option_row(option: Any) -> tuple[str, str]:
+def format_option_row(option: Any) -> tuple[str, str]:
     """Format an option or argument of a Typer command, with its default value, as a row of the help screen."""
     if option.param_type_name == "argument":
         return str(option.metavar or option.name.upper()), str(option.help or "")
@@ -81,6 +81,7 @@ def group_options(options: Sequence[Any], groups: Groups) -> list[Section]:
     """Sort options into the sections of a help screen. Options that are in no group form the last section."""
     by_name = {str(option.name): option for option in options if not getattr(option, "hidden", False)}
     found: list[Section] = [
-        (title, [option_row(by_name.pop(name)) for name in names if name in by_name]) for title, names in groups.items()
+        (title, [format_option_row(by_name.pop(name)) for name in names if name in by_name])
+        for title, names in groups.items()
     ]
-    return [*found, (OTHER if groups else "Options", [option_row(option) for option in by_name.values()])]
+    return [*found, (OTHER if groups else "Options", [format_option_row(option) for option in by_name.values()])]

@@ -43,8 +43,8 @@ def options_from_dataclass(
             command(kind(**values, **({"parallel": parallel} if flags else {})))
 
         hints = get_type_hints(kind, include_extras=True)
-        of_kind = [_field_parameter(each, hints[each.name]) for each in fields(kind) if each.name != "parallel"]
-        parameters = [*of_kind[:1], *(_parallel_flag(name, text) for name, text in flags.items()), *of_kind[1:]]
+        of_kind = [_make_field_parameter(each, hints[each.name]) for each in fields(kind) if each.name != "parallel"]
+        parameters = [*of_kind[:1], *(_make_parallel_flag(name, text) for name, text in flags.items()), *of_kind[1:]]
         run_command.__name__, run_command.__qualname__, run_command.__module__ = (
             command.__name__,
             command.__qualname__,
@@ -58,7 +58,7 @@ def options_from_dataclass(
     return decorate
 
 
-def _field_parameter(field: Field[Any], hint: Any) -> Parameter:
+def _make_field_parameter(field: Field[Any], hint: Any) -> Parameter:
     plain, help_or_option = get_args(hint)
     names = [f"--{field.name.replace('_', '-')}"] if plain is bool else []
     option = typer.Option(*names, help=help_or_option) if isinstance(help_or_option, str) else help_or_option
@@ -66,9 +66,9 @@ def _field_parameter(field: Field[Any], hint: Any) -> Parameter:
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[plain, option])
 
 
-def _parallel_flag(name: str, text: str) -> Parameter:
+def _make_parallel_flag(name: str, text: str) -> Parameter:
     """Create the Typer parameter of a flag for a field of ``ParallelConfig``. By default, the field is not set."""
-    kind, _ = ParallelConfig.described_fields()[name]
+    kind, _ = ParallelConfig.get_field_descriptions()[name]
     plain = next((each for each in (bool, int) if kind in (each, each | None)), str)
     option = parallel_option(name, text, *([f"--{name.replace('_', '-')}"] if plain is bool else []))
     annotation = Annotated[bool, option] if plain is bool else Annotated[plain | None, option]
@@ -85,11 +85,11 @@ METAVARS = {
 def parallel_option(name: str, text: str = "", *names: str) -> Any:
     """Create a ``typer.Option`` that sets a ``ParallelConfig`` field. By default, its help describes the field."""
     default = getattr(ParallelConfig, name, None)
-    is_number = ParallelConfig.described_fields()[name][0] in (int, int | None)
+    is_number = ParallelConfig.get_field_descriptions()[name][0] in (int, int | None)
     return typer.Option(
         *names,
         metavar=None if names else METAVARS.get(name, "N" if is_number else name.rpartition("_")[2].upper()),
-        help=text or ParallelConfig.described_fields()[name][1].replace("`", "").replace("None: ", "Default: "),
+        help=text or ParallelConfig.get_field_descriptions()[name][1].replace("`", "").replace("None: ", "Default: "),
         show_default=str(default) if not text and default not in (None, False) else False,
     )
 
@@ -110,7 +110,7 @@ def _parse_parallel_value(name: str, value: Any) -> Any:
     hint = did_you_mean(value, PARTITION_METHODS) if methods and value.isalpha() else ""
     raise ConfigError(
         f"The value of {flag} is not valid: {value}.",
-        rule=ParallelConfig.described_fields()[name][1].rstrip("."),
+        rule=ParallelConfig.get_field_descriptions()[name][1].rstrip("."),
         remedy=f"{hint} Write {methods}{flag} 3,5".strip(),
     )
 

@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from shardformer.errors import OLDEST_RELEASES, ConfigError, WorkerError, check_release
+from shardformer.errors import OLDEST_RELEASES, ConfigError, WorkerError, check_library_version
 
 TIMEOUT_S = 60.0
 TESTED = {"python": ((3, 11), (3, 13)), "torch": ((2, 11), (2, 14)), "transformers": ((5, 17), (5, 24))}
@@ -75,10 +75,10 @@ def check(as_json: Annotated[bool, typer.Option("--json", help="Print the result
     """
     findings = [
         *_check_versions(),
-        *_list_devices(),
-        *_list_backends(),
+        *_check_devices(),
+        *_check_backends(),
         _check_all_reduce(),
-        *_list_optional_packages(),
+        *_check_optional_packages(),
     ]
     ready = all(finding.status != "failed" for finding in findings)
     if as_json:
@@ -107,26 +107,26 @@ def _check_versions() -> list[CheckResult]:
     return findings
 
 
-def _version(name: str, found: str, remedy: str) -> CheckResult:
+def _version(name: str, installed: str, remedy: str) -> CheckResult:
     """Check whether the installed version of a library was tested. Older ones fail, newer ones are ``untested``."""
-    major, minor = (int(part) for part in found.split(".")[:2])
+    major, minor = (int(part) for part in installed.split(".")[:2])
     oldest, newest = TESTED[name]
     if (major, minor) < oldest:
-        return CheckResult("versions", name, "failed", found, remedy)
+        return CheckResult("versions", name, "failed", installed, remedy)
     if (major, minor) > newest:
         tested = f"{_format_version(oldest)} to {_format_version(newest)}"
-        note = f"{found} is newer than the tested versions, {tested}, and may work"
-        return CheckResult("versions", name, "untested", found, note)
-    return CheckResult("versions", name, "ok", found)
+        note = f"{installed} is newer than the tested versions, {tested}, and may work"
+        return CheckResult("versions", name, "untested", installed, note)
+    return CheckResult("versions", name, "ok", installed)
 
 
 def _format_version(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
-def _list_devices() -> list[CheckResult]:
+def _check_devices() -> list[CheckResult]:
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = _host_memory_gib()
+    memory = _get_host_memory_gib()
     size = "" if memory is None else f", {memory[0]:.0f} GiB memory, {memory[1]:.0f} GiB available"
     findings = [CheckResult("devices", "CPU", "ok", f"{num_cores} cores{size}")]
     try:
@@ -143,7 +143,7 @@ def _list_devices() -> list[CheckResult]:
     return findings
 
 
-def _host_memory_gib() -> tuple[float, float] | None:
+def _get_host_memory_gib() -> tuple[float, float] | None:
     """Return the total and the available host memory in GiB, or None if the operating system does not report them."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
@@ -153,7 +153,7 @@ def _host_memory_gib() -> tuple[float, float] | None:
         return None
 
 
-def _list_backends() -> list[CheckResult]:
+def _check_backends() -> list[CheckResult]:
     try:
         from torch import distributed
     except ImportError:
@@ -246,7 +246,7 @@ def time_all_reduce(rank: int, num_processes: int, store: str) -> None:
     print(1e3 * median(times_s[5:]))
 
 
-def _list_optional_packages() -> list[CheckResult]:
+def _check_optional_packages() -> list[CheckResult]:
     findings = []
     for package, (module, purpose, command) in _OPTIONAL_PACKAGES.items():
         if importlib.util.find_spec(module) is None:
@@ -258,7 +258,7 @@ def _list_optional_packages() -> list[CheckResult]:
             found = "found"
         try:
             if package in OLDEST_RELEASES:
-                check_release(package, found)
+                check_library_version(package, found)
         except ConfigError as error:
             findings.append(CheckResult("optional", package, "untested", error.what, error.remedy))
             continue
@@ -275,7 +275,7 @@ def _list_optional_packages() -> list[CheckResult]:
     return findings
 
 
-def _print_table(findings: list[CheckResult], ready: bool) -> None:
+def _print_table(results: list[CheckResult], is_ready: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -284,18 +284,18 @@ def _print_table(findings: list[CheckResult], ready: bool) -> None:
         "failed": ("failed", "bold red"),
     }  # fmt: skip
     console = Console(highlight=False)
-    width = max(len(finding.name) for finding in findings) + 2
-    for group, members in groupby(findings, key=lambda finding: finding.group):
+    width = max(len(finding.name) for finding in results) + 2
+    for group, members in groupby(results, key=lambda finding: finding.group):
         console.print(Text(_GROUP_TITLES[group], "bold"))
         for finding in members:
             line = Text(f"  {finding.name:{width}}")
             line.append(f"{marks[finding.status][0]:11}", marks[finding.status][1]).append(finding.value)
             console.print(line, soft_wrap=True)
         console.print()
-    remedies = [finding for finding in findings if finding.remedy]
+    remedies = [finding for finding in results if finding.remedy]
     if remedies:
-        console.print(Text("How to install what is missing, if you need it" if ready else "What to do", "bold"))
+        console.print(Text("How to install what is missing, if you need it" if is_ready else "What to do", "bold"))
     for finding in remedies:
         # not wrapped, so that the command can be copied
         console.print(f"  {finding.name}: {finding.remedy}", soft_wrap=True, markup=False)
-    console.print("\nReady to train." if ready else "\nNot ready: see the failed checks above.")
+    console.print("\nReady to train." if is_ready else "\nNot ready: see the failed checks above.")

@@ -70,23 +70,23 @@ def draw(
     """
     from rich.console import Console
 
-    _check_option_has_effect([name for name in context.params if _is_passed(context, name)])
+    _check_option_has_effect([name for name in context.params if _is_option_passed(context, name)])
     if grid is not None:
         _draw_grid(Console(highlight=False), grid, tensor_parallel_mode or "2d", as_json)
         return
 
-    from shardformer.pipeline.schedule_chart import check_chart_file, save_chart, timeline_as_json
-    from shardformer.pipeline.schedules import default_chunks, make_schedule, simulate
+    from shardformer.pipeline.schedule_chart import check_chart_file, save_chart, timeline_to_dict
+    from shardformer.pipeline.schedules import get_default_chunks, make_schedule, simulate
 
     if out is not None:
         check_chart_file(out)
-    _check_fits_picture(stages, micro_batches, num_model_chunks or default_chunks(schedule))
+    _check_drawing_size(stages, micro_batches, num_model_chunks or get_default_chunks(schedule))
     chosen = make_schedule(schedule, stages, micro_batches, num_model_chunks)
     timeline = simulate(chosen, _parse_durations(durations, chosen), send)
     if out is not None:
         save_chart(chosen, timeline, out)
     if as_json:
-        print(json.dumps(timeline_as_json(chosen, timeline)))
+        print(json.dumps(timeline_to_dict(chosen, timeline)))
         return
     _print_schedule(Console(highlight=False), chosen, timeline)
     if out is not None:
@@ -94,15 +94,15 @@ def draw(
 
 
 def _print_schedule(console: Console, schedule: Schedule, timeline: Timeline) -> None:
-    from shardformer.pipeline.schedule_chart import schedule_as_text
+    from shardformer.pipeline.schedule_chart import format_schedule_as_text
 
-    text = schedule_as_text(schedule, timeline, console.width)
+    text = format_schedule_as_text(schedule, timeline, console.width)
     console.print(_color_schedule(text, schedule))
     if "is not shown" in text:
         console.print("\nUse a wider terminal or --out FILE.svg to see the whole schedule.", soft_wrap=True)
 
 
-def _is_passed(context: typer.Context, name: str) -> bool:
+def _is_option_passed(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -119,7 +119,7 @@ def _check_option_has_effect(passed: list[str]) -> None:
             )
 
 
-def _check_fits_picture(stages: int, micro_batches: int, chunks: int) -> None:
+def _check_drawing_size(stages: int, micro_batches: int, chunks: int) -> None:
     if stages > 0 and micro_batches * stages > MAX_MICRO_BATCHES:
         raise ConfigError(
             f"{micro_batches} micro-batches over {stages} stages are too many to draw.",
@@ -143,18 +143,20 @@ def _draw_grid(console: Console, grid: str, mode: str, as_json: bool) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from shardformer.mesh.rank_grid import num_ranks, parse_axis_size
-    from shardformer.mesh.tensor_grid import describe_grid_shards, grid_communication
+    from shardformer.mesh.rank_grid import count_ranks, parse_axis_size
+    from shardformer.mesh.tensor_grid import compare_communication, describe_grid_shards
 
     sizes = parse_axis_size(grid, "grid")
-    if (ranks := num_ranks(sizes, "grid")) > MAX_ROWS:
+    if (ranks := count_ranks(sizes, "grid")) > MAX_ROWS:
         raise ConfigError(
             f"--grid {grid} has {ranks} ranks, but the table shows at most {MAX_ROWS} ranks.",
             remedy="Use a smaller grid, such as 4x4, which has the same pattern.",
         )
     if as_json:
         all_shards = [asdict(shards) for shards in describe_grid_shards(mode, sizes)]
-        print(json.dumps({"mode": mode, "ranks": all_shards, "sent_per_layer": dict(grid_communication(mode, sizes))}))
+        print(
+            json.dumps({"mode": mode, "ranks": all_shards, "sent_per_layer": dict(compare_communication(mode, sizes))})
+        )
         return
     table = Table(box=SIMPLE_HEAD, caption_justify="left", caption="Each cell: number of the shard / number of shards.")
     third = "row, column" if mode == "2d" else "row, column, depth"
@@ -166,7 +168,7 @@ def _draw_grid(console: Console, grid: str, mode: str, as_json: bool) -> None:
     console.print(table)
     console.print("Elements that each rank sends for one layer, in the forward and backward pass, with N tokens,")
     console.print("H hidden features and W weights (V: features inside a block, E: features at the end of a block):")
-    for layout, numbers in grid_communication(mode, sizes):
+    for layout, numbers in compare_communication(mode, sizes):
         console.print(f"  {layout:20} {numbers}")
 
 

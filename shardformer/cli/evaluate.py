@@ -51,7 +51,7 @@ def evaluate(
     silence_transformers()
     from shardformer.train_command.trained_model import evaluate_model
 
-    found = _find_model(model, config, list(changes or []))
+    found = _load_trained_model(model, config, list(changes or []))
     assert found.run is not None
     if not found.run.data.has_validation:
         raise ConfigError(
@@ -61,10 +61,10 @@ def evaluate(
     launch_processes(context, prod(size or 1 for size in found.run.layout.sizes.values()))
     values = evaluate_model(found)
     if values is not None:
-        print(json.dumps(values, indent=2) if as_json else _format(values), flush=True)
+        print(json.dumps(values, indent=2) if as_json else _format_metrics(values), flush=True)
 
 
-def _find_model(model: str, config: Path | None, changes: list[str]) -> TrainedModel:
+def _load_trained_model(model: str, config: Path | None, changes: list[str]) -> TrainedModel:
     from dataclasses import replace
 
     from shardformer.train_command.config_schema import load_train_config
@@ -77,7 +77,7 @@ def _find_model(model: str, config: Path | None, changes: list[str]) -> TrainedM
             remedy="Remove --config. To change keys of the run configuration, use --set.",
         )
     if found.run is not None:
-        return found.with_changes(changes)
+        return found.with_config_changes(changes)
     if config is None:
         raise ConfigError(
             f"{model!r} has no run configuration, so the validation data and the task are unknown.",
@@ -87,6 +87,6 @@ def _find_model(model: str, config: Path | None, changes: list[str]) -> TrainedM
     return replace(found, run=load_train_config(config, [*changes, *model_keys]))
 
 
-def _format(values: dict[str, float]) -> str:
+def _format_metrics(values: dict[str, float]) -> str:
     width = max(map(len, values))
     return "\n".join(f"{name:{width}}  {value:,.10g}" for name, value in values.items())

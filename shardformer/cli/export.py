@@ -42,7 +42,7 @@ def export(
     silence_transformers()
     from shardformer.config import ParallelConfig
     from shardformer.train_command.trained_model import find_trained_model
-    from shardformer.weights.save_pretrained import check_export, check_target
+    from shardformer.weights.save_pretrained import check_export, check_export_directory
 
     found = find_trained_model(checkpoint)
     if found.checkpoint is None:
@@ -50,7 +50,7 @@ def export(
             f"{checkpoint!r} is already a model folder that from_pretrained can load.",
             remedy="Pass the folder of a training run or of a checkpoint.",
         )
-    check_target(output)
+    check_export_directory(output)
     processor = found.load_processor()
     check_export(found.build(), processor)
     launch_processes(context, tensor * pipe)

@@ -10,7 +10,7 @@ import typer
 
 from shardformer.cli._options import silence_transformers
 from shardformer.cli.run import launch_processes
-from shardformer.errors import ConfigError, InputError, first_line
+from shardformer.errors import ConfigError, InputError, get_first_line
 
 if TYPE_CHECKING:
     from shardformer.train_command.trained_model import TrainedModel
@@ -78,17 +78,17 @@ def generate(
     from shardformer.config import ParallelConfig
     from shardformer.train_command.trained_model import find_trained_model
 
-    options = _check_sampling({"temperature": temperature, "top_k": top_k, "top_p": top_p})
+    options = _validate_sampling_options({"temperature": temperature, "top_k": top_k, "top_p": top_p})
     found = find_trained_model(model)
     tokenizer = found.load_processor()
-    is_chat, text_in = _render(found, tokenizer, prompt, system, raw)
-    ids = _encode(tokenizer, text_in, found.model_config, max_new_tokens, is_chat)
+    is_chat, text_in = _render_prompt(found, tokenizer, prompt, system, raw)
+    ids = _tokenize_prompt(tokenizer, text_in, found.model_config, max_new_tokens, is_chat)
     _check_can_generate(found.build(), model)
     launch_processes(context, tensor)
     engine = found.load(ParallelConfig(tensor=tensor))
-    stop = _end_of_answer(engine.model, tokenizer) if is_chat else {}
+    stop = _get_stop_options(engine.model, tokenizer) if is_chat else {}
     options = {"max_new_tokens": max_new_tokens, "do_sample": bool(options), **options, **stop}
-    tokens = _generate(engine, ids, seed, options)
+    tokens = _generate_tokens(engine, ids, seed, options)
     if engine.is_first:
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         text = text.removesuffix(*stop.get("stop_strings", [""]))
@@ -106,11 +106,13 @@ def _print_result(result: dict[str, Any], as_json: bool, is_answer: bool) -> Non
     print(result["text"] if is_answer else f"{result['prompt']}{result['text']}", flush=True)
 
 
-def _render(found: TrainedModel, tokenizer: Any, prompt: str, system: str | None, raw: bool) -> tuple[bool, str]:
+def _render_prompt(
+    trained_model: TrainedModel, tokenizer: Any, prompt: str, system: str | None, raw: bool
+) -> tuple[bool, str]:
     """Apply the chat template to the prompt. Return whether the template was applied, and the input text."""
     if not prompt:
         raise InputError("The prompt '' is empty.", remedy="Pass the text that the model should continue.")
-    if raw or found.chat_template is None:
+    if raw or trained_model.chat_template is None:
         if system is not None:
             raise ConfigError(
                 f"--system {system!r:.60} has no effect without a chat template.",
@@ -130,12 +132,12 @@ def _apply_template(tokenizer: Any, messages: list[dict[str, str]], add_generati
         return found
     except Exception as error:  # templates raise their own errors
         raise InputError(
-            f"The chat template of the model rejected the messages {messages!r:.120}: {first_line(error)}.",
+            f"The chat template of the model rejected the messages {messages!r:.120}: {get_first_line(error)}.",
             remedy="Remove --system, or pass the complete text of the conversation as PROMPT with --raw.",
         ) from error
 
 
-def _end_of_answer(model: Any, tokenizer: Any) -> dict[str, Any]:
+def _get_stop_options(model: Any, tokenizer: Any) -> dict[str, Any]:
     """Return arguments that make ``generate`` stop at the marker with which the chat template ends an answer."""
     ask, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     prompt, whole = _apply_template(tokenizer, [ask], True), _apply_template(tokenizer, [ask, answer], False)
@@ -148,7 +150,7 @@ def _end_of_answer(model: Any, tokenizer: Any) -> dict[str, Any]:
     return options
 
 
-def _check_sampling(values: dict[str, float | None]) -> dict[str, Any]:
+def _validate_sampling_options(values: dict[str, float | None]) -> dict[str, Any]:
     """Return the sampling options that are not None, such as ``temperature``. Raises ConfigError for invalid values."""
     options = {name: value for name, value in values.items() if value is not None}
     for name, most in (("temperature", float("inf")), ("top_p", 1.0)):
@@ -159,15 +161,15 @@ def _check_sampling(values: dict[str, float | None]) -> dict[str, Any]:
     return options
 
 
-def _encode(tokenizer: Any, prompt: str, model_config: Any, max_new_tokens: int, is_chat: bool) -> Any:
+def _tokenize_prompt(tokenizer: Any, prompt: str, model_config: Any, max_new_tokens: int, is_chat: bool) -> Any:
     """Tokenize a prompt into token ids of shape (1, sequence length). Raises InputError if the prompt is too long."""
-    from shardformer.train_command.build import max_positions
+    from shardformer.train_command.build import get_max_positions
 
     if not hasattr(tokenizer, "decode"):
         raise ConfigError("The model has no tokenizer, so it cannot generate text.", remedy="Pass a language model.")
     special = {"add_special_tokens": False} if is_chat else {}  # a template contains them
     ids = tokenizer(prompt, return_tensors="pt", **special)["input_ids"]
-    most = max_positions(model_config)
+    most = get_max_positions(model_config)
     if most is not None and not model_config.is_encoder_decoder and ids.shape[1] + max_new_tokens > most:
         raise InputError(
             f"The prompt of {ids.shape[1]} tokens and --max-new-tokens {max_new_tokens} exceed the maximum sequence "
@@ -185,7 +187,7 @@ def _check_can_generate(model: Any, name: str) -> None:
         )
 
 
-def _generate(engine: Any, ids: Any, seed: int, options: dict[str, Any]) -> list[int]:
+def _generate_tokens(engine: Any, ids: Any, seed: int, options: dict[str, Any]) -> list[int]:
     """Return the new tokens. All ranks draw the same samples, because they have the same seed and the same logits."""
     import torch
 

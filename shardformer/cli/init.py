@@ -49,10 +49,10 @@ def init(
     """Create a commented run configuration from a template, or list the templates."""
     templates = load_templates()
     if template is None:
-        _check_no_effect({"--out": out is not None, "--force": force}, "without a template")
+        _check_unused_options({"--out": out is not None, "--force": force}, "without a template")
         _list_templates(templates, as_json)
         return
-    _check_no_effect({"--json": as_json}, "with a template")
+    _check_unused_options({"--json": as_json}, "with a template")
     if template not in templates:
         raise ConfigError(f"There is no template {template!r}.", remedy=did_you_mean(template, templates))
     file = out if out is not None else Path(f"{template}.toml")
@@ -71,10 +71,10 @@ def init(
     print(f"Wrote {file}. Edit [model] and [data], then run:\n  shardformer train -c {file} --dry-run")
 
 
-def _check_no_effect(options: dict[str, bool], when: str) -> None:
+def _check_unused_options(options: dict[str, bool], condition: str) -> None:
     for name, is_passed in options.items():
         if is_passed:
-            raise ConfigError(f"{name} has no effect {when}.", remedy=f"Remove {name}.")
+            raise ConfigError(f"{name} has no effect {condition}.", remedy=f"Remove {name}.")
 
 
 def _list_templates(templates: dict[str, str], as_json: bool) -> None:

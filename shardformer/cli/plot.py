@@ -56,7 +56,7 @@ def plot(
         )
     names = [name.strip() for name in values.split(",")] if values else []
     selected = check_metric_names(names, found, "--values")
-    path = out if out is not None else _default_output_folder(runs) / "curves.png"
+    path = out if out is not None else _get_default_output_folder(runs) / "curves.png"
     has_matplotlib = find_spec("matplotlib") is not None
     if has_matplotlib:
         check_chart_file(path)
@@ -79,18 +79,18 @@ def plot(
         _print_line(console, "No plot: matplotlib is not installed. pip install 'shardformer[plot]'", wraps=True)
 
 
-def _default_output_folder(runs: list[Path]) -> Path:
+def _get_default_output_folder(runs: list[Path]) -> Path:
     if len(runs) > 1:
         return Path()
     return runs[0] if runs[0].is_dir() else runs[0].parent
 
 
 def _print_tables(console: Console, runs: Runs) -> None:
-    from shardformer.training.metrics_plot import metrics_summary
+    from shardformer.training.metrics_plot import summarize_runs
 
     runs = {_escape_unprintable(console, run): records for run, records in runs.items()}
-    rows = [{name: cell for name, cell in row.items() if cell} for row in metrics_summary(runs)]
-    columns = list(dict.fromkeys(name for row in metrics_summary(runs) for name in row if any(name in r for r in rows)))
+    rows = [{name: cell for name, cell in row.items() if cell} for row in summarize_runs(runs)]
+    columns = list(dict.fromkeys(name for row in summarize_runs(runs) for name in row if any(name in r for r in rows)))
     wide = console.options.update(width=10_000)
     layouts = (
         [_make_metrics_table(rows, columns)],

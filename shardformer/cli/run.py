@@ -20,7 +20,7 @@ import typer
 from shardformer import launcher
 from shardformer.cli._help import OTHER, print_help
 from shardformer.cli._options import ARGUMENTS, check_num_processes
-from shardformer.errors import ConfigError, LaunchError, did_you_mean, first_line
+from shardformer.errors import ConfigError, LaunchError, did_you_mean, get_first_line
 from shardformer.launcher.failure_report import FEW, describe_failures
 from shardformer.launcher.hostfile import find_this_host, read_hostfile, select_hosts
 from shardformer.launcher.shutdown import (
@@ -162,7 +162,7 @@ def launch(arguments: Sequence[str], command: str = "run") -> int:
     Args:
         command: the name of the command in messages.
     """
-    options = parse(arguments)
+    options = parse_run_arguments(arguments)
     _check_script(options)
     _set_num_threads(options)
     return _run_processes(options, command)
@@ -190,7 +190,7 @@ def launch_processes(context: typer.Context, count: int) -> None:
 
 class _RunParser(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
-        rows = {action.dest: _help_row(action) for action in vars(self)["_actions"] if action.option_strings}
+        rows = {action.dest: _format_help_row(action) for action in vars(self)["_actions"] if action.option_strings}
         groups = {title: [rows.pop(name) for name in names if name in rows] for title, names in HELP_GROUPS.items()}
         print_help(USAGE, DESCRIPTION, [*groups.items(), (OTHER, list(rows.values()))], EXAMPLE)
 
@@ -208,7 +208,7 @@ class _RunParser(argparse.ArgumentParser):
         raise LaunchError(message[:1].upper() + message[1:], rule=f"Usage: {USAGE}.", remedy=f"See {self.prog} --help.")
 
 
-def _help_row(action: argparse.Action) -> tuple[str, str]:
+def _format_help_row(action: argparse.Action) -> tuple[str, str]:
     """Format an option as a row of the help screen: its names, a placeholder for its value, and its description."""
     names = sorted({name.replace("_", "-") for name in action.option_strings}, key=lambda name: name.startswith("--"))
     usual = (action.metavar or action.dest.rpartition("_")[2].upper(), action.help or "")
@@ -216,7 +216,7 @@ def _help_row(action: argparse.Action) -> tuple[str, str]:
     return f"{', '.join(names)}{'' if action.nargs == 0 else f' {metavar}'}", text
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_run_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse torchrun's options, and ``--hostfile`` and ``--host``, which set the machines and the master address."""
     parser = _RunParser(
         prog="shardformer run",
@@ -269,7 +269,7 @@ def _make_torchrun_parser() -> argparse.ArgumentParser:
         return get_args_parser()
     except ValueError as error:
         raise LaunchError(
-            f"An environment variable PET_... has an invalid value: {first_line(error)}.",
+            f"An environment variable PET_... has an invalid value: {get_first_line(error)}.",
             rule="torchrun reads the default of each option from a variable such as PET_NNODES. The values of a switch "
             "are 0 and 1.",
             remedy="Correct or unset the variable.",
@@ -358,7 +358,7 @@ def _report_missing_nodes(options: argparse.Namespace, endpoint: str) -> Abstrac
         return nullcontext()
     return Rendezvous(
         host, int(port), options.node_rank, int(options.nnodes.rpartition(":")[2]), "node"
-    ).report_missing()
+    ).report_missing_processes()
 
 
 def _run_processes(options: argparse.Namespace, command: str = "run") -> int:
@@ -397,14 +397,14 @@ def _run_processes(options: argparse.Namespace, command: str = "run") -> int:
     except (RendezvousError, DistNetworkError) as error:
         raise LaunchError(
             f"The machines could not connect to each other at {torchrun.get_rdzv_endpoint(options)}: "
-            f"{first_line(error)}.",
+            f"{get_first_line(error)}.",
             rule="Run the same command on all machines. They connect to the first machine.",
             remedy="Check --master_addr, --master_port (use another port if it is taken) and the firewall of the "
             "first machine.",
         ) from error
     except Exception as error:  # invalid values of torch's options. Errors of the script are ChildFailedError
         raise LaunchError(
-            f"torch's launcher could not start the processes: {type(error).__name__}: {first_line(error)}.",
+            f"torch's launcher could not start the processes: {type(error).__name__}: {get_first_line(error)}.",
             remedy="Check the options with shardformer run --help.",
         ) from error
     return 0

@@ -77,8 +77,8 @@ def train(
     found = load_train_config(config, overrides)
     if as_json and not dry_run:
         raise ConfigError("--json has no effect without --dry-run.", remedy="Add --dry-run, or remove --json.")
-    where = _reason_not_to_launch(dry_run)
-    if where is None and (count := _num_processes(found.layout, processes)) > 1:
+    where = _get_no_launch_reason(dry_run)
+    if where is None and (count := _get_num_processes(found.layout, processes)) > 1:
         _launch_and_exit(found, count, max_restarts or 0, shutdown_timeout, [str(config), *overrides])
     # without a launcher, --processes 1 is valid: this process trains
     unused = {"--processes": processes if where else None, "--max-restarts": max_restarts or None}
@@ -86,64 +86,64 @@ def train(
     if dry_run:
         _print_dry_run(found, as_json)
     else:
-        _train_here(found)
+        _train_in_this_process(found)
 
 
-def _print_dry_run(found: TrainConfig, as_json: bool) -> None:
+def _print_dry_run(config: TrainConfig, as_json: bool) -> None:
     from rich.console import Console
 
     from shardformer.train_command.dry_run import make_dry_run_report
 
-    report = make_dry_run_report(found)
+    report = make_dry_run_report(config)
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
         print_dry_run_report(Console(highlight=False), report)
 
 
-def _train_here(found: TrainConfig) -> None:
+def _train_in_this_process(config: TrainConfig) -> None:
     """Train in this process. After a signal, print where the checkpoint is, and exit."""
     try:
         from shardformer.train_command.run import run_training
 
-        run_training(found)
+        run_training(config)
     except (KeyboardInterrupt, SystemExit) as ended:
         code = ended.code if isinstance(ended, SystemExit) else 128 + signal.SIGINT
         if os.environ.get("RANK", "0") == "0":
-            _print_resume(found, code)
+            _print_resume_hint(config, code)
         sys.exit(code)
 
 
-def _print_resume(found: TrainConfig, exit_code: Any) -> None:
+def _print_resume_hint(config: TrainConfig, exit_code: Any) -> None:
     """If a signal ended the run, print the path of its checkpoint and how to resume."""
     from shardformer.train_command.summary import describe_resume
 
     if exit_code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         sys.stdout.flush()
-        print(describe_resume(found), file=sys.stderr, flush=True)
+        print(describe_resume(config), file=sys.stderr, flush=True)
 
 
 def _launch_and_exit(
-    found: TrainConfig, count: int, max_restarts: int, shutdown_timeout: int | None, run: list[str]
+    config: TrainConfig, count: int, max_restarts: int, shutdown_timeout: int | None, run_options: list[str]
 ) -> NoReturn:
     """Start the training processes, wait for them, and exit with their status."""
     from shardformer.cli.run import launch
     from shardformer.launcher.shutdown import SHUTDOWN_TIMEOUT_VARIABLE
     from shardformer.train_command.build import build_hooks, build_optimizer
 
-    build_hooks(found), build_optimizer(found.optimizer)  # raises errors once, before any process starts
+    build_hooks(config), build_optimizer(config.optimizer)  # raises errors once, before any process starts
     if shutdown_timeout is not None:
         os.environ[SHUTDOWN_TIMEOUT_VARIABLE] = str(shutdown_timeout)
     options = ["--nproc_per_node", str(count), "--max-restarts", str(max_restarts)]
     try:
-        status = launch([*options, "-m", MODULE, *run], "train")
+        status = launch([*options, "-m", MODULE, *run_options], "train")
     except KeyboardInterrupt:  # before torch's launcher handles signals
         status = 128 + signal.SIGINT
-    _print_resume(found, status)
+    _print_resume_hint(config, status)
     sys.exit(status)
 
 
-def _reason_not_to_launch(dry_run: bool) -> str | None:
+def _get_no_launch_reason(dry_run: bool) -> str | None:
     """Return the reason why this command must not start processes, or None if it may start them."""
     from shardformer.mesh.init_distributed import launcher_variable
 
@@ -162,7 +162,7 @@ def _check_process_options_unused(reason: str, options: dict[str, int | None]) -
             )
 
 
-def _num_processes(layout: ParallelConfig, processes: int | None) -> int:
+def _get_num_processes(layout: ParallelConfig, processes: int | None) -> int:
     """Return the number of training processes to start. Raises ConfigError if the layout needs another number."""
     least = prod(size or 1 for size in layout.sizes.values())
     count = least if processes is None else processes

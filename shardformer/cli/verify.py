@@ -187,18 +187,18 @@ def verify(options: VerifyOptions) -> None:
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every worker would print the same warnings
     _check_options(options)
-    sources = _find_sources(options)
+    sources = _find_model_sources(options)
     policy = find_policy(options.policy) if options.policy else sources[0].own.get("policy")
     console, reports = Console(highlight=False), []
     num_processes = prod(size or 1 for size in options.make_layout().sizes.values())
     with WorkerPool(num_processes, timeout_s=TIMEOUT_S, imports=("torch", "transformers")) as pool:
         for source in sources:
             with _show_status(f"{source.head or source.title}: in one process and sharded over {num_processes}"):
-                reports.append(_verify_head(options, source, policy, pool))
+                reports.append(_verify_model_class(options, source, policy, pool))
             if options.all_heads and not options.as_json:
-                _print_head_result(console, reports[-1])
+                _print_model_class_result(console, reports[-1])
     if options.as_json:
-        print(_to_json(reports, options.all_heads))
+        print(_format_reports_as_json(reports, options.all_heads))
     elif options.all_heads:
         _print_summary(console, reports)
     else:
@@ -244,7 +244,7 @@ def _check_options_have_effect(options: VerifyOptions, layout: ParallelConfig) -
             )
 
 
-def _find_sources(options: VerifyOptions) -> list[ModelSource]:
+def _find_model_sources(options: VerifyOptions) -> list[ModelSource]:
     from shardformer.verify.model_source import find_model
     from shardformer.verify.small_models import is_vision_only
 
@@ -260,24 +260,24 @@ def _find_sources(options: VerifyOptions) -> list[ModelSource]:
     heads = source.heads if options.all_heads else [options.head] if options.head else []
     sources = [source.with_head(head) for head in heads] or [source]
     pipeline = options.make_pipeline()
-    return sources if pipeline is None else [source.deeper(_min_num_layers(pipeline)) for source in sources]
+    return sources if pipeline is None else [source.deeper(_get_min_num_layers(pipeline)) for source in sources]
 
 
-def _min_num_layers(pipeline: VerifyPipeline) -> int:
+def _get_min_num_layers(pipeline: VerifyPipeline) -> int:
     """Return the minimum number of layers that a model needs to be split into the configured pipeline stages."""
     stages = pipeline.stage_manager()
     return stages.num_virtual_stages if isinstance(stages.partition, str) else sum(stages.partition)
 
 
-def _verify_head(options: VerifyOptions, source: ModelSource, policy: Any, pool: WorkerPool) -> Report:
+def _verify_model_class(options: VerifyOptions, source: ModelSource, policy: Any, pool: WorkerPool) -> Report:
     import torch
 
     from shardformer.verify.model_source import TOKENS
-    from shardformer.verify.small_models import num_samples, sample_loss, weights_loss_by_sample
+    from shardformer.verify.small_models import averages_loss_over_samples, model_loss, num_samples
     from shardformer.verify.verification import verify as run_verify
 
     weight = source.own.get("loss_weight")
-    if weight is None and source.loss_fn is sample_loss and weights_loss_by_sample(source.head):
+    if weight is None and source.loss_fn is model_loss and averages_loss_over_samples(source.head):
         weight = num_samples
     pipeline = options.make_pipeline(weight)
     layout = options.make_layout()
@@ -307,7 +307,7 @@ def _show_status(text: str) -> Iterator[None]:
         yield
 
 
-def _to_json(reports: list[Report], as_list: bool) -> str:
+def _format_reports_as_json(reports: list[Report], as_list: bool) -> str:
     # JSON has no infinity and no NaN, which a failed comparison may contain: null
     found = [json.loads(report.to_json(), parse_constant=lambda _: None) for report in reports]
     if not as_list:
@@ -315,7 +315,7 @@ def _to_json(reports: list[Report], as_list: bool) -> str:
     return json.dumps({"passed": all(report.passed for report in reports), "reports": found}, indent=2)
 
 
-def _print_head_result(console: Console, report: Report) -> None:
+def _print_model_class_result(console: Console, report: Report) -> None:
     """Print a line with the verification result of one model class."""
     mark = "[green]ok[/]" if report.passed else "[bold red]FAIL[/]"
     missing = f" Gradients that only one of the two models has: {', '.join(report.missing)}." if report.missing else ""

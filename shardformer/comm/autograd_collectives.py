@@ -102,7 +102,7 @@ class _ScatterToRegion(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
         ctx.axis, ctx.dim, ctx.split = axis, dim, split
-        return local_slices(x, axis, dim, split)
+        return get_local_slices(x, axis, dim, split)
 
     @staticmethod
     @once_differentiable
@@ -119,10 +119,10 @@ class _GatherFromRegion(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return local_slices(grad, ctx.axis, ctx.dim, ctx.split), None, None, None, None
+        return get_local_slices(grad, ctx.axis, ctx.dim, ctx.split), None, None, None, None
 
 
-def local_slices(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
+def get_local_slices(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
     """Return a copy of this rank's slices along ``dim`` of a replicated tensor. Communicates nothing."""
     slices = [x.narrow(dim, a, b - a) for a, b in split.parts[axis.rank] or [(0, 0)]]
     return torch.cat(slices, dim) if len(slices) > 1 else slices[0].clone(memory_format=torch.contiguous_format)

@@ -39,7 +39,7 @@ def collective_call(
     result, problem = _run_and_catch(lambda: (value := function(), fingerprint(value)))
     lines = result[1] if result else []
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    answers = all_gather_from_grid((digest, _format_error(problem)), context)
+    answers = all_gather_from_mesh((digest, _format_error(problem)), context)
     if problem is not None:
         raise problem
     for rank, (_, message) in answers:
@@ -50,7 +50,7 @@ def collective_call(
             )
     if len({digest for _, (digest, _) in answers}) > 1:
         explain()
-        _raise_plan_difference(all_gather_from_grid(lines, context))
+        _raise_different_plans(all_gather_from_mesh(lines, context))
     return cast(tuple[T, list[str]], result)[0]  # not None, as there was no error
 
 
@@ -68,7 +68,7 @@ def _format_error(problem: Exception | None) -> str | None:
     return f"{type(problem).__name__}: {problem}"
 
 
-def all_gather_from_grid(value: T, context: ParallelContext) -> list[tuple[int, T]]:
+def all_gather_from_mesh(value: T, context: ParallelContext) -> list[tuple[int, T]]:
     """Gather ``value`` from every rank of the mesh, and return a list of (global rank, value) pairs."""
     found = [(context.rank, value)]
     for axis in reversed(list(context.base_axes)):
@@ -76,7 +76,7 @@ def all_gather_from_grid(value: T, context: ParallelContext) -> list[tuple[int, 
     return found
 
 
-def _raise_plan_difference(all_lines: list[tuple[int, list[str]]]) -> None:
+def _raise_different_plans(all_lines: list[tuple[int, list[str]]]) -> None:
     first, reference = all_lines[0]
     for rank, lines in all_lines:
         if lines != reference:
@@ -117,7 +117,7 @@ def compare_step_call(call: str, axis: Axis, facts: Mapping[str, int] | None = N
     on every rank if the calls or the facts differ. Communicates one all-gather of a few integers.
     """
     facts = facts or {}
-    columns = zip(*gather_at_step(call, axis, list(facts.values())), strict=True)
+    columns = zip(*gather_and_check_call(call, axis, list(facts.values())), strict=True)
     for name, column in zip(facts, columns, strict=True):
         if len(set(column) - {0}) > 1:
             known = [(rank, value) for rank, value in zip(axis.ranks, column, strict=True) if value]
@@ -130,7 +130,7 @@ def compare_step_call(call: str, axis: Axis, facts: Mapping[str, int] | None = N
             )
 
 
-def gather_at_step(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
+def gather_and_check_call(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
     """All-gather integers over an axis, and check that all its ranks make the call named ``call``."""
     if axis.size == 1:
         return [list(numbers)]
@@ -140,14 +140,14 @@ def gather_at_step(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[i
 
 def _gather_call_numbers(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
     assert len(numbers) <= NUM_FACTS
-    padded = [hash_to_number(call), *numbers, *[0] * (NUM_FACTS - len(numbers))]
+    padded = [hash_to_int(call), *numbers, *[0] * (NUM_FACTS - len(numbers))]
     rows = all_gather_numbers(padded, axis)
     if any(row[0] != rows[0][0] for row in rows):
         _raise_different_calls(all_gather_objects(call, axis), axis)
     return [row[1 : 1 + len(numbers)] for row in rows]
 
 
-def hash_to_number(value: Any) -> int:
+def hash_to_int(value: Any) -> int:
     """Hash the ``repr`` of a value to a nonzero integer that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big") or 1
 
@@ -182,7 +182,7 @@ def _raise_different_calls(calls: Sequence[str], axis: Axis) -> NoReturn:
     raise InputError(
         f"The ranks made different collective calls: {text}.",
         rule="All ranks must make the same collective calls in the same order.",
-        remedy=_call_remedy(*ranks),
+        remedy=_format_call_remedy(*ranks),
     )
 
 
@@ -198,11 +198,11 @@ def _raise_missing_ranks(
     raise InputError(
         f"Rank {axis.ranks[axis.rank]} called {call}, but {'; '.join(others[:4])}.",
         rule=f"All {axis.size} {axis.name.replace('_', ' and ')} ranks must call {call}.",
-        remedy=_call_remedy(call),
+        remedy=_format_call_remedy(call),
     )
 
 
-def _call_remedy(*calls: str) -> str:
+def _format_call_remedy(*calls: str) -> str:
     return (
         f"Call {' and '.join(calls)} on every rank, not under `if rank == 0:` or `if engine.is_first:`. A call that "
         "writes files ensures that only the first rank writes"
@@ -214,21 +214,21 @@ def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def run_on_all_ranks(function: Callable[[], T], world: Axis, what: str) -> T:
+def run_on_all_ranks(function: Callable[[], T], world: Axis, action: str) -> T:
     """Call ``function`` on all ranks, and raise the same error on all ranks if one of them fails.
 
     Return the result of this rank. All ranks raise the error of the first failed rank. An OSError becomes an InputError
-    that starts with ``what``. Communicates one gather of the errors.
+    that starts with ``action``. Communicates one gather of the errors.
     """
     result: list[T] = []
-    gather_from_all_ranks(lambda: result.append(function()), world, what)
+    gather_from_all_ranks(lambda: result.append(function()), world, action)
     return result[0]
 
 
-def gather_from_all_ranks(function: Callable[[], T], world: Axis, what: str) -> list[T]:
+def gather_from_all_ranks(function: Callable[[], T], world: Axis, action: str) -> list[T]:
     """Call ``function`` on all ranks, and return a list of the results of all ranks."""
     value, problem = _run_and_catch(function)
-    answers = all_gather_objects((_failed_ranks_error(problem, what, world.rank), value), world)
+    answers = all_gather_objects((_make_failed_rank_error(problem, action, world.rank), value), world)
     if problem is not None and not isinstance(problem, (ShardFormerError, OSError)):
         raise problem
     for error, _ in answers:
@@ -237,22 +237,22 @@ def gather_from_all_ranks(function: Callable[[], T], world: Axis, what: str) -> 
     return [cast(T, result) for _, result in answers]
 
 
-def run_on_first_rank(function: Callable[[], T], world: Axis, what: str) -> T:
+def run_on_first_rank(function: Callable[[], T], world: Axis, action: str) -> T:
     """Call ``function`` on the first rank only, and return its result or raise its error on all ranks."""
-    value = run_on_all_ranks(function if world.rank == 0 else lambda: None, world, what)
+    value = run_on_all_ranks(function if world.rank == 0 else lambda: None, world, action)
     return cast(T, broadcast_object(value, world))
 
 
-def _failed_ranks_error(problem: Exception | None, what: str, rank: int) -> ShardFormerError | None:
+def _make_failed_rank_error(problem: Exception | None, action: str, rank: int) -> ShardFormerError | None:
     if problem is None or isinstance(problem, ShardFormerError):
         return problem
     if isinstance(problem, OSError):
         return InputError(
-            f"{what} failed on rank {rank}: {problem}.",
+            f"{action} failed on rank {rank}: {problem}.",
             remedy="Use a directory with enough space that all processes can read and write. Earlier checkpoints "
             "were kept.",
         )
     return InputError(
-        f"{what} failed on rank {rank} with {type(problem).__name__}: {problem}.",
+        f"{action} failed on rank {rank} with {type(problem).__name__}: {problem}.",
         remedy=f"See the full error in the output of rank {rank}.",
     )

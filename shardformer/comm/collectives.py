@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardformer.comm.recorder import bytes_of, no_wait_event, record
+from shardformer.comm.recorder import get_num_bytes, no_wait_event, record
 from shardformer.layout.shard_spec import ShardSpec, even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
@@ -40,9 +40,9 @@ class PendingCollective:
         self._record_wait()
         return self._finish()
 
-    def then(self, use: Callable[[Tensor], Tensor]) -> PendingCollective:
-        """Return a pending collective whose result is ``use`` applied to the result of this one."""
-        return PendingCollective(self._works, lambda: use(self._finish()), self._record_wait)
+    def then(self, function: Callable[[Tensor], Tensor]) -> PendingCollective:
+        """Return a pending collective whose result is ``function`` applied to the result of this one."""
+        return PendingCollective(self._works, lambda: function(self._finish()), self._record_wait)
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
@@ -55,10 +55,10 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "
     """
     if axis.size == 1:
         return PendingCollective((), lambda: x)
-    record_wait = record("all_reduce", axis, bytes_of(x), purpose)
+    record_wait = record("all_reduce", axis, get_num_bytes(x), purpose)
     x = x.contiguous()
-    is_small = axis.size == 2 and op == "sum" and bytes_of(x) < EXCHANGE_BELOW_BYTES
-    if is_small and axis.transport.exchanges_directly(x):
+    is_small = axis.size == 2 and op == "sum" and get_num_bytes(x) < EXCHANGE_BELOW_BYTES
+    if is_small and axis.transport.prefers_direct_exchange(x):
         other = torch.empty_like(x)
         works = axis.transport.exchange({1 - axis.rank: x}, {1 - axis.rank: other})
         return PendingCollective(works, lambda: other.add_(x), record_wait)
@@ -67,7 +67,7 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "
 
 def start_sum(x: Tensor, axis: Axis, purpose: str) -> PendingCollective:
     """Start an all-reduce that sums ``x`` over the axis in place. ``x`` must be contiguous."""
-    record_wait = record("all_reduce", axis, bytes_of(x), purpose)
+    record_wait = record("all_reduce", axis, get_num_bytes(x), purpose)
     return PendingCollective([axis.transport.all_reduce(x, "sum")], lambda: x, record_wait)
 
 
@@ -104,10 +104,10 @@ def start_all_gather(
     if lengths is None:
         bounds = even_bounds(x.shape[dim] * axis.size if full is None else full, axis.size)
         lengths = [b - a for a, b in pairwise(bounds)]
-    full_bytes = bytes_of(x) // max(x.shape[dim], 1) * sum(lengths)
+    full_bytes = get_num_bytes(x) // max(x.shape[dim], 1) * sum(lengths)
     record_wait = record("all_gather", axis, full_bytes, purpose)
-    if axis.transport.exchanges_directly(x):
-        parts = [x if r == axis.rank else x.new_empty(_shape_with_length(x, dim, n)) for r, n in enumerate(lengths)]
+    if axis.transport.prefers_direct_exchange(x):
+        parts = [x if r == axis.rank else x.new_empty(_replace_dim_size(x, dim, n)) for r, n in enumerate(lengths)]
         return PendingCollective(
             _exchange_with_peers([x] * axis.size, parts, axis), lambda: torch.cat(parts, dim), record_wait
         )
@@ -132,8 +132,8 @@ def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> P
         own.copy_(x)
     if axis.size == 1:
         return PendingCollective((), lambda: out)
-    record_wait = record("all_gather", axis, bytes_of(out), purpose)
-    if not axis.transport.exchanges_directly(x):
+    record_wait = record("all_gather", axis, get_num_bytes(out), purpose)
+    if not axis.transport.prefers_direct_exchange(x):
         return PendingCollective([axis.transport.all_gather(out, own)], lambda: out, record_wait)
     works = _exchange_with_peers([x] * axis.size, out.view(axis.size, -1), axis)
     return PendingCollective(works, lambda: out, record_wait)
@@ -167,12 +167,12 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "blo
     """
     if axis.size == 1:
         return PendingCollective((), lambda: x)
-    record_wait = record("reduce_scatter", axis, bytes_of(x), purpose)
+    record_wait = record("reduce_scatter", axis, get_num_bytes(x), purpose)
     dim = dim % x.dim()
     bounds = even_bounds(x.shape[dim], axis.size)
     parts = [x.narrow(dim, bounds[r], bounds[r + 1] - bounds[r]) for r in range(axis.size)]
     parts[axis.rank] = own = parts[axis.rank].contiguous()
-    if axis.transport.exchanges_directly(x):
+    if axis.transport.prefers_direct_exchange(x):
         summands = [own if r == axis.rank else torch.empty_like(own) for r in range(axis.size)]
         works = _exchange_with_peers([part.contiguous() for part in parts], summands, axis)
         return PendingCollective(works, lambda: _sum_in_rank_order(summands), record_wait)
@@ -194,7 +194,7 @@ def start_all_to_all(x: Sequence[Tensor], sizes: Sequence[int], axis: Axis, purp
     own = x[axis.rank]
     if axis.size == 1:
         return PendingCollective((), lambda: own)
-    sent = sum(bytes_of(part) for r, part in enumerate(x) if r != axis.rank)
+    sent = sum(get_num_bytes(part) for r, part in enumerate(x) if r != axis.rank)
     record_wait = record("all_to_all", axis, sent * axis.size // (axis.size - 1), purpose)
     received = [own if r == axis.rank else own.new_empty(sizes[r]) for r in range(axis.size)]
     works = _exchange_with_peers([part.contiguous() for part in x], received, axis)
@@ -224,7 +224,7 @@ def _run_all_reduce(x: Tensor, axis: str, op: str, purpose: str) -> Tensor:
     return start_all_reduce(copied, Axis.by_key(axis), op=op, purpose=purpose).wait()
 
 
-def _shape_all_reduce(x: Tensor, axis: str, op: str, purpose: str) -> Tensor:
+def _fake_all_reduce(x: Tensor, axis: str, op: str, purpose: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -234,36 +234,36 @@ def _run_all_gather(
     return start_all_gather(x, Axis.by_key(axis), dim, full, purpose=purpose, lengths=lengths).wait()
 
 
-def _shape_all_gather(
+def _fake_all_gather(
     x: Tensor, axis: str, dim: int, full: int | None, lengths: Sequence[int] | None, purpose: str
 ) -> Tensor:
     if lengths is not None:
         full = sum(lengths)
     elif full is None:
         full = x.shape[dim] * Axis.by_key(axis).size
-    return x.new_empty(_shape_with_length(x, dim % x.dim(), full))
+    return x.new_empty(_replace_dim_size(x, dim % x.dim(), full))
 
 
 def _run_reduce_scatter(x: Tensor, axis: str, dim: int, purpose: str) -> Tensor:
     return start_reduce_scatter(x, Axis.by_key(axis), dim, purpose=purpose).wait()
 
 
-def _shape_reduce_scatter(x: Tensor, axis: str, dim: int, purpose: str) -> Tensor:
+def _fake_reduce_scatter(x: Tensor, axis: str, dim: int, purpose: str) -> Tensor:
     of = Axis.by_key(axis)
     length = (x.shape[dim] + of.size - 1 - of.rank) // of.size  # that of ``even_bounds``, for symbolic lengths
-    return x.new_empty(_shape_with_length(x, dim % x.dim(), length))
+    return x.new_empty(_replace_dim_size(x, dim % x.dim(), length))
 
 
 for _name, _run, _shape in (
-    ("all_reduce", _run_all_reduce, _shape_all_reduce),
-    ("all_gather", _run_all_gather, _shape_all_gather),
-    ("reduce_scatter", _run_reduce_scatter, _shape_reduce_scatter),
+    ("all_reduce", _run_all_reduce, _fake_all_reduce),
+    ("all_gather", _run_all_gather, _fake_all_gather),
+    ("reduce_scatter", _run_reduce_scatter, _fake_reduce_scatter),
 ):
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardformer::{_name}", _shape, lib=_LIBRARY)
 
 
-def local_chunk(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def get_local_chunk(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Split a replicated tensor evenly along ``dim``, and return this rank's chunk. Communicates nothing."""
     if axis.size == 1:
         return x
@@ -294,21 +294,21 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     return x
 
 
-def checksum(t: Tensor) -> tuple[int, int]:
-    """Return the number of elements of ``t`` and a hash of its bits. The hash of a meta or fake tensor is 0."""
-    return t.numel(), int(digest(t)) if has_data(t) else 0
+def checksum(x: Tensor) -> tuple[int, int]:
+    """Return the number of elements of ``x`` and a hash of its bits. The hash of a meta or fake tensor is 0."""
+    return x.numel(), int(digest(x)) if has_data(x) else 0
 
 
-def digest(t: Tensor) -> Tensor:
-    """Return a hash of the bits of ``t`` as a scalar tensor on its device, without waiting for the device."""
-    flat = view_as_bytes(t)
+def digest(x: Tensor) -> Tensor:
+    """Return a hash of the bits of ``x`` as a scalar tensor on its device, without waiting for the device."""
+    flat = view_as_bytes(x)
     if flat.storage_offset() % 4:  # unaligned for the int32 view
         flat = flat.clone()
     full_blocks = flat.numel() // CHECKSUM_BYTES * CHECKSUM_BYTES
     blocks, tail = flat[:full_blocks].view(torch.int32).view(-1, CHECKSUM_BYTES // 4), flat[full_blocks:]
-    tail_sum = (tail * torch.arange(1, tail.numel() + 1, device=t.device)).sum()
+    tail_sum = (tail * torch.arange(1, tail.numel() + 1, device=x.device)).sum()
     sums = torch.cat([blocks.sum(1), tail_sum[None]])
-    return (sums * torch.arange(1, len(sums) + 1, device=t.device)).sum()
+    return (sums * torch.arange(1, len(sums) + 1, device=x.device)).sum()
 
 
 def _sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
@@ -321,17 +321,17 @@ def _sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(parts)).sum(0, dtype=torch.float32).to(parts[0].dtype)
 
 
-def _shape_with_length(x: Tensor, dim: int, length: int) -> list[int]:
+def _replace_dim_size(x: Tensor, dim: int, length: int) -> list[int]:
     return [length if d == dim else n for d, n in enumerate(x.shape)]
 
 
 def _pad_dim(x: Tensor, dim: int, length: int) -> Tensor:
     if x.shape[dim] == length:
         return x.contiguous()
-    return torch.cat([x, x.new_zeros(_shape_with_length(x, dim, length - x.shape[dim]))], dim)
+    return torch.cat([x, x.new_zeros(_replace_dim_size(x, dim, length - x.shape[dim]))], dim)
 
 
-def gather_full(local: Tensor, spec: ShardSpec, axis: Callable[[str], Axis]) -> Tensor:
+def gather_full_tensor(local: Tensor, spec: ShardSpec, axis: Callable[[str], Axis]) -> Tensor:
     """All-gather the shards of a tensor, and return the full tensor. A tensor that is not sharded is copied.
 
     Communicates one all-gather per sharded axis, innermost first.
@@ -356,12 +356,12 @@ def gather_full_tensors(
         else:
             full[i] = local.detach().clone()
     for group in by_layout.values():
-        joined = _gather_same_layout([tensors[i] for i in group], [specs[i] for i in group], axis)
+        joined = _gather_tensors_of_same_layout([tensors[i] for i in group], [specs[i] for i in group], axis)
         full.update(zip(group, joined, strict=True))
     return [full[i] for i in range(len(tensors))]
 
 
-def _gather_same_layout(
+def _gather_tensors_of_same_layout(
     tensors: Sequence[Tensor], specs: Sequence[ShardSpec], axis: Callable[[str], Axis]
 ) -> list[Tensor]:
     places, axes = specs[0].rank_coords(), specs[0].axes

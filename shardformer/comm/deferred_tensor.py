@@ -17,12 +17,19 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardformer.comm.autograd_collectives import once_differentiable
-from shardformer.comm.sharded_tensor import METADATA, Args, Kwargs, functions_named, is_inplace, metadata_of_wrapper
+from shardformer.comm.sharded_tensor import (
+    METADATA,
+    Args,
+    Kwargs,
+    find_functions_by_name,
+    get_wrapper_metadata,
+    is_inplace,
+)
 from shardformer.mesh.parallel_context import Axis
 from shardformer.torch_compat import (
+    get_storage_id,
     is_view,
     make_wrapper_subclass,
-    memory_of,
     tree_leaves,
     tree_map_only,
 )
@@ -81,12 +88,12 @@ class DeferredTensor(Tensor):
         """The full tensor without gradient history, or None if it has not been computed yet."""
         return self._full
 
-    def set_computed(self, full: Tensor) -> None:
+    def cache_full_tensor(self, full: Tensor) -> None:
         """Cache the full tensor for later calls, unless it was computed in inference mode."""
         if not full.is_inference():
             self._full, self._written = full, full._version
 
-    def is_made_by(self, node: Any) -> bool:
+    def is_computed_by(self, node: Any) -> bool:
         """Return whether ``node`` is the autograd node that computed this full tensor."""
         return getattr(node, "to_local", None) is self._to_local
 
@@ -98,7 +105,7 @@ class DeferredTensor(Tensor):
         if full is None:
             with torch.no_grad():
                 full = self._resolve(self.local.detach())
-            self.set_computed(full)
+            self.cache_full_tensor(full)
         if not (self.local.requires_grad and torch.is_grad_enabled()):
             return full
         if self._is_watched:  # the full gradient must pass through the wrapper
@@ -113,7 +120,7 @@ class DeferredTensor(Tensor):
         first = args[0] if args and isinstance(args[0], DeferredTensor) else None
         if first is not None and (func in _METADATA or func in _WATCHES):
             first._is_watched |= func in _WATCHES
-            return metadata_of_wrapper(func, args, kwargs)
+            return get_wrapper_metadata(func, args, kwargs)
         if first is not None and _returns_input(func, first, args[1:]):
             return first
         if first is not None and is_inplace(func, kwargs):  # the modified tensor replaces the deferred one
@@ -156,15 +163,15 @@ def _returns_input(func: Any, x: DeferredTensor, args: tuple[Any, ...]) -> bool:
     full = torch.empty(x.shape, dtype=x.dtype, device="meta")
     result = func(full, *args)
     has_same_layout = (result.shape, result.stride(), result.dtype) == (full.shape, full.stride(), full.dtype)
-    return has_same_layout and memory_of(result) == memory_of(full)
+    return has_same_layout and get_storage_id(result) == get_storage_id(full)
 
 
-def resolve_deferred(output: Any) -> Any:
+def resolve_deferred_tensors(output: Any) -> Any:
     """Replace every ``DeferredTensor`` in a nested output by its full values as a plain tensor."""
     return tree_map_only(DeferredTensor, methodcaller("full_tensor"), output)
 
 
-_METADATA = METADATA.union(functions_named("requires_grad"))
+_METADATA = METADATA.union(find_functions_by_name("requires_grad"))
 """Attributes that can be read without computing the full values."""
 _WATCHES = {Tensor.register_hook, Tensor.retain_grad}
 """Functions that access the gradient of the full tensor. After one of them, ``local`` can no longer be used."""

@@ -46,7 +46,7 @@ class CollectiveRecorder:
         traffic = self._traffic
         self._was_enabled, traffic.enabled = traffic.enabled, True
         self._first = len(traffic.calls), len(traffic.events)
-        self._hooks = [] if self.model is None else _track_modules(self.model, traffic)
+        self._hooks = [] if self.model is None else _register_module_tracking_hooks(self.model, traffic)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -84,7 +84,7 @@ class CollectiveRecorder:
         return [c for c in self.calls if op in (None, c.op) and axis in (None, c.axis) and purpose in (None, c.purpose)]
 
 
-def _track_modules(model: nn.Module, traffic: CollectiveLog) -> list[Any]:
+def _register_module_tracking_hooks(model: nn.Module, traffic: CollectiveLog) -> list[Any]:
     outer = traffic.where.module
     running = [outer]
 
@@ -120,5 +120,5 @@ def record(op: str, axis: Axis, full_bytes: int, purpose: str, *, ranks: int | N
     return traffic.start(CollectiveRecord(op, axis.name, ranks or axis.size, full_bytes, purpose, traffic.where))
 
 
-def bytes_of(x: Tensor) -> int:
+def get_num_bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()

@@ -76,7 +76,7 @@ class ShardedTensor(Tensor):
 
         The subclass's ``_gather`` defines what the backward pass communicates.
         """
-        local, full = self.stored_shard(), self._full
+        local, full = self.get_stored_shard(), self._full
         needs_grad = torch.is_grad_enabled() and local.requires_grad
         if full is not None and needs_grad <= full.requires_grad:
             if torch.is_inference_mode_enabled() or not full.is_inference():
@@ -87,13 +87,13 @@ class ShardedTensor(Tensor):
     def _gather(self, local: Tensor) -> Tensor:
         raise AssertionError
 
-    def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Self:
+    def with_local_shard(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Self:
         """Wrap ``local`` as the shard of a new tensor, with this tensor's sharded dimension and dtype by default."""
         raise AssertionError
 
-    def view_of(self, local: Tensor, dim: int, replay: Callable[[Tensor], Tensor]) -> Self:
+    def make_view(self, local: Tensor, dim: int, replay: Callable[[Tensor], Tensor]) -> Self:
         """Wrap ``local`` as the shard of a view of this tensor. ``replay`` computes this view of the full tensor."""
-        return self.placed(local, dim)
+        return self.with_local_shard(local, dim)
 
     def slice_operand(self, full: Tensor, dim: int) -> Tensor:
         """Return this rank's slice of a plain tensor that has the full length along ``dim``."""
@@ -103,7 +103,7 @@ class ShardedTensor(Tensor):
         """Return whether ``other`` has the same sharding, so that the two can be combined shard by shard."""
         raise AssertionError
 
-    def stored_shard(self) -> Tensor:
+    def get_stored_shard(self) -> Tensor:
         """Return this rank's shard in the dtype in which it is stored, before any cast to the tensor's dtype."""
         return self.local
 
@@ -113,11 +113,11 @@ class ShardedTensor(Tensor):
 
     def write(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         """Handle a torch function that modifies this tensor in place."""
-        self.refuse(f"{getattr(func, '__name__', func)} cannot write into {self.TEXT[0]}")
+        self.raise_unsupported(f"{getattr(func, '__name__', func)} cannot write into {self.TEXT[0]}")
 
     @classmethod
-    def refuse(cls, what: str) -> NoReturn:
-        raise InputError(what, rule=cls.TEXT[1], remedy=cls.TEXT[2])
+    def raise_unsupported(cls, message: str) -> NoReturn:
+        raise InputError(message, rule=cls.TEXT[1], remedy=cls.TEXT[2])
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
@@ -129,7 +129,7 @@ class ShardedTensor(Tensor):
         cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """Raise an error for calls that bypass ``__torch_function__``: those from autograd and C++ code."""
-        cls.refuse(f"{func} does not support {cls.TEXT[0]}")
+        cls.raise_unsupported(f"{func} does not support {cls.TEXT[0]}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # mypy drops the keyword's name
         return (
@@ -144,10 +144,10 @@ class ShardedTensor(Tensor):
         return format(repr(self), spec)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        self.refuse(f"copy.deepcopy does not support {self.TEXT[0]}")
+        self.raise_unsupported(f"copy.deepcopy does not support {self.TEXT[0]}")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self.refuse(f"copy and pickle do not support {self.TEXT[0]}")
+        self.raise_unsupported(f"copy and pickle do not support {self.TEXT[0]}")
 
 
 def to_full_tensors(value: Any) -> Any:
@@ -162,7 +162,7 @@ def call_on_full_tensors(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any
         return first.write(func, args, kwargs)
     target = first if name in ("__set__", "__delete__") else kwargs.get("out")
     if isinstance(target, ShardedTensor):
-        target.refuse(f"Attributes and out= cannot be set on {target.TEXT[0]}")
+        target.raise_unsupported(f"Attributes and out= cannot be set on {target.TEXT[0]}")
     args, kwargs = to_full_tensors((args, dict(kwargs)))
     return func(*args, **kwargs)
 
@@ -179,21 +179,23 @@ def is_inplace(func: Any, kwargs: Kwargs) -> bool:
     return kwargs.get("inplace") is True or (name.endswith("_") and name != "requires_grad_")
 
 
-def metadata_of_wrapper(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def get_wrapper_metadata(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Read an attribute of the wrapper, such as its shape, dtype or device, without gathering the shards."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def empty_full_view(x: ShardedTensor) -> Tensor:
+def make_empty_full_view(x: ShardedTensor) -> Tensor:
     """Return a scalar expanded to the full shape, dtype and device of ``x``, which needs almost no memory."""
     return x.local.new_empty((), dtype=x.full_dtype).expand(x.full_shape)
 
 
-def _call_factory(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _call_factory_function(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     return func(
-        empty_full_view(x) if isinstance(x, ShardedTensor) else x, *to_full_tensors(args[1:]), **to_full_tensors(kwargs)
+        make_empty_full_view(x) if isinstance(x, ShardedTensor) else x,
+        *to_full_tensors(args[1:]),
+        **to_full_tensors(kwargs),
     )
 
 
@@ -209,7 +211,7 @@ def elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     local = func(*operands[: len(args)], **dict(zip(kwargs, operands[len(args) :], strict=True)))
     if not isinstance(local, Tensor):
         return local
-    return x.placed(local, x.shard_dim - len(x.full_shape) + local.dim(), local.dtype)
+    return x.with_local_shard(local, x.shard_dim - len(x.full_shape) + local.dim(), local.dtype)
 
 
 def _local_operand(value: Any, x: ShardedTensor) -> Any:
@@ -234,7 +236,7 @@ def view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         return call_on_full_tensors(func, args, kwargs)
     if func.__name__ in _DIMS_ONLY:
         rest, kwargs = [*rest, *kwargs.values()], {}
-    local = x.stored_shard()
+    local = x.get_stored_shard()
     place = VIEW_RULES[func.__name__](x.full_shape, x.shard_dim, tuple(rest), kwargs, local=local.shape[x.shard_dim])
     if place is None:
         return call_on_full_tensors(func, args, kwargs)
@@ -244,25 +246,25 @@ def view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     except (RuntimeError, IndexError):
         return call_on_full_tensors(func, args, kwargs)  # raises the same error with the full sizes
     if isinstance(result, Tensor):
-        return x.view_of(result, dim % result.dim(), lambda full: func(full, *rest, **kwargs))
+        return x.make_view(result, dim % result.dim(), lambda full: func(full, *rest, **kwargs))
 
     def replay(full: Tensor, number: int) -> Tensor:
         part: Tensor = func(full, *rest, **kwargs)[number]
         return part
 
-    return type(result)(x.view_of(part, dim, partial(replay, number=i)) for i, part in enumerate(result))
+    return type(result)(x.make_view(part, dim, partial(replay, number=i)) for i, part in enumerate(result))
 
 
 def copy_shard(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Apply ``clone`` or ``contiguous`` to the local shard."""
-    before = args[0].stored_shard()
+    before = args[0].get_stored_shard()
     local = func(before, *args[1:], **kwargs)
-    return args[0] if local is before else args[0].placed(local)
+    return args[0] if local is before else args[0].with_local_shard(local)
 
 
-def query_local(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def call_on_local_shard(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Call ``requires_grad_``, ``is_contiguous`` or a similar method on the local shard."""
-    result = func(args[0].stored_shard(), *args[1:], **kwargs)
+    result = func(args[0].get_stored_shard(), *args[1:], **kwargs)
     return args[0] if isinstance(result, Tensor) else result
 
 
@@ -322,7 +324,7 @@ def permute(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, l
     return ([dim % len(shape) for dim in _get_sizes(args)].index(sharded), args)
 
 
-def _rule_along_dim(position: int, default: int, drops_dim: bool = False) -> Callable[..., Placed]:
+def _make_dim_rule(position: int, default: int, drops_dim: bool = False) -> Callable[..., Placed]:
     """Build a rule for functions such as ``select`` that act on one dimension, which must not be the sharded one."""
 
     def rule(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
@@ -334,10 +336,10 @@ def _rule_along_dim(position: int, default: int, drops_dim: bool = False) -> Cal
     return rule
 
 
-select = _rule_along_dim(0, 0, drops_dim=True)
-unbind = _rule_along_dim(0, 0, drops_dim=True)
-narrow = _rule_along_dim(0, 0)
-split = _rule_along_dim(1, 0)
+select = _make_dim_rule(0, 0, drops_dim=True)
+unbind = _make_dim_rule(0, 0, drops_dim=True)
+narrow = _make_dim_rule(0, 0)
+split = _make_dim_rule(1, 0)
 
 
 def getitem(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
@@ -405,14 +407,14 @@ ELEMENTWISE = """
     sigmoid relu softplus masked_fill where __pow__ __rpow__ __rsub__ __rdiv__
     """
 _SHARED: Mapping[Rule, str] = {
-    metadata_of_wrapper: _METADATA,
-    _call_factory: """
+    get_wrapper_metadata: _METADATA,
+    _call_factory_function: """
         new_empty new_zeros new_ones new_full new_tensor empty_like zeros_like ones_like full_like rand_like randn_like
         """,
 }
 
 
-def functions_named(names: str) -> Iterator[Any]:
+def find_functions_by_name(names: str) -> Iterator[Any]:
     """Yield the functions that have these names in torch.Tensor, torch and torch.nn.functional."""
     for name in names.split():
         for home in (Tensor, torch, F):
@@ -423,10 +425,10 @@ def functions_named(names: str) -> Iterator[Any]:
                 yield function
 
 
-def rules_by_function(names: Mapping[Rule, str]) -> dict[Any, Rule]:
+def build_rule_table(names: Mapping[Rule, str]) -> dict[Any, Rule]:
     """Return a dict from torch functions to rules, given the names of the functions for each rule."""
-    return {function: rule for rule, text in {**_SHARED, **names}.items() for function in functions_named(text)}
+    return {function: rule for rule, text in {**_SHARED, **names}.items() for function in find_functions_by_name(text)}
 
 
-METADATA = frozenset(functions_named(_METADATA))
+METADATA = frozenset(find_functions_by_name(_METADATA))
 """Attributes of a wrapper that can be read without its values."""

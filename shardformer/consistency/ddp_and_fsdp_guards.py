@@ -17,7 +17,7 @@ from torch import nn
 from shardformer.errors import ConfigError
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.torch_compat import COMPOSABLE_REGISTRY, active_ddp_module
+from shardformer.torch_compat import COMPOSABLE_REGISTRY, get_active_ddp_module
 from shardformer.torch_patches import Patch, install, replace_attribute
 
 
@@ -32,7 +32,7 @@ class DDPGuard:
     context: ParallelContext
 
     def __iter__(self) -> Iterator[str]:
-        raise _wrapper_error("DistributedDataParallel", self.context)
+        raise _make_wrapper_error("DistributedDataParallel", self.context)
 
 
 class FSDPGuard(dict[str, Any]):
@@ -45,19 +45,19 @@ class FSDPGuard(dict[str, Any]):
     def __contains__(self, name: object) -> bool:
         if name in ("fully_shard", "replicate"):
             wrappers = "FullyShardedDataParallel, fully_shard or replicate"
-            raise _wrapper_error(wrappers, self.context)
+            raise _make_wrapper_error(wrappers, self.context)
         return super().__contains__(name)
 
 
 def install_wrapper_guards(model: nn.Module, context: ParallelContext) -> None:
     """Install guards that raise ConfigError when the sharded model is wrapped in DDP, DataParallel or FSDP."""
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = DDPGuard(context)
-    model.__dict__["_replicate_for_data_parallel"] = partial(_raise_replicated, context)
+    model.__dict__["_replicate_for_data_parallel"] = partial(_raise_data_parallel_error, context)
     for module in model.modules():
         module.__dict__[COMPOSABLE_REGISTRY] = FSDPGuard(context)
     if (library := sys.modules.get("accelerate")) is not None:  # transformers' Trainer uses it, too
         kind, name = library.Accelerator, "prepare_model"
-        install(ACCELERATE_PATCH, lambda: replace_attribute(kind, name, _check_accelerator(getattr(kind, name))))
+        install(ACCELERATE_PATCH, lambda: replace_attribute(kind, name, _wrap_prepare_model(getattr(kind, name))))
 
 
 ACCELERATE_PATCH = Patch(
@@ -69,7 +69,7 @@ SHARDS_MODELS = "shards_models"
 """Attribute of subclasses of accelerate's Accelerator that support sharded models."""
 
 
-def _check_accelerator(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def prepare_model(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         tables = (module.__dict__.get(METADATA_ATTRIBUTE) for module in model.modules())
@@ -87,17 +87,17 @@ def _check_accelerator(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_model
 
 
-def _raise_replicated(context: ParallelContext) -> NoReturn:
-    raise _wrapper_error("DataParallel", context)
+def _raise_data_parallel_error(context: ParallelContext) -> NoReturn:
+    raise _make_wrapper_error("DataParallel", context)
 
 
-def check_ddp(model: nn.Module, context: ParallelContext) -> None:
+def check_not_in_ddp(model: nn.Module, context: ParallelContext) -> None:
     """Raise ConfigError if the sharded model is called inside a DistributedDataParallel wrapper."""
-    outer = active_ddp_module()
+    outer = get_active_ddp_module()
     if outer is None or all(axis.size == 1 for axis in context.axes.values()):
         return
     if any(module is model for module in outer.modules()):
-        raise _wrapper_error("DistributedDataParallel", context)
+        raise _make_wrapper_error("DistributedDataParallel", context)
 
 
 def check_no_new_parameters(model: nn.Module, state: ShardingMetadata) -> None:
@@ -111,7 +111,7 @@ def check_no_new_parameters(model: nn.Module, state: ShardingMetadata) -> None:
         )
 
 
-def _wrapper_error(wrapper: str, context: ParallelContext) -> ConfigError:
+def _make_wrapper_error(wrapper: str, context: ParallelContext) -> ConfigError:
     return ConfigError(
         f"The model is sharded over {context} and cannot be wrapped in {wrapper}.",
         rule="The wrapper requires the same parameters in all processes, but each process has a different shard.",

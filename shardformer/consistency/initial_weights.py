@@ -11,30 +11,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardformer.comm.collective_call import all_gather_from_grid
+from shardformer.comm.collective_call import all_gather_from_mesh
 from shardformer.comm.collectives import all_gather_numbers, all_gather_objects, broadcast, broadcast_object, checksum
 from shardformer.errors import ConfigError
 from shardformer.layout.packed_weights import find_packed_weights, packed_tensors
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.meta_init.init_recipe import deferred_storage_of, describe_recipe, iter_random_steps
+from shardformer.meta_init.init_recipe import describe_recipe, get_deferred_storage, iter_random_steps
 from shardformer.meta_init.safetensors_source import FileFingerprint, find_weight_files
 from shardformer.module_paths import find_configs, list_named_tensors
 from shardformer.random_state import random_states, set_random_states, state_digest
 from shardformer.torch_compat import has_meta_tensors
 
 
-def model_fingerprint(model: nn.Module) -> list[str]:
+def compute_model_fingerprint(model: nn.Module) -> list[str]:
     """Describe the modules, config and parameters of a model as text, to check that all ranks built the same model."""
     return (
         [type(model).__name__]
         + [f"{path or 'model'}: {_format_module(module)}" for path, module in model.named_modules()]
-        + [f"config.{name}={value}" for config in find_configs(model) for name, value in _plain_config_fields(config)]
+        + [
+            f"config.{name}={value}"
+            for config in find_configs(model)
+            for name, value in _iterate_plain_config_fields(config)
+        ]
         + [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
         + [f"{n} {[checksum(t) for t in packed_tensors(p)]}" for n, p in find_packed_weights(model).items()]
         + [
             f"{n}: {describe_recipe(place)}"
             for n, t in (list_named_tensors(model) if has_meta_tensors(model) else ())
-            if (place := deferred_storage_of(t)) is not None
+            if (place := get_deferred_storage(t)) is not None
         ]
     )
 
@@ -49,7 +53,7 @@ def _format_module(module: nn.Module) -> str:
     return f"{type(module).__qualname__}({', '.join(attributes)})"
 
 
-def _plain_config_fields(config: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_plain_config_fields(config: Any) -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each config field that is a number, string or list, except ``name_or_path``."""
     for name, value in vars(config).items():
         if not name.startswith("_") and name != "name_or_path" and isinstance(value, int | float | str | list | tuple):
@@ -66,7 +70,7 @@ def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
     packed = set(map(id, find_packed_weights(model).values()))  # the ranks compared them in the fingerprint
     tensors = [t for _, t in named if id(t) not in packed and t.numel() and not t.is_meta]
     waiting = named if has_meta_tensors(model) else ()
-    places = [place for _, t in waiting if (place := deferred_storage_of(t)) is not None]
+    places = [place for _, t in waiting if (place := get_deferred_storage(t)) is not None]
     steps = [step for place in places for step in iter_random_steps(place)]
     notes = []
     for axis in axes:
@@ -123,14 +127,14 @@ def broadcast_random_state(
 FileFingerprints = list[tuple[str, FileFingerprint]]
 
 
-def check_same_files(model: nn.Module, context: ParallelContext) -> None:
+def check_same_weight_files(model: nn.Module, context: ParallelContext) -> None:
     """Raise ConfigError on every rank if the ranks read weight files with different contents.
 
     Paths may differ. The contents that most ranks have are assumed to be correct. Communicates one all-gather of paths
     and checksums.
     """
     every: dict[int, FileFingerprints] = dict(
-        all_gather_from_grid([(f.path, f.contents) for f in find_weight_files(model)], context)
+        all_gather_from_mesh([(f.path, f.contents) for f in find_weight_files(model)], context)
     )
     if not all(every.values()):
         return  # a rank without weight files is reported by another check
@@ -154,8 +158,8 @@ def check_same_files(model: nn.Module, context: ParallelContext) -> None:
     )
 
 
-def _describe_file_difference(rank: int, first: int, every: dict[int, FileFingerprints]) -> str:
-    files, usual = every[rank], every[first]
+def _describe_file_difference(rank: int, first: int, fingerprints: dict[int, FileFingerprints]) -> str:
+    files, usual = fingerprints[rank], fingerprints[first]
     pairs = list(zip(files, usual, strict=False))
     (path, contents), (other, right) = next((pair for pair in pairs if pair[0][1] != pair[1][1]), pairs[0])
     if len(files) != len(usual):

@@ -126,7 +126,7 @@ class ConsistencyMonitor:
     _late: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _random_signs(self.state.context.device)  # allocated before the memory of a step is measured
+        _get_random_signs(self.state.context.device)  # allocated before the memory of a step is measured
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ConsistencyMonitor:
         return ConsistencyMonitor(deepcopy(self.state, memo), self.training)  # a copied model has no optimizer
@@ -137,13 +137,13 @@ class ConsistencyMonitor:
         self._has_stepped = True
         self._optimizers.add(optimizer)
         self.state.context.traffic.steps = self.steps
-        self.options = type(optimizer).__name__, tuple(map(_numeric_options, optimizer.param_groups))
+        self.options = type(optimizer).__name__, tuple(map(_get_numeric_options, optimizer.param_groups))
 
     # --- ranks that process the same batch
 
-    def values_to_gather(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]:
+    def encode_values_to_gather(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]:
         """Encode the training mode, batch, optimizer and weights as integers, to compare them between ranks."""
-        options = _hash_63_bits(hash(self.options[1:]))
+        options = _hash_62_bits(hash(self.options[1:]))
         projection = self._project_weights(axis) if self.training else (0.0, 0.0)  # evaluation changes no weights
         return [
             int(self.training),
@@ -174,17 +174,19 @@ class ConsistencyMonitor:
         has_one_group = len(self.options) == 2 and len(self.options[1]) == 1
         if not has_one_group or len(self._optimizers) > 1 or self.has_several_optimizers:
             return 0
-        kind, numbers = _hash_63_bits(self.options[0]) % 2**15 + 1, _hash_63_bits(hash(self.options[1])) % 2**KIND_SHIFT
+        kind, numbers = _hash_62_bits(self.options[0]) % 2**15 + 1, _hash_62_bits(hash(self.options[1])) % 2**KIND_SHIFT
         return int(kind << KIND_SHIFT | numbers)
 
     def hash_inputs(self, inputs: Collection[Any]) -> int:
         """Return a hash of the input tensors. On a GPU, hash shapes and the last batch's values, to avoid a sync."""
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         on_gpu = [digest(x) * n for n, x in enumerate(tensors, 1) if x.is_cuda]
-        previous = self._read_async("batch", torch.stack(on_gpu).sum()) if on_gpu else None
-        return _hash_63_bits([previous, *(tuple(x.shape) if x.is_cuda else checksum(x) for x in tensors)])
+        previous = self._to_list_async("batch", torch.stack(on_gpu).sum()) if on_gpu else None
+        return _hash_62_bits([previous, *(tuple(x.shape) if x.is_cuda else checksum(x) for x in tensors)])
 
-    def check_gathered(self, gathered: Sequence[Sequence[int]], axis: Axis, inputs: Collection[Any] = ()) -> None:
+    def check_gathered_values(
+        self, gathered: Sequence[Sequence[int]], axis: Axis, inputs: Collection[Any] = ()
+    ) -> None:
         """Raise InputError on every rank if the gathered numbers show that ranks with the same batch have diverged."""
         weights = len(ORDER) - 1
         projections = [struct.unpack("<2d", struct.pack("<2q", *values[weights:])) for values in gathered]
@@ -196,7 +198,7 @@ class ConsistencyMonitor:
 
     # --- data ranks
 
-    def bits_to_reduce(self, axis: Axis) -> list[float]:
+    def compute_bits_to_reduce(self, axis: Axis) -> list[float]:
         """Hash the training state to 32 values of 1 or -1, which data parallel ranks all-reduce and compare."""
         known = [self.training, self.steps, hash(self.options[1:]), self._hash_weights(axis)]
         number = int.from_bytes(hashlib.sha256(repr(known).encode()).digest()[: BITS // 8], "big")
@@ -208,7 +210,7 @@ class ConsistencyMonitor:
         On a GPU, this checks the sums of the previous step to avoid a synchronization.
         """
         self._turns[axis.name] = self._turns.get(axis.name, 0) + 1
-        found = self._read_async(f"bits {axis.name}", sums.float().abs().min())
+        found = self._to_list_async(f"bits {axis.name}", sums.float().abs().min())
         # a rank that differs reduces a sum by 2. With more than 256 ranks, 16-bit sums are not exact enough
         if found is not None and found <= axis.size - 2:
             self._raise_divergence(axis)
@@ -217,16 +219,16 @@ class ConsistencyMonitor:
 
     def _hash_weights(self, axis: Axis) -> int:
         """Return a hash of the replicated weights that are compared in this step."""
-        numbered = enumerate(self._read_current_slices(axis), 1)
-        found = self._sum_and_read(f"weights {axis.name}", [digest(x) * number for number, x in numbered])
-        return 0 if found is None else _hash_63_bits(int(found))
+        numbered = enumerate(self._get_current_slices(axis), 1)
+        found = self._sum_to_list_async(f"weights {axis.name}", [digest(x) * number for number, x in numbered])
+        return 0 if found is None else _hash_62_bits(int(found))
 
     def _project_weights(self, axis: Axis) -> tuple[float, float]:
         """Return a random projection and the norm of the replicated weights that are compared in this step."""
-        slices = self._read_current_slices(axis)
+        slices = self._get_current_slices(axis)
         with disable_current_modes():  # not part of the step that a recorder or a memory trace measures
-            sums = [_random_projection(x, number) for number, x in enumerate(slices)]
-        found = self._sum_and_read(f"projection {axis.name}", sums) or (0.0, 0.0)
+            sums = [_compute_random_projection(x, number) for number, x in enumerate(slices)]
+        found = self._sum_to_list_async(f"projection {axis.name}", sums) or (0.0, 0.0)
         return found[0], found[1] ** 0.5
 
     def _are_projections_close(self, projections: Sequence[Sequence[float]]) -> bool:
@@ -236,37 +238,37 @@ class ConsistencyMonitor:
         room = min(ROUNDINGS * max(widths, default=0.0), MOST) * norm
         return all(x == first or abs(x - first) <= room or (isnan(x) and isnan(first)) for x, _ in others)
 
-    def _read_current_slices(self, axis: Axis) -> list[Tensor]:
+    def _get_current_slices(self, axis: Axis) -> list[Tensor]:
         """Return the replicated weights that this step compares over an axis, as flat slices."""
-        part = self._slices_of_step(axis)
+        part = self._get_slices_of_step(axis)
         if part is None or not all(has_data(entry.param) for entry, _ in part):
             return []
         return [entry.param.detach().reshape(-1)[part_slice] for entry, part_slice in part]
 
-    def _sum_and_read(self, key: str, tensors: Sequence[Tensor]) -> Any:
+    def _sum_to_list_async(self, key: str, tensors: Sequence[Tensor]) -> Any:
         total: Tensor | None = None
         for tensor in tensors:
             total = tensor if total is None else total.to(tensor.device) + tensor
-        return None if total is None else self._read_async(key, total)
+        return None if total is None else self._to_list_async(key, total)
 
-    def _slices_of_step(self, axis: Axis) -> WeightSlices | None:
+    def _get_slices_of_step(self, axis: Axis) -> WeightSlices | None:
         if self.state.parameter_owner is not None:
             return None  # each parameter is gathered from its owner when it is read
         if axis.name not in self._parts:
-            over = set(self._axes_with_other_ranks(axis))
+            over = set(self._find_axes_with_other_ranks(axis))
             replicated = [e for e in self.state.entries if not over & set(e.spec.axes) and e.param.is_floating_point()]
             self._parts[axis.name] = list(_split_weights_into_slices(replicated))
         parts = self._parts[axis.name]
         return parts[self._turns.get(axis.name, 0) % len(parts)] if parts else None
 
-    def _axes_with_other_ranks(self, axis: Axis) -> Iterator[str]:
+    def _find_axes_with_other_ranks(self, axis: Axis) -> Iterator[str]:
         """Yield the name of each mesh axis that contains this rank and at least one other rank of ``axis``."""
         me = axis.ranks[axis.rank]
         for name, each in self.state.axes.items():
             if each.size > 1 and set(each.ranks) & set(axis.ranks) > {me}:
                 yield name
 
-    def _read_async(self, key: str, tensor: Tensor) -> Any:
+    def _to_list_async(self, key: str, tensor: Tensor) -> Any:
         """Return ``tensor.tolist()``, or on a GPU the result of the previous call (None at first) to avoid a sync."""
         if not has_data(tensor):
             return None
@@ -300,7 +302,7 @@ class ConsistencyMonitor:
 
     def _collect_details(self, axis: Axis, inputs: Collection[Any]) -> dict[str, Any]:
         tensors = [x for x in inputs if isinstance(x, Tensor)]
-        part = self._slices_of_step(axis)
+        part = self._get_slices_of_step(axis)
         sums = {e.name: checksum(e.param) for e, _ in part if has_data(e.param)} if part is not None else {}
         return {
             "mode": "train" if self.training else "eval",
@@ -321,25 +323,25 @@ def _format_value(value: Any) -> str:
     return str(value)[:200]
 
 
-def _hash_63_bits(value: Any) -> int:
+def _hash_62_bits(value: Any) -> int:
     """Return a non-negative hash below 2**62 that, unlike Python's ``hash``, is the same in every process."""
     if isinstance(value, int):
         return value & (2**62 - 1)
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
-def _random_projection(vector: Tensor, shift: int) -> Tensor:
+def _compute_random_projection(vector: Tensor, shift: int) -> Tensor:
     """Return the sum of a vector's elements with random signs, and the sum of their squares."""
-    wide, signs = vector.double(), _random_signs(vector.device)
+    wide, signs = vector.double(), _get_random_signs(vector.device)
     rows = [wide[at : at + len(signs)] for at in range(0, len(wide), len(signs))]
     sums = torch.stack([row @ signs[: len(row)] for row in rows])
-    return torch.stack([sums @ _random_signs(vector.device).roll(shift)[: len(sums)], wide @ wide])
+    return torch.stack([sums @ _get_random_signs(vector.device).roll(shift)[: len(sums)], wide @ wide])
 
 
 _SIGNS: dict[torch.device, Tensor] = {}
 
 
-def _random_signs(device: torch.device) -> Tensor:
+def _get_random_signs(device: torch.device) -> Tensor:
     """Return a vector of random signs (1 or -1) that is the same in every process."""
     known = _SIGNS.get(device)
     if known is None:
@@ -350,7 +352,7 @@ def _random_signs(device: torch.device) -> Tensor:
     return known
 
 
-def _numeric_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
+def _get_numeric_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the numeric options of an optimizer's parameter group, such as the learning rate."""
     found = []
     for name, value in group.items():
@@ -383,7 +385,7 @@ MODELS = "_shardformer_models"
 
 
 def _after_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for state in models_trained_by(optimizer):
+    for state in get_trained_models(optimizer):
         if isinstance(state.monitor, ConsistencyMonitor):
             state.monitor.record_step(optimizer)
 
@@ -397,7 +399,7 @@ MONITOR_PATCHES: Mapping[Patch, Apply] = {
 }
 
 
-def models_trained_by(optimizer: Optimizer) -> Collection[ShardingMetadata]:
+def get_trained_models(optimizer: Optimizer) -> Collection[ShardingMetadata]:
     """Return the sharding metadata of each model that an optimizer trains, in the same order on all ranks."""
     if isinstance(own := optimizer.__dict__.get(METADATA_ATTRIBUTE), ShardingMetadata):
         return [own]  # a ZeRO optimizer, which has slices instead of parameters
@@ -422,8 +424,8 @@ def sync_and_check_ranks(state: ShardingMetadata, inputs: Collection[Any], has_d
         axis,
         device,
         has_drawn,
-        monitor.values_to_gather(axis, inputs),
-        lambda gathered: monitor.check_gathered(gathered, axis, inputs),
+        monitor.encode_values_to_gather(axis, inputs),
+        lambda gathered: monitor.check_gathered_values(gathered, axis, inputs),
     )
 
 
@@ -448,7 +450,7 @@ def check_gradients_before_step(optimizer: Optimizer) -> None:
     The error is raised on all ranks. Communicates the gradients of backward passes in ``no_sync``, or a checksum of
     each gradient if no gradients were reduced since the last step.
     """
-    found = [(state, _gradient_reducers(state)) for state in models_trained_by(optimizer)]
+    found = [(state, _get_gradient_reducers(state)) for state in get_trained_models(optimizer)]
     found = [(state, reducers) for state, reducers in found if reducers]
     if not found:
         return
@@ -469,7 +471,7 @@ def check_gradients_before_step(optimizer: Optimizer) -> None:
     optimizer.__dict__[PASSES] = passes
 
 
-def _gradient_reducers(state: ShardingMetadata) -> list[GradientReducer]:
+def _get_gradient_reducers(state: ShardingMetadata) -> list[GradientReducer]:
     return [each for each in state.reducers if isinstance(each, GradientReducer) and each.sums]
 
 
@@ -482,7 +484,7 @@ def _check_gradients_agree(optimizer: Optimizer, reducers: Sequence[GradientRedu
             if id(gradient.param) in own and gradient.axis.size > 1 and not gradient.is_shared:
                 over.setdefault(gradient.axis.ranks, []).append(gradient)
     for gradients in over.values():
-        sums = [_gradient_checksum(gradient.param.grad) for gradient in gradients]
+        sums = [_compute_gradient_checksum(gradient.param.grad) for gradient in gradients]
         wait_for_all_ranks(
             f"{type(optimizer).__name__}.step, without a backward pass since its last step", gradients[0].axis
         )
@@ -498,7 +500,7 @@ def _check_gradients_agree(optimizer: Optimizer, reducers: Sequence[GradientRedu
                 )
 
 
-def _gradient_checksum(grad: Tensor | None) -> Any:
+def _compute_gradient_checksum(grad: Tensor | None) -> Any:
     if grad is None or not has_data(grad):
         return None
     return checksum(grad.detach().to_dense() if grad.is_sparse else grad.detach())

@@ -15,7 +15,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from shardformer.comm.collective_call import all_gather_from_grid, hash_to_number, wait_for_all_ranks
+from shardformer.comm.collective_call import all_gather_from_mesh, hash_to_int, wait_for_all_ranks
 from shardformer.comm.collectives import checksum
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import ParallelContext
@@ -43,7 +43,7 @@ def check_same_data(
         return
     wait_for_all_ranks("ShardedDataLoader.compare (by initialize, Trainer.fit or the first loop over the data)", *axes)
     found, sketches = ([], []) if read is None or not count else _fingerprint_samples(count, read)
-    gathered = all_gather_from_grid((dict(settings), len(found)), context)
+    gathered = all_gather_from_mesh((dict(settings), len(found)), context)
     first_rank, reference = gathered[0][0], gathered[0][1][0]
     for rank, (values, _) in gathered:
         for name, value in values.items():
@@ -54,8 +54,8 @@ def check_same_data(
                     remedy=SAME_DATA_REMEDY,
                 )
     num_compared = min(number for _, (_, number) in gathered)
-    fingerprints = all_gather_from_grid(hash_to_number(found[:num_compared]), context)
-    gathered_sketches = all_gather_from_grid(sketches, context)
+    fingerprints = all_gather_from_mesh(hash_to_int(found[:num_compared]), context)
+    gathered_sketches = all_gather_from_mesh(sketches, context)
     differing = [rank for rank, number in fingerprints if number != fingerprints[0][1]]
     for rank, sketches in gathered_sketches:
         pairs = zip(sketches, gathered_sketches[0][1], strict=False)
@@ -68,20 +68,22 @@ def check_same_data(
         )
 
 
-def _fingerprint_samples(count: int, read: Callable[[int], Any]) -> tuple[list[int], list[tuple[float, float]]]:
+def _fingerprint_samples(
+    num_samples: int, read_sample: Callable[[int], Any]
+) -> tuple[list[int], list[tuple[float, float]]]:
     """Return a hash and a random projection of each sample in a random subset that is the same on all ranks.
 
     Either list is empty if its values change when a sample is read a second time, as with random augmentation.
     """
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:MAX_SAMPLES].tolist()
+    order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(0))[:MAX_SAMPLES].tolist()
     end = time.monotonic() + TIME_LIMIT_S
     found: list[int] = []
     sketches: list[tuple[float, float]] = []
     try:
         for index in [order[0], *order]:  # the first sample is read twice
-            sample = read(index)
+            sample = read_sample(index)
             found.append(fingerprint(sample))
-            sketches.append(random_projection(sample))
+            sketches.append(project_sample(sample))
             if len(found) > 1 and time.monotonic() > end:
                 break
     except Exception:
@@ -89,7 +91,7 @@ def _fingerprint_samples(count: int, read: Callable[[int], Any]) -> tuple[list[i
     return found[1:] if found[0] == found[1] else [], sketches[1:] if sketches[0] == sketches[1] else []
 
 
-def random_projection(value: Any) -> tuple[float, float]:
+def project_sample(value: Any) -> tuple[float, float]:
     """Project the floats of a sample onto a fixed random vector; return the projection and the norm of the floats."""
     decimals = list(_iterate_float_tensors(value))
     if not decimals:
@@ -124,7 +126,7 @@ def fingerprint(*values: Any) -> int:
     Without integers and strings, hash all numbers. Floating-point numbers are often augmented at random.
     """
     parts = [_describe_leaf(leaf) for value in values for leaf in _iterate_leaves(value)]
-    return hash_to_number([part for is_exact, part in parts if is_exact] or [part for _, part in parts])
+    return hash_to_int([part for is_exact, part in parts if is_exact] or [part for _, part in parts])
 
 
 def _describe_leaf(leaf: Any) -> tuple[bool, Any]:
@@ -147,10 +149,10 @@ def _is_plain_leaf(value: Any) -> bool:
     return value is None or isinstance(value, (str, bytes, int, float))
 
 
-def first_and_last_samples(batch: Any) -> list[Any]:
+def get_first_and_last_samples(batch: Any) -> list[Any]:
     """Return the first and the last sample of each tensor or array in a batch, and other values unchanged."""
     if isinstance(batch, Mapping):
-        return [end for key in sorted(batch, key=str) for end in first_and_last_samples(batch[key])]
+        return [end for key in sorted(batch, key=str) for end in get_first_and_last_samples(batch[key])]
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        return [end for each in batch for end in first_and_last_samples(each)]
+        return [end for each in batch for end in get_first_and_last_samples(each)]
     return [batch[:1], batch[-1:]] if isinstance(batch, (Tensor, numpy.ndarray)) and batch.ndim else [batch]

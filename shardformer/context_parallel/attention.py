@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.context_parallel.attention_kernels import Dropout, ScoreOptions
-from shardformer.context_parallel.masks import ChunkedMask, causal_predicate, unknown_attribute_error
+from shardformer.context_parallel.masks import ChunkedMask, causal_predicate, make_unknown_attribute_error
 from shardformer.context_parallel.ring_attention import RingExchange, ring_attention
-from shardformer.context_parallel.sequence_layout import ContextParallelState, SequencePositions, current_state
+from shardformer.context_parallel.sequence_layout import ContextParallelState, SequencePositions, get_current_state
 from shardformer.context_parallel.ulysses import (
     HeadExchange,
     assign_key_heads,
@@ -71,7 +71,7 @@ def context_attention(
     positions = None if state is None else _find_query_positions(state, query, attention_mask)
     if state is None or positions is None:
         if isinstance(attention_mask, ChunkedMask):  # from a stack whose sequence is not sharded
-            attention_mask = attention_mask.full_mask(query.device)
+            attention_mask = attention_mask.make_full_mask(query.device)
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         full: tuple[Tensor, None] = sdpa_attention_forward(
@@ -125,11 +125,11 @@ def plan_attention(
             remedy="Set compile=False, or disable context parallelism for this model (sequence=1).",
         )
     if mask is None:
-        mask = _make_mask_of_module(module, query, key, state, positions, is_causal)
+        mask = _make_module_mask(module, query, key, state, positions, is_causal)
     of_queries, of_keys = _make_head_exchanges(state, query.shape[1], key.shape[1], mask)
     heads = torch.tensor(of_queries.heads[of_queries.axis.rank])
     if dropout > 0:
-        scores = replace(scores, dropout=Dropout(dropout, mask.seed + state.module_index(module), heads))
+        scores = replace(scores, dropout=Dropout(dropout, mask.seed + state.get_module_index(module), heads))
     return AttentionPlan(RingExchange(state.ring, mask, scores, state.gathers), of_queries, of_keys, heads)
 
 
@@ -170,12 +170,12 @@ class RelativeBiasArgument:
     distance_bias: Tensor
 
     def __getattr__(self, name: str) -> Any:
-        raise unknown_attribute_error(
+        raise make_unknown_attribute_error(
             name, "With context parallelism, an attention bias has one value per distance between query and key."
         )
 
 
-def pass_relative_bias(module: nn.Module, state: ContextParallelState) -> None:
+def patch_relative_bias(module: nn.Module, state: ContextParallelState) -> None:
     """Make a T5 attention compute its position bias per distance instead of per pair of positions."""
     original = getattr(type(module), "compute_bias", None)
     if original is not None and "past_seen_tokens" in inspect.signature(original).parameters:
@@ -183,8 +183,8 @@ def pass_relative_bias(module: nn.Module, state: ContextParallelState) -> None:
         module.__dict__["compute_bias"] = MethodType(_compute_bias_by_distance, module)
 
 
-def has_relative_bias(module: nn.Module) -> bool:
-    """Return whether ``pass_relative_bias`` has modified ``module``."""
+def has_patched_relative_bias(module: nn.Module) -> bool:
+    """Return whether ``patch_relative_bias`` has modified ``module``."""
     return "compute_bias" in module.__dict__
 
 
@@ -202,32 +202,32 @@ def _compute_bias_by_distance(self: nn.Module, query_length: int, key_length: in
 
 
 def _make_head_exchanges(
-    state: ContextParallelState, queries: int, keys: int, mask: ChunkedMask
+    state: ContextParallelState, num_heads: int, num_key_heads: int, mask: ChunkedMask
 ) -> tuple[HeadExchange, HeadExchange]:
     """Return how the Ulysses group exchanges query heads and how it exchanges key heads."""
     axis, ring_rank = state.group, state.ring.rank
-    if queries < axis.size:
+    if num_heads < axis.size:
         raise ConfigError(
-            f"Ulysses cannot split the {queries} query heads of this rank over a group of {axis.size} ranks.",
-            remedy=f"Use context_parallel='ring', or sequence=({state.axis.size // queries}, {queries}).",
+            f"Ulysses cannot split the {num_heads} query heads of this rank over a group of {axis.size} ranks.",
+            remedy=f"Use context_parallel='ring', or sequence=({state.axis.size // num_heads}, {num_heads}).",
         )
-    q_heads = assign_query_heads(queries, axis.size)
-    query_lengths, key_lengths = (tuple(p.group_lengths(ring_rank)) for p in (mask.queries, mask.keys))
-    of_keys = HeadExchange(axis, assign_key_heads(q_heads, queries, keys), key_lengths, keys)
-    return HeadExchange(axis, q_heads, query_lengths, queries), of_keys
+    q_heads = assign_query_heads(num_heads, axis.size)
+    query_lengths, key_lengths = (tuple(p.get_group_lengths(ring_rank)) for p in (mask.queries, mask.keys))
+    of_keys = HeadExchange(axis, assign_key_heads(q_heads, num_heads, num_key_heads), key_lengths, num_key_heads)
+    return HeadExchange(axis, q_heads, query_lengths, num_heads), of_keys
 
 
 def _find_query_positions(state: ContextParallelState, query: Tensor, mask: Any) -> SequencePositions | None:
     """Return which sequence positions the queries have on each rank, or None if the queries are not sharded."""
     count = query.shape[2]
     if isinstance(mask, ChunkedMask):
-        return mask.queries if count == state.local_length(mask.queries.length) else None
+        return mask.queries if count == state.get_local_length(mask.queries.length) else None
     if current_graph_task_id() < 0:
         return state.current
     return state.find_by_local_length(count)  # a recomputation; a later forward pass may have replaced state.current
 
 
-def _make_mask_of_module(
+def _make_module_mask(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -291,7 +291,7 @@ def context_mask(
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
     predicate = causal_mask_function if mask_function is None else mask_function
-    state = current_state()
+    state = get_current_state()
     if state is None or not state.is_open:
         return sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, predicate, attention_mask, use_vmap=use_vmap, **kwargs

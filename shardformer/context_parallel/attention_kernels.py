@@ -41,13 +41,13 @@ class Dropout:
     def compute_weight_factors(self, batch: int, rows: Tensor, cols: Tensor) -> Tensor:
         """Return the factors (B, N, Q, S) for the attention weights: 0 if dropped, and otherwise 1 / (1 - rate)."""
         device = rows.device
-        x = _hash(torch.arange(batch, device=device)[:, None] + self.seed % 2**31)
-        x = _hash(x * 31 + self.heads.to(device)[None, :])[:, :, None, None]
-        x = _hash(_hash(x ^ rows[:, None]) ^ cols[None, :])
+        x = _hash_integers(torch.arange(batch, device=device)[:, None] + self.seed % 2**31)
+        x = _hash_integers(x * 31 + self.heads.to(device)[None, :])[:, :, None, None]
+        x = _hash_integers(_hash_integers(x ^ rows[:, None]) ^ cols[None, :])
         return (x >= int(self.rate * 2**32)) / (1 - self.rate)
 
 
-def _hash(x: Tensor) -> Tensor:
+def _hash_integers(x: Tensor) -> Tensor:
     x = x & 0xFFFFFFFF
     for factor in HASH_FACTORS:
         x = ((x ^ (x >> 16)) * factor) & 0xFFFFFFFF
@@ -144,7 +144,7 @@ def partial_attention_backward(
     return _attend_plain_backward(grad, q, k, v, out, lse, block, options)
 
 
-def mask_value(dtype: torch.dtype) -> float:
+def get_mask_value(dtype: torch.dtype) -> float:
     """Return the large negative number that is used as the attention score of a masked key.
 
     It is not -inf, because the kernels return 0 as the log-sum-exp of a row of -inf.
@@ -156,7 +156,7 @@ def _make_additive_mask(block: BlockMask, dtype: torch.dtype) -> Tensor | None:
     if block.mask is None:
         return None
     return torch.zeros(block.mask.shape, dtype=dtype, device=block.mask.device).masked_fill(
-        ~block.mask, mask_value(dtype)
+        ~block.mask, get_mask_value(dtype)
     )
 
 
@@ -164,9 +164,9 @@ def _apply_mask_to_bias(block: BlockMask, bias: RelativePositionBias, dtype: tor
     """Return the position bias (B or 1, N, Q, S), in which the mask value replaces the bias of masked keys."""
     added = bias.compute_bias(block.rows, block.cols)[None].to(dtype)
     if block.mask is not None:
-        return added.masked_fill(~block.mask, mask_value(dtype))
+        return added.masked_fill(~block.mask, get_mask_value(dtype))
     if block.causal:
-        return added.masked_fill(block.cols[None, :] > block.rows[:, None], mask_value(dtype))
+        return added.masked_fill(block.cols[None, :] > block.rows[:, None], get_mask_value(dtype))
     return added
 
 
@@ -235,8 +235,8 @@ def _attend_plain(q: Tensor, k: Tensor, v: Tensor, block: BlockMask, options: Sc
     outs, sums = [], []
     for rows in _split_rows(q, k):
         scores, _ = _compute_scores(q[:, :, rows], k, block.rows[rows], block.cols, options)
-        if (hidden := _find_hidden_keys(block, rows)) is not None:
-            scores = scores.masked_fill(hidden, mask_value(acc_dtype))
+        if (hidden := _get_hidden_key_mask(block, rows)) is not None:
+            scores = scores.masked_fill(hidden, get_mask_value(acc_dtype))
         lse = scores.logsumexp(-1)
         weights = (scores - lse[..., None]).exp()
         if options.dropout is not None:
@@ -257,7 +257,7 @@ def _attend_plain_backward(
     for rows in _split_rows(q, k):
         scores, slope = _compute_scores(q[:, :, rows], k, block.rows[rows], block.cols, options)
         weights = (scores - lse[:, :, rows, None]).exp()
-        if (hidden := _find_hidden_keys(block, rows)) is not None:
+        if (hidden := _get_hidden_key_mask(block, rows)) is not None:
             weights = weights.masked_fill(hidden, 0.0)
         kept = (
             options.dropout.compute_weight_factors(q.shape[0], block.rows[rows], block.cols)
@@ -297,7 +297,7 @@ def _compute_scores(
     return scores if options.bias is None else scores + options.bias.compute_bias(rows, cols).to(scores.dtype), slope
 
 
-def _find_hidden_keys(block: BlockMask, rows: slice) -> Tensor | None:
+def _get_hidden_key_mask(block: BlockMask, rows: slice) -> Tensor | None:
     if block.mask is not None:
         return ~block.mask[:, :, rows]
     if block.causal:

@@ -40,15 +40,15 @@ _LIBRARY.define(
 )
 
 
-def hold(value: Any) -> Tensor:
+def wrap_object(value: Any) -> Tensor:
     """Wrap a Python object in a scalar tensor, so that it can pass through a compiled graph."""
     tensor = torch.zeros((), dtype=torch.int64, device="cpu")
     setattr(tensor, _HELD, value)
     return tensor
 
 
-def held_by(tensor: Tensor, kind: type) -> Any:
-    """Return the object that ``hold`` wrapped in ``tensor``. Raises InputError if the tensor was computed or copied."""
+def unwrap_object(tensor: Tensor, kind: type) -> Any:
+    """Return the object in a tensor from ``wrap_object``. Raises InputError if the tensor was computed or copied."""
     value = getattr(tensor, _HELD, None)
     if not isinstance(value, kind):
         raise InputError(
@@ -59,26 +59,26 @@ def held_by(tensor: Tensor, kind: type) -> Any:
     return value
 
 
-def hold_masks(value: Any) -> Any:
+def wrap_mask_in_tensor(value: Any) -> Any:
     """Wrap a context-parallel attention mask in a tensor, and return any other value unchanged."""
-    return hold(value) if isinstance(value, ChunkedMask) else value
+    return wrap_object(value) if isinstance(value, ChunkedMask) else value
 
 
-def install_sites(layer: nn.Module) -> None:
-    """Wrap the attention modules of a layer with ``hold``, so that torch.compile can compile the layer."""
+def wrap_attention_modules(layer: nn.Module) -> None:
+    """Wrap the attention modules of a layer with ``wrap_object``, so that torch.compile can compile the layer."""
     for module in layer.modules():
         if RUN in module.__dict__:
-            module.__dict__[SITE] = hold(module)
+            module.__dict__[SITE] = wrap_object(module)
 
 
 @dataclass(frozen=True)
-class _Call:
+class _AttentionCall:
     plan: AttentionPlan
     sees_nothing: Tensor | None
     exchanged: tuple[Tensor, ...] | None  # q, k, v, out, lse of the local heads in a Ulysses group, not in the graph
 
 
-def _attend(
+def _run_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -91,57 +91,61 @@ def _attend(
     cap: float | None,
     is_causal: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    module = held_by(site, nn.Module)
-    chunked = None if mask is None else held_by(mask, ChunkedMask)
+    module = unwrap_object(site, nn.Module)
+    chunked = None if mask is None else unwrap_object(mask, ChunkedMask)
     state, scores = getattr(module, RUN), ScoreOptions(scale, cap)
     plan = plan_attention(module, state, q, k, chunked, dropout, scores, is_causal)
     local_q, local_k, local_v = (
-        _scatter(x, exchange) for x, exchange in ((q, plan.of_queries), (k, plan.of_keys), (v, plan.of_keys))
+        _scatter_if_sharded(x, exchange) for x, exchange in ((q, plan.of_queries), (k, plan.of_keys), (v, plan.of_keys))
     )
     local_sinks = None if sinks is None else sinks[plan.heads.to(sinks.device)]
     out, lse, sees_nothing = attend_over_ring(local_q, local_k, local_v, local_sinks, None, plan.exchange)
     if group == 1:
-        return out.contiguous(), lse.contiguous(), hold(_Call(plan, sees_nothing, None))
-    call = _Call(plan, sees_nothing, (local_q, local_k, local_v, out, lse))
-    return _gather(out, plan.of_queries).contiguous(), lse.new_empty(0), hold(call)
+        return out.contiguous(), lse.contiguous(), wrap_object(_AttentionCall(plan, sees_nothing, None))
+    call = _AttentionCall(plan, sees_nothing, (local_q, local_k, local_v, out, lse))
+    return _gather_if_sharded(out, plan.of_queries).contiguous(), lse.new_empty(0), wrap_object(call)
 
 
-def _shape_attend(
+def _fake_attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Any, site: Tensor, mask: Any, group: int, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3] if group == 1 else (0,), dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty(q.shape), lse, torch.empty_like(site)
 
 
-def _attend_backward(
+def _run_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, call: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    made: _Call = held_by(call, _Call)
+    made: _AttentionCall = unwrap_object(call, _AttentionCall)
     plan, heads = made.plan, made.plan.heads.to(q.device)
     if made.exchanged is not None:
         q, k, v, out, lse = made.exchanged
     saved = (q, k, v, None if sinks is None else sinks[heads], None, out, lse)
-    local = _scatter(grad, plan.of_queries)
+    local = _scatter_if_sharded(grad, plan.of_queries)
     dq, dk, dv, local_sinks_grad, _ = attend_over_ring_backward(local, saved, made.sees_nothing, plan.exchange)
     sinks_grad = q.new_empty(0)
     if sinks is not None and local_sinks_grad is not None:
         sinks_grad = torch.zeros_like(sinks).index_copy_(0, heads, local_sinks_grad)
-    dq, dk, dv = _gather(dq, plan.of_queries), _gather(dk, plan.of_keys), _gather(dv, plan.of_keys)
+    dq, dk, dv = (
+        _gather_if_sharded(dq, plan.of_queries),
+        _gather_if_sharded(dk, plan.of_keys),
+        _gather_if_sharded(dv, plan.of_keys),
+    )
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), sinks_grad
 
 
-def _shape_attend_backward(
+def _fake_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sinks_grad = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), sinks_grad
 
 
-def _scatter(x: Tensor, exchange: HeadExchange) -> Tensor:
+def _scatter_if_sharded(x: Tensor, exchange: HeadExchange) -> Tensor:
     return x if exchange.axis.size == 1 else scatter_heads(x, exchange)
 
 
-def _gather(x: Tensor, exchange: HeadExchange) -> Tensor:
+def _gather_if_sharded(x: Tensor, exchange: HeadExchange) -> Tensor:
     return x if exchange.axis.size == 1 else gather_heads(x, exchange)
 
 
@@ -149,7 +153,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(*inputs[:4], *output)
 
 
-def _differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _autograd_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, out, lse, call = ctx.saved_tensors
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise ConfigError(
@@ -162,9 +166,9 @@ def _differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]
 
 
 for _name, _run, _shape in (
-    ("context_attention", _attend, _shape_attend),
-    ("context_attention_backward", _attend_backward, _shape_attend_backward),
+    ("context_attention", _run_attention, _fake_attention),
+    ("context_attention_backward", _run_attention_backward, _fake_attention_backward),
 ):
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardformer::{_name}", _shape, lib=_LIBRARY)
-torch.library.register_autograd("shardformer::context_attention", _differentiate, setup_context=_save, lib=_LIBRARY)
+torch.library.register_autograd("shardformer::context_attention", _autograd_backward, setup_context=_save, lib=_LIBRARY)

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from shardformer.context_parallel.attention_kernels import BlockMask
-from shardformer.context_parallel.sequence_layout import SequencePositions, chunk_indices
+from shardformer.context_parallel.sequence_layout import SequencePositions, get_chunk_positions
 from shardformer.errors import ConfigError
-from shardformer.torch_compat import has_data, is_true, without_fake_tensors
+from shardformer.torch_compat import has_data, is_true_or_unknown, without_fake_tensors
 
 # B batch, Q and S numbers of queries and keys
 
@@ -47,7 +47,7 @@ class Visibility(Enum):
     SOME = "some"
 
 
-def unknown_attribute_error(name: str, rule: str) -> Exception:
+def make_unknown_attribute_error(name: str, rule: str) -> Exception:
     """Return the error for a model that reads an attribute which a context-parallel mask or bias does not have."""
     if name.startswith("_"):
         return AttributeError(name)
@@ -83,12 +83,12 @@ class ChunkedMask:
     ) -> None:
         self.predicate, self.queries, self.keys, self.batch = predicate, queries, keys, batch
         self.by_vmap, self.seed = by_vmap, seed
-        self.padding = None if padding is None or is_true(padding.all()) else padding
-        key = None if self.padding is not None else mask_fingerprint(predicate)
-        self._visibility = _find_cached_visibility((key, queries, keys, by_vmap)) if key is not None else {}
+        self.padding = None if padding is None or is_true_or_unknown(padding.all()) else padding
+        key = None if self.padding is not None else compute_mask_fingerprint(predicate)
+        self._visibility = _get_cached_visibility((key, queries, keys, by_vmap)) if key is not None else {}
 
     @property
-    def may_hide_all(self) -> bool:
+    def may_hide_all_keys(self) -> bool:
         return self.padding is not None or self.predicate not in (None, causal_predicate)
 
     def evaluate(self, rows: Tensor, cols: Tensor) -> Tensor:
@@ -116,14 +116,14 @@ class ChunkedMask:
             visible = visible & self.padding.to(device)[:, None, None, cols]
         return visible
 
-    def full_mask(self, device: torch.device) -> Tensor | None:
+    def make_full_mask(self, device: torch.device) -> Tensor | None:
         """Return the mask (B or 1, 1, Q, S) of all queries and keys, or None if every query attends to all keys."""
         if self.predicate is None and self.padding is None:
             return None
         rows, cols = torch.arange(self.queries.length, device=device), torch.arange(self.keys.length, device=device)
         return self.evaluate(rows, cols)
 
-    def visibility(self, query_chunk: int, key_chunk: int) -> Visibility:
+    def get_visibility(self, query_chunk: int, key_chunk: int) -> Visibility:
         """Return how many keys of a chunk are visible to a chunk of queries. The result is identical on all ranks."""
         key = query_chunk, key_chunk
         if key not in self._visibility:
@@ -133,8 +133,8 @@ class ChunkedMask:
     @without_fake_tensors()
     def _find_visibility(self, query_chunk: int, key_chunk: int) -> Visibility:
         device = torch.device("cpu") if self.padding is None else self.padding.device
-        rows = chunk_indices(self.queries, (query_chunk,)).to(device)
-        cols = chunk_indices(self.keys, (key_chunk,)).to(device)
+        rows = get_chunk_positions(self.queries, (query_chunk,)).to(device)
+        cols = get_chunk_positions(self.keys, (key_chunk,)).to(device)
         is_square = len(rows) == len(cols) and bool((rows == cols).all())
         any_, all_, causal = False, True, is_square
         step = max(1, POSITIONS_PER_CALL // max(len(cols) * self.batch, 1))
@@ -153,12 +153,14 @@ class ChunkedMask:
             return Visibility.ALL
         return Visibility.CAUSAL if causal else Visibility.SOME
 
-    def block_mask(self, query_chunks: tuple[int, ...], key_chunks: tuple[int, ...], device: torch.device) -> BlockMask:
+    def make_block_mask(
+        self, query_chunks: tuple[int, ...], key_chunks: tuple[int, ...], device: torch.device
+    ) -> BlockMask:
         """Return the mask between several chunks of queries and several chunks of keys, for an attention kernel."""
-        rows, cols = chunk_indices(self.queries, query_chunks), chunk_indices(self.keys, key_chunks)
+        rows, cols = get_chunk_positions(self.queries, query_chunks), get_chunk_positions(self.keys, key_chunks)
         positions = rows.to(device), cols.to(device)
         is_causal = query_chunks == key_chunks and self.is_causal(query_chunks)
-        if is_causal or all(self.visibility(q, k) is Visibility.ALL for q in query_chunks for k in key_chunks):
+        if is_causal or all(self.get_visibility(q, k) is Visibility.ALL for q in query_chunks for k in key_chunks):
             return BlockMask(is_causal, None, *positions)
         return BlockMask(False, self.evaluate(*positions), *positions)
 
@@ -169,20 +171,22 @@ class ChunkedMask:
             for r in chunks
             for c in chunks
         }
-        return self.queries == self.keys and all(self.visibility(*pair) is seen for pair, seen in expected.items())
+        return self.queries == self.keys and all(self.get_visibility(*pair) is seen for pair, seen in expected.items())
 
-    def needed_keys(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
+    def list_needed_key_chunks(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
         """Return which of these key chunks are visible to at least one query of rank ``ring_rank``."""
-        queries = self.queries.chunks_of(ring_rank)
-        return tuple(c for c in chunks if any(self.visibility(q, c) is not Visibility.NOTHING for q in queries))
+        queries = self.queries.get_chunks_of_rank(ring_rank)
+        return tuple(c for c in chunks if any(self.get_visibility(q, c) is not Visibility.NOTHING for q in queries))
 
-    def attending_queries(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
+    def list_attending_query_chunks(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
         """Return which query chunks of rank ``ring_rank`` attend to at least one key in ``chunks``."""
-        queries = self.queries.chunks_of(ring_rank)
-        return tuple(q for q in queries if any(self.visibility(q, c) is not Visibility.NOTHING for c in chunks))
+        queries = self.queries.get_chunks_of_rank(ring_rank)
+        return tuple(q for q in queries if any(self.get_visibility(q, c) is not Visibility.NOTHING for c in chunks))
 
     def __getattr__(self, name: str) -> Any:
-        raise unknown_attribute_error(name, "With context parallelism, an attention mask is computed chunk by chunk.")
+        raise make_unknown_attribute_error(
+            name, "With context parallelism, an attention mask is computed chunk by chunk."
+        )
 
 
 def causal_predicate(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
@@ -211,19 +215,19 @@ class _VisibilityCache(threading.local):
 _VISIBILITY_CACHE = _VisibilityCache()
 
 
-def _find_cached_visibility(key: Hashable) -> dict[tuple[int, int], Visibility]:
+def _get_cached_visibility(key: Hashable) -> dict[tuple[int, int], Visibility]:
     masks = _VISIBILITY_CACHE.masks
     if key not in masks and len(masks) >= MAX_CACHED_MASKS:
         del masks[next(iter(masks))]
     return masks.setdefault(key, {})
 
 
-def mask_fingerprint(value: Any) -> Hashable | None:
+def compute_mask_fingerprint(value: Any) -> Hashable | None:
     """Return a hashable key for a mask function, or None if the function uses tensors or other objects."""
     if value is None or isinstance(value, int | float | str | CodeType):
         return (type(value).__name__, value)
     if isinstance(value, tuple | list):
-        parts = tuple(map(mask_fingerprint, value))
+        parts = tuple(map(compute_mask_fingerprint, value))
         return None if None in parts else parts
     if not isinstance(value, FunctionType):
         return None
@@ -231,5 +235,7 @@ def mask_fingerprint(value: Any) -> Hashable | None:
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
     except ValueError:
         return None
-    parts = tuple(map(mask_fingerprint, [value.__code__, *cells, *(value.__defaults__ or ()), value.__kwdefaults__]))
+    parts = tuple(
+        map(compute_mask_fingerprint, [value.__code__, *cells, *(value.__defaults__ or ()), value.__kwdefaults__])
+    )
     return None if None in parts else parts

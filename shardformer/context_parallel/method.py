@@ -70,7 +70,7 @@ def _iterate_candidate_sizes(model: nn.Module, context: ParallelContext) -> Iter
     size, queries, keys = context.sequence.size, *_get_head_counts(model)
     queries, keys = max(queries // context.tensor.size, 1), max(keys // context.tensor.size, 1)
     for group in range(1, size + 1):
-        if size % group or group > queries or (group > 1 and not _is_inside_host(context, group)):
+        if size % group or group > queries or (group > 1 and not _is_group_inside_host(context, group)):
             continue
         ring = size // group
         local_keys = max(keys / group, 1)
@@ -90,7 +90,7 @@ def _get_head_counts(model: nn.Module) -> tuple[int, int]:
     return 1, 1
 
 
-def _is_inside_host(context: ParallelContext, group: int) -> bool:
+def _is_group_inside_host(context: ParallelContext, group: int) -> bool:
     """Return False if a Ulysses group of this size is known to cross hosts, and otherwise True.
 
     A Ulysses group consists of consecutive ranks of the sequence axis.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import all_gather_numbers, broadcast
-from shardformer.comm.deferred_tensor import resolve_deferred
+from shardformer.comm.deferred_tensor import resolve_deferred_tensors
 from shardformer.context_parallel.masks import ChunkedMask
 from shardformer.context_parallel.sequence_layout import (
     ContextParallelState,
@@ -25,15 +25,15 @@ from shardformer.context_parallel.sequence_layout import (
 )
 from shardformer.context_parallel.sequence_sharded_tensor import (
     SequenceShardedTensor,
+    average_input_gradient,
     gather_rows,
-    set_inside_model,
-    share_input_gradient,
+    set_in_model_forward,
     slice_local_rows,
 )
 from shardformer.errors import InputError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.random_state import LocalRandomState
-from shardformer.tensor_parallel.sequence_parallel import first_tensor, map_first_output
+from shardformer.tensor_parallel.sequence_parallel import get_first_tensor, map_first_output
 from shardformer.torch_compat import (
     current_graph_task_id,
     tree_flatten_with_path,
@@ -41,7 +41,7 @@ from shardformer.torch_compat import (
     tree_map,
     tree_map_with_path,
 )
-from shardformer.transformers_compat import arguments_of, caches_in, without_caches
+from shardformer.transformers_compat import find_kv_caches, get_forward_argument_names, remove_kv_caches
 
 # B batch, S sequence, H hidden; s: local positions
 
@@ -54,23 +54,25 @@ class ModelInputHook:
     """
 
     def __init__(self, state: ContextParallelState, model: nn.Module, *, draws: bool) -> None:
-        self._state, self._draws, self._arguments = state, draws, arguments_of(model)
+        self._state, self._draws, self._arguments = state, draws, get_forward_argument_names(model)
         order = HookOrder.MODEL_SEQUENCE
-        register_forward_hooks(model, order, self._enter, self._leave, with_kwargs=True, always_call=True)
+        register_forward_hooks(
+            model, order, self._before_forward, self._after_forward, with_kwargs=True, always_call=True
+        )
 
-    def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self._state
-        state.is_open = not caches_in((*args, *kwargs.values())) and not kwargs.get("use_cache", False)
+        state.is_open = not find_kv_caches((*args, *kwargs.values())) and not kwargs.get("use_cache", False)
         state.current, state.seen_in_forward = None, {}
         set_current_state(state)
-        set_inside_model(True)
+        set_in_model_forward(True)
         if not state.is_open:
             return None
         if self._draws and model.training:  # before the random states of the ranks are aligned
             state.seed = all_gather_numbers([draw_shared_seed()], state.axis)[0][0]
-        return self._share_inputs(args, kwargs)
+        return self._sync_input_gradients(args, kwargs)
 
-    def _share_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _sync_input_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """All-reduce the gradients of the model inputs, because each rank computes them only for its own positions."""
 
         def is_trainable(x: Any) -> bool:
@@ -78,18 +80,18 @@ class ModelInputHook:
 
         if not torch.is_grad_enabled() or not any(map(is_trainable, tree_leaves((args, kwargs)))):
             return None
-        return tree_map(lambda x: share_input_gradient(x, self._state.axis) if is_trainable(x) else x, (args, kwargs))
+        return tree_map(lambda x: average_input_gradient(x, self._state.axis) if is_trainable(x) else x, (args, kwargs))
 
-    def _leave(self, model: nn.Module, args: Any, output: Any) -> Any:
+    def _after_forward(self, model: nn.Module, args: Any, output: Any) -> Any:
         """Remove key-value caches from the model's output, because they contain only the positions of this rank."""
         state = self._state
         state.current = None
         set_current_state(None)
-        set_inside_model(False)
-        return without_caches(output, self._arguments) if state.is_open else None
+        set_in_model_forward(False)
+        return remove_kv_caches(output, self._arguments) if state.is_open else None
 
 
-class StackHook:
+class LayerStackHook:
     """Hooks that shard the sequence before a stack of layers, and wrap the output in a ``SequenceShardedTensor``.
 
     Args:
@@ -111,23 +113,23 @@ class StackHook:
     ) -> None:
         self._state, self._path, self._first = state, path, layers[0]
         self._random = LocalRandomState(state.axis.rank, enabled=draws)
-        self._untraced: Any = torch.compiler.disable(StackHook._shard_arguments)  # unbound, for copies
+        self._untraced: Any = torch.compiler.disable(LayerStackHook._shard_layer_inputs)  # unbound, for copies
         self._full: int | None = None  # the sequence length of a forward pass between the first layer and the last
         for layer in dict.fromkeys(layers):
-            register_forward_hooks(layer, HookOrder.STACK_SEQUENCE, self._enter, with_kwargs=True)
+            register_forward_hooks(layer, HookOrder.STACK_SEQUENCE, self._before_forward, with_kwargs=True)
         for end in dict.fromkeys(ends):
-            register_forward_hooks(end, HookOrder.STACK_SEQUENCE, after=self._leave)
+            register_forward_hooks(end, HookOrder.STACK_SEQUENCE, after=self._after_forward)
 
-    def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self._state
         is_recomputing = current_graph_task_id() >= 0
         if not is_recomputing and not state.is_open:
             state.current = None
             return None
-        hidden = first_tensor(args, kwargs)
+        hidden = get_first_tensor(args, kwargs)
         masks = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ChunkedMask)]
         if is_recomputing:
-            full = self._recomputed_length(layer, hidden, masks)
+            full = self._find_recomputed_length(layer, hidden, masks)
             if full is None:
                 state.current = None
                 return None
@@ -136,18 +138,19 @@ class StackHook:
             self._random.enter(hidden, layer.training)
         else:
             full = self._full
-        state.current = state.positions_in_forward(full)
+        state.current = state.record_forward_positions(full)
         lengths = {full, *(mask.keys.length for mask in masks)}
         return self._untraced(self, (args, kwargs), hidden, lengths)
 
-    def _shard_arguments(self, arguments: Any, hidden: Tensor, lengths: set[int]) -> Any:
+    def _shard_layer_inputs(self, arguments: Any, hidden: Tensor, lengths: set[int]) -> Any:
         return tree_map_with_path(
-            lambda path, leaf: self._shard_argument((self._path, *path[1:]), leaf, leaf is hidden, lengths), arguments
+            lambda path, leaf: self._shard_input_tensor((self._path, *path[1:]), leaf, leaf is hidden, lengths),
+            arguments,
         )
 
-    def _recomputed_length(self, layer: nn.Module, hidden: Tensor, masks: Sequence[ChunkedMask]) -> int | None:
+    def _find_recomputed_length(self, layer: nn.Module, hidden: Tensor, masks: Sequence[ChunkedMask]) -> int | None:
         lengths = [mask.queries.length for mask in masks]
-        matching = [length for length in lengths if hidden.shape[1] in (length, self._state.local_length(length))]
+        matching = [length for length in lengths if hidden.shape[1] in (length, self._state.get_local_length(length))]
         if matching:
             return matching[0]
         state, length = self._state, hidden.shape[1]
@@ -156,29 +159,29 @@ class StackHook:
         found = state.find_by_local_length(length)
         return None if found is None else found.length
 
-    def _shard_argument(self, path: Hashable, leaf: Any, is_hidden: bool, lengths: set[int]) -> Any:
+    def _shard_input_tensor(self, path: Hashable, leaf: Any, is_hidden: bool, lengths: set[int]) -> Any:
         state = self._state
         if isinstance(leaf, SequenceShardedTensor):
-            state.positions_in_forward(leaf.rows.full)
+            state.record_forward_positions(leaf.rows.full)
             rows = state.rows(leaf.rows.full)
             return leaf.local if leaf.rows is rows else slice_local_rows(leaf.full_tensor(), rows, leaf.shard_dim)
         if not isinstance(leaf, Tensor):
             # a cache of the local positions cannot be used, and a recomputation would append to it again
             return None if hasattr(type(leaf), "get_seq_length") else leaf
-        leaf = resolve_deferred(leaf)
+        leaf = resolve_deferred_tensors(leaf)
         if is_hidden:
             return slice_local_rows(leaf, state.rows(leaf.shape[1]), 1) if leaf.shape[1] in lengths else leaf
-        dim = state.sequence_dim(path, leaf, lengths)
+        dim = state.find_sequence_dim(path, leaf, lengths)
         return leaf if dim is None else slice_local_rows(leaf, state.rows(leaf.shape[dim]), dim)
 
-    def _leave(self, layer: nn.Module, args: Any, output: Any) -> Any:
+    def _after_forward(self, layer: nn.Module, args: Any, output: Any) -> Any:
         state = self._state
         if current_graph_task_id() >= 0 or self._full is None:
             return output
         rows, self._full = state.rows(self._full), None
         state.current = None
         self._random.leave()
-        return map_first_output(output, lambda x: SequenceShardedTensor(resolve_deferred(x), rows, 1))
+        return map_first_output(output, lambda x: SequenceShardedTensor(resolve_deferred_tensors(x), rows, 1))
 
     def reset_after_error(self) -> None:
         self._full = None
@@ -200,7 +203,9 @@ def run_on_local_positions(module: nn.Module) -> None:
         if not sharded:
             return output
         x = sharded.pop()
-        return map_first_output(output, lambda y: SequenceShardedTensor(resolve_deferred(y), x.rows, x.shard_dim))
+        return map_first_output(
+            output, lambda y: SequenceShardedTensor(resolve_deferred_tensors(y), x.rows, x.shard_dim)
+        )
 
     register_forward_hooks(module, HookOrder.LOCAL_POSITIONS, unwrap_inputs, wrap_output, with_kwargs=True)
 
@@ -224,17 +229,19 @@ class FullSequenceHook:
         self._random = LocalRandomState(state.axis.rank, partial(broadcast, axis=state.axis), enabled=draws)
         self._positions: SequencePositions | None = None
         self._outer_positions: SequencePositions | None = None
-        register_forward_hooks(module, HookOrder.FULL_SEQUENCE, self._enter, self._leave, with_kwargs=True)
+        register_forward_hooks(
+            module, HookOrder.FULL_SEQUENCE, self._before_forward, self._after_forward, with_kwargs=True
+        )
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        state, hidden = self._state, first_tensor(args, kwargs)
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state, hidden = self._state, get_first_tensor(args, kwargs)
         self._positions = positions = self._outer_positions = state.current
         is_recomputing = current_graph_task_id() >= 0
         if positions is None and is_recomputing:
             self._positions = positions = state.find_by_local_length(hidden.shape[1])
         if positions is None:
             return None
-        local = state.local_length(positions.length)
+        local = state.get_local_length(positions.length)
         if hidden.shape[1] != local:
             raise InputError(
                 f"{type(module).__name__} received a tensor of shape {tuple(hidden.shape)}, but with context "
@@ -243,22 +250,22 @@ class FullSequenceHook:
             )
         self._random.enter(hidden, module.training)
         lengths_seen = state.seen if is_recomputing else state.seen_in_forward  # of an encoder and of a decoder
-        parts = {state.local_length(length) for length in lengths_seen}
+        parts = {state.get_local_length(length) for length in lengths_seen}
         leaves, spec = tree_flatten_with_path((args, kwargs))
         tensors = {(*self._path, *path): x for path, x in leaves if isinstance(x, Tensor) and x is not hidden}
-        state.learn_local_dims(tensors, lengths_seen, hidden.shape[0])
+        state.infer_sequence_dims(tensors, lengths_seen, hidden.shape[0])
         state.current = None
 
         def gather(path: Any, leaf: Any) -> Any:
             if leaf is hidden:
                 return gather_rows(leaf, state.rows(positions.length), 1)
-            dim = state.sequence_dim((*self._path, *path), leaf, parts) if isinstance(leaf, Tensor) else None
+            dim = state.find_sequence_dim((*self._path, *path), leaf, parts) if isinstance(leaf, Tensor) else None
             found = None if dim is None else state.find_by_local_length(leaf.shape[dim], lengths_seen)
             return leaf if found is None or dim is None else gather_rows(leaf, state.rows(found.length), dim)
 
         return spec.unflatten(gather(path, leaf) for path, leaf in leaves)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         state, positions, self._positions = self._state, self._positions, None
         if positions is None:
             return output

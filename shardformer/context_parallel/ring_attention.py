@@ -24,7 +24,7 @@ from torch.autograd import Function
 
 from shardformer.comm.autograd_collectives import once_differentiable
 from shardformer.comm.collectives import all_gather
-from shardformer.comm.recorder import bytes_of, record
+from shardformer.comm.recorder import get_num_bytes, record
 from shardformer.context_parallel import attention_kernels as kernels
 from shardformer.context_parallel.attention_kernels import RelativePositionBias, ScoreOptions
 from shardformer.context_parallel.masks import ChunkedMask, Visibility
@@ -46,10 +46,10 @@ class RingExchange:
     options: ScoreOptions
     gathers: bool = False  # all-gather all keys first, instead of sending them during the computation
 
-    def chunks_needed_by(self, rank: int, owner: int) -> tuple[int, ...]:
+    def get_needed_chunks(self, rank: int, owner: int) -> tuple[int, ...]:
         """Return the sequence chunks whose keys rank ``rank`` needs from rank ``owner``, as chunk indices."""
-        chunks = self.mask.keys.chunks_of(owner)
-        return chunks if self.gathers else self.mask.needed_keys(rank, chunks)
+        chunks = self.mask.keys.get_chunks_of_rank(owner)
+        return chunks if self.gathers else self.mask.list_needed_key_chunks(rank, chunks)
 
 
 def ring_attention(
@@ -73,11 +73,11 @@ def ring_attention(
         distance_bias: (N, 2L - 1) for a sequence of L positions: the bias of keys from L - 1 positions before the query
             to L - 1 positions after it.
     """
-    out: Tensor = _Ring.apply(q, k, v, sinks, distance_bias, exchange)
+    out: Tensor = _RingAttention.apply(q, k, v, sinks, distance_bias, exchange)
     return out
 
 
-class _Ring(Function):
+class _RingAttention(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -110,10 +110,10 @@ def attend_over_ring(
     options = _add_bias(exchange.options, distance_bias)
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     out: Tensor | None = None
-    lse = q.new_full(q.shape[:3], kernels.mask_value(acc_dtype), dtype=acc_dtype)
+    lse = q.new_full(q.shape[:3], kernels.get_mask_value(acc_dtype), dtype=acc_dtype)
     kv = torch.stack((k, v))
-    for _, chunks, arrived in _receive_keys(kv, exchange):
-        for at, keys, block in _kernel_calls(exchange, chunks, q.device):
+    for _, chunks, arrived in _iterate_keys_and_values(kv, exchange):
+        for at, keys, block in _plan_kernel_calls(exchange, chunks, q.device):
             key, value = arrived[:, :, :, keys]
             block_out, block_lse = kernels.partial_attention(q[:, :, at], key, value, block, options)
             if out is None and block_out.shape[2] == q.shape[2]:
@@ -125,7 +125,7 @@ def attend_over_ring(
     if sinks is not None:
         lse, before = torch.logaddexp(lse, sinks.to(acc_dtype)[None, :, None]), lse
         out = out * (before - lse).exp_()[..., None]
-    sees_nothing = lse < kernels.mask_value(acc_dtype) / 2 if exchange.mask.may_hide_all else None
+    sees_nothing = lse < kernels.get_mask_value(acc_dtype) / 2 if exchange.mask.may_hide_all_keys else None
     if sees_nothing is not None:  # torch returns zero for such queries
         out = out.masked_fill(sees_nothing[..., None], 0.0)
     return out.to(q.dtype), lse, sees_nothing
@@ -150,9 +150,9 @@ def attend_over_ring_backward(
     dkv = torch.zeros(2, *k.shape, dtype=acc_dtype, device=k.device)
     key_value_grads = _KeyValueGradients(dkv, exchange)
     kv = torch.stack((k, v))
-    for owner, chunks, arrived in _receive_keys(kv, exchange):
+    for owner, chunks, arrived in _iterate_keys_and_values(kv, exchange):
         total = torch.zeros_like(arrived)
-        for at, keys, block in _kernel_calls(exchange, chunks, q.device):
+        for at, keys, block in _plan_kernel_calls(exchange, chunks, q.device):
             d_out, query, block_out, block_lse = (x[:, :, at].contiguous() for x in (grad, q, out, lse))
             key, value = arrived[:, :, :, keys]
             q_grad, k_grad, v_grad, block_bias_grad = kernels.partial_attention_backward(
@@ -176,20 +176,20 @@ def _add_bias(options: ScoreOptions, distance_bias: Tensor | None) -> ScoreOptio
     return options if distance_bias is None else replace(options, bias=RelativePositionBias(distance_bias))
 
 
-def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
+def _iterate_keys_and_values(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
     """Yield the keys and values of this rank, and then those of every other rank of the ring.
 
     Each item is (owner rank, chunk indices, keys and values (2, B, K, n, D)).
     """
     axis = exchange.axis
     me, ranks = axis.rank, axis.size
-    local_chunks = exchange.mask.keys.chunks_of(me)
+    local_chunks = exchange.mask.keys.get_chunks_of_rank(me)
     if exchange.gathers and ranks > 1:
-        lengths = [_count_positions(exchange, exchange.mask.keys.chunks_of(r)) for r in range(ranks)]
+        lengths = [_count_positions(exchange, exchange.mask.keys.get_chunks_of_rank(r)) for r in range(ranks)]
         joined = all_gather(kv, axis, 3, lengths=lengths, purpose=PURPOSE).split(lengths, 3)
         for step in range(ranks):
             owner = (me - step) % ranks
-            yield owner, exchange.mask.keys.chunks_of(owner), joined[owner]
+            yield owner, exchange.mask.keys.get_chunks_of_rank(owner), joined[owner]
         return
     incoming = _start_exchange(kv, exchange, 1)
     yield me, local_chunks, kv
@@ -200,7 +200,7 @@ def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tup
         following = _start_exchange(kv, exchange, step + 1)
         if chunks:
             yield owner, chunks, into
-        elif exchange.chunks_needed_by(me, owner):
+        elif exchange.get_needed_chunks(me, owner):
             raise AssertionError(f"Rank {me} needs the keys of rank {owner}, but received none")
         else:
             yield owner, (), into
@@ -215,17 +215,17 @@ def _start_exchange(
     if step >= ranks:
         return (), kv[:, :, :, :0], (), None
     to, source = (axis.rank + step) % ranks, (axis.rank - step) % ranks
-    leaving, chunks = exchange.chunks_needed_by(to, axis.rank), exchange.chunks_needed_by(axis.rank, source)
-    at = _slice_of_chunks(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), leaving)
+    leaving, chunks = exchange.get_needed_chunks(to, axis.rank), exchange.get_needed_chunks(axis.rank, source)
+    at = _get_chunks_slice(exchange.mask.keys, exchange.mask.keys.get_chunks_of_rank(axis.rank), leaving)
     out = kv[:, :, :, at].contiguous()
     into = kv.new_empty((*kv.shape[:3], _count_positions(exchange, chunks), kv.shape[4]))
     return chunks, into, _exchange(axis, to, out, source, into), out
 
 
-def _exchange(axis: Axis, to: int, out: Tensor, source: int, into: Tensor) -> Sequence[Work]:
-    if out.numel():
-        record("send", axis, bytes_of(out), PURPOSE, ranks=2)
-    return axis.transport.exchange({to: out}, {source: into})
+def _exchange(axis: Axis, target: int, outgoing: Tensor, source: int, incoming: Tensor) -> Sequence[Work]:
+    if outgoing.numel():
+        record("send", axis, get_num_bytes(outgoing), PURPOSE, ranks=2)
+    return axis.transport.exchange({target: outgoing}, {source: incoming})
 
 
 class _KeyValueGradients:
@@ -236,40 +236,40 @@ class _KeyValueGradients:
         self._incoming: list[tuple[tuple[int, ...], Tensor, Sequence[Work], Tensor]] = []
         self._gathered: dict[int, Tensor] = {}
 
-    def send(self, owner: int, total: Tensor) -> None:
+    def send(self, owner: int, gradients: Tensor) -> None:
         """Send the gradients of rank ``owner``'s keys and values to it. Call this in the order of the ring steps."""
         exchange, axis = self._exchange, self._exchange.axis
         step, self._step = self._step, self._step + 1
         if exchange.gathers and axis.size > 1:
-            self._gathered[owner] = total
+            self._gathered[owner] = gradients
             return
         if step == 0:
-            self._dkv += total
+            self._dkv += gradients
             return
         reader = (axis.rank + step) % axis.size
-        chunks = exchange.chunks_needed_by(reader, axis.rank)
-        into = total.new_empty((*total.shape[:3], _count_positions(exchange, chunks), total.shape[4]))
-        out = total.contiguous()
+        chunks = exchange.get_needed_chunks(reader, axis.rank)
+        into = gradients.new_empty((*gradients.shape[:3], _count_positions(exchange, chunks), gradients.shape[4]))
+        out = gradients.contiguous()
         self._incoming.append((chunks, into, _exchange(axis, owner, out, reader, into), out))
 
     def receive(self) -> None:
         exchange, axis = self._exchange, self._exchange.axis
         if self._gathered:
-            self._exchange_all()
+            self._exchange_gathered()
         for chunks, into, works, _ in self._incoming:
             for work in works:
                 work.wait()
             if chunks:
-                at = _slice_of_chunks(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), chunks)
+                at = _get_chunks_slice(exchange.mask.keys, exchange.mask.keys.get_chunks_of_rank(axis.rank), chunks)
                 self._dkv[:, :, :, at] += into
 
-    def _exchange_all(self) -> None:
+    def _exchange_gathered(self) -> None:
         axis = self._exchange.axis
         peers = [r for r in range(axis.size) if r != axis.rank]
         local = self._gathered[axis.rank]
         arriving = {r: torch.empty_like(local) for r in peers}
         outgoing = {r: self._gathered[r].contiguous() for r in peers}
-        record("send", axis, sum(map(bytes_of, outgoing.values())), PURPOSE, ranks=2)
+        record("send", axis, sum(map(get_num_bytes, outgoing.values())), PURPOSE, ranks=2)
         works = axis.transport.exchange(outgoing, arriving)
         self._dkv += local
         for work in works:
@@ -278,7 +278,7 @@ class _KeyValueGradients:
             self._dkv += arriving[rank]
 
 
-def _kernel_calls(
+def _plan_kernel_calls(
     exchange: RingExchange, chunks: tuple[int, ...], device: torch.device
 ) -> Iterator[tuple[slice, slice, kernels.BlockMask]]:
     """Yield the query slice, the key slice and the mask for each call of an attention kernel.
@@ -286,17 +286,17 @@ def _kernel_calls(
     One call suffices if all queries attend to the same keys.
     """
     mask, rank = exchange.mask, exchange.axis.rank
-    rows = mask.attending_queries(rank, chunks)
-    seen = {row: tuple(c for c in chunks if mask.visibility(row, c) is not Visibility.NOTHING) for row in rows}
+    rows = mask.list_attending_query_chunks(rank, chunks)
+    seen = {row: tuple(c for c in chunks if mask.get_visibility(row, c) is not Visibility.NOTHING) for row in rows}
     calls: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((row,), seen[row]) for row in rows]
     if len(rows) == 2 and (seen[rows[0]] == seen[rows[1]] or (rows == chunks and mask.is_causal(rows))):
         calls = [(rows, seen[rows[1]])]
     for queries, keys in calls:
-        at = _slice_of_chunks(mask.queries, mask.queries.chunks_of(rank), queries)
-        yield at, _slice_of_chunks(mask.keys, chunks, keys), mask.block_mask(queries, keys, device)
+        at = _get_chunks_slice(mask.queries, mask.queries.get_chunks_of_rank(rank), queries)
+        yield at, _get_chunks_slice(mask.keys, chunks, keys), mask.make_block_mask(queries, keys, device)
 
 
-def _slice_of_chunks(positions: SequencePositions, stored: tuple[int, ...], selected: tuple[int, ...]) -> slice:
+def _get_chunks_slice(positions: SequencePositions, stored: tuple[int, ...], selected: tuple[int, ...]) -> slice:
     """Return where the ``selected`` chunks are in a tensor that contains the ``stored`` chunks, as a slice."""
     start = 0
     bounds = []

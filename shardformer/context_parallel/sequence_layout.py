@@ -8,7 +8,7 @@ the concatenation of these two chunks evenly. For P=2, U=2 and 16 positions:
     position     0  1  2  3   4  5  6  7   8  9 10 11  12 13 14 15
     rank        (0,0) (0,0)  (1,0) (1,0)  (1,1) (1,1)   (0,1) (0,1)      (ring rank, group rank)
 
-Sequences are not padded. Every length of at least ``SequencePositions.min_length`` can be split.
+Sequences are not padded. Every length of at least ``SequencePositions.get_min_length`` can be split.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardformer.comm.collectives import all_gather_numbers
 from shardformer.errors import InputError
 from shardformer.layout.shard_spec import Slice, Split, even_bounds
 from shardformer.mesh.parallel_context import Axis
-from shardformer.torch_compat import to_list
+from shardformer.torch_compat import tolist_or_ones
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,15 @@ class SequencePositions:
     group: int = 1  # the number of ranks that share the chunks of a ring rank, and exchange heads for positions
 
     def __post_init__(self) -> None:
-        if self.length < self.min_length(self.ring, self.group):
+        if self.length < self.get_min_length(self.ring, self.group):
             raise InputError(
                 f"A sequence of {self.length} positions is too short for context parallelism over {self.ring} x "
-                f"{self.group} ranks, which needs at least {self.min_length(self.ring, self.group)} positions.",
+                f"{self.group} ranks, which needs at least {self.get_min_length(self.ring, self.group)} positions.",
                 remedy="Pass longer sequences, or use fewer ranks on the sequence axis.",
             )
 
     @staticmethod
-    def min_length(ring: int, group: int) -> int:
+    def get_min_length(ring: int, group: int) -> int:
         """Return the minimum length of a sequence that can be split over ``ring`` x ``group`` ranks."""
         return ring * max(2, group) if ring > 1 else group
 
@@ -67,7 +67,7 @@ class SequencePositions:
         bounds = even_bounds(self.length, 2 * self.ring)
         return tuple(pairwise(bounds))
 
-    def chunks_of(self, ring_rank: int) -> tuple[int, int]:
+    def get_chunks_of_rank(self, ring_rank: int) -> tuple[int, int]:
         """Return the indices of the two chunks that the rank ``ring_rank`` of the ring stores."""
         return ring_rank, 2 * self.ring - 1 - ring_rank
 
@@ -75,9 +75,9 @@ class SequencePositions:
         """Return the rank in the ring that stores the chunk with this index."""
         return min(chunk, 2 * self.ring - 1 - chunk)
 
-    def group_lengths(self, ring_rank: int) -> list[int]:
+    def get_group_lengths(self, ring_rank: int) -> list[int]:
         """Return the number of positions on each rank of the Ulysses group of ``ring_rank``."""
-        return [b - a for a, b in pairwise(self._group_bounds(ring_rank))]
+        return [b - a for a, b in pairwise(self._get_group_bounds(ring_rank))]
 
     @cached_property
     def split(self) -> Split:
@@ -89,17 +89,17 @@ class SequencePositions:
         """Return the sequence positions that a rank of the sequence axis stores, in ascending order."""
         return self.split.indices(rank)
 
-    def _chunk_slices(self, ring_rank: int) -> list[Slice]:
-        return [self.chunks[chunk] for chunk in self.chunks_of(ring_rank)]
+    def _get_chunk_slices(self, ring_rank: int) -> list[Slice]:
+        return [self.chunks[chunk] for chunk in self.get_chunks_of_rank(ring_rank)]
 
-    def _group_bounds(self, ring_rank: int) -> list[int]:
-        return even_bounds(sum(b - a for a, b in self._chunk_slices(ring_rank)), self.group)
+    def _get_group_bounds(self, ring_rank: int) -> list[int]:
+        return even_bounds(sum(b - a for a, b in self._get_chunk_slices(ring_rank)), self.group)
 
     def _slices(self, ring_rank: int, group_rank: int) -> tuple[Slice, ...]:
-        start, end = self._group_bounds(ring_rank)[group_rank : group_rank + 2]
+        start, end = self._get_group_bounds(ring_rank)[group_rank : group_rank + 2]
         found: list[Slice] = []
         passed = 0
-        for a, b in self._chunk_slices(ring_rank):
+        for a, b in self._get_chunk_slices(ring_rank):
             first, last = max(start - passed, 0), min(end - passed, b - a)
             if last > first:
                 found.append((a + first, a + last))
@@ -107,7 +107,7 @@ class SequencePositions:
         return tuple(found)
 
 
-def chunk_indices(positions: SequencePositions, chunks: tuple[int, ...]) -> Tensor:
+def get_chunk_positions(positions: SequencePositions, chunks: tuple[int, ...]) -> Tensor:
     """Return the sequence positions of several chunks as one tensor."""
     return torch.cat([torch.arange(*positions.chunks[chunk]) for chunk in chunks])
 
@@ -192,11 +192,11 @@ class ContextParallelState:
             self._rows[length] = IndexShards.of(self.positions(length), self.axis)
         return self._rows[length]
 
-    def local_length(self, length: int) -> int:
+    def get_local_length(self, length: int) -> int:
         """Return how many positions of a sequence of this length this rank stores."""
         return self.positions(length).split.length(self.axis.rank)
 
-    def positions_in_forward(self, length: int) -> SequencePositions:
+    def record_forward_positions(self, length: int) -> SequencePositions:
         """Return which positions of a sequence each rank stores, and record ``length`` for this forward pass."""
         self.seen_in_forward[length] = positions = self.positions(length)
         return positions
@@ -216,7 +216,7 @@ class ContextParallelState:
         full = sum(numbers[0] for numbers in all_gather_numbers([count], self.axis))
         return self.seen.get(full)
 
-    def sequence_dim(self, path: Hashable, x: Tensor, lengths: Collection[int]) -> int | None:
+    def find_sequence_dim(self, path: Hashable, x: Tensor, lengths: Collection[int]) -> int | None:
         """Return which dimension of a layer argument is the sequence dimension, or None if there is none.
 
         If the dim is not recorded yet, it is the only dim whose size is in ``lengths``.
@@ -227,7 +227,7 @@ class ContextParallelState:
             return dim if dim is None or dim in dims else None
         return self._record_dim(path, x, dims)
 
-    def learn_local_dims(self, arguments: Mapping[Any, Tensor], lengths: Collection[int], samples: int) -> None:
+    def infer_sequence_dims(self, arguments: Mapping[Any, Tensor], lengths: Collection[int], samples: int) -> None:
         """Find and record which dimension of each layer argument is the sharded sequence dimension.
 
         Its size is the local length of a sequence on every rank. All-gathers one integer for each new argument.
@@ -235,7 +235,7 @@ class ContextParallelState:
         new = {path: x for path, x in arguments.items() if path not in self.dims}
         if not new:
             return
-        parts = {self.local_length(length) for length in lengths}
+        parts = {self.get_local_length(length) for length in lengths}
         dims = [[d for d, n in enumerate(x.shape) if n in parts and (d > 0 or n != samples)] for x in new.values()]
         masks = all_gather_numbers([sum(1 << d for d in found) for found in dims], self.axis)
         for (path, x), found, bits in zip(new.items(), dims, zip(*masks, strict=True), strict=True):
@@ -255,22 +255,22 @@ class ContextParallelState:
         self.dims[path] = dims[0] if len(dims) == 1 else None
         return self.dims[path]
 
-    def module_index(self, module: object) -> int:
+    def get_module_index(self, module: object) -> int:
         """Return the index of an attention module in the order of first calls, which is the same on all ranks."""
         return self._module_indices.setdefault(id(module), len(self._module_indices))
 
 
-def current_state() -> ContextParallelState | None:
+def get_current_state() -> ContextParallelState | None:
     """Return the ``ContextParallelState`` of the model whose forward pass runs on this thread, or None."""
     state: ContextParallelState | None = getattr(_THREAD, "state", None)
     return state
 
 
 def set_current_state(state: ContextParallelState | None) -> None:
-    """Set the ``ContextParallelState`` that ``current_state`` returns on this thread."""
+    """Set the ``ContextParallelState`` that ``get_current_state`` returns on this thread."""
     _THREAD.state = state
 
 
 def draw_shared_seed() -> int:
     """Draw a random seed from the CPU random state, which is the same on all ranks."""
-    return int(to_list(torch.randint(2**31, (), device="cpu")))
+    return int(tolist_or_ones(torch.randint(2**31, (), device="cpu")))

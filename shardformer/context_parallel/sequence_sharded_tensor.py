@@ -33,7 +33,7 @@ from shardformer.comm.sharded_tensor import Args, Kwargs, Rule, ShardedTensor, T
 from shardformer.context_parallel.sequence_layout import IndexShards
 from shardformer.mesh.parallel_context import Axis
 from shardformer.random_state import LocalRandomState
-from shardformer.tensor_parallel.region import with_backward
+from shardformer.tensor_parallel.region import apply_with_backward
 from shardformer.torch_compat import current_graph_task_id, tree_any, tree_map_only
 
 # B batch, S sequence, H hidden, V vocabulary, P ranks; s: local positions
@@ -42,12 +42,12 @@ _INSIDE = threading.local()
 """Whether a model runs its forward pass. Operands that need a gradient then belong to the model, on all ranks."""
 
 
-def set_inside_model(is_inside: bool) -> None:
+def set_in_model_forward(is_inside: bool) -> None:
     """Set whether this thread runs the forward pass of a context-parallel model."""
     _INSIDE.now = is_inside
 
 
-def is_inside_model() -> bool:
+def is_in_model_forward() -> bool:
     """Return whether this thread runs or recomputes the forward pass of a context-parallel model."""
     return getattr(_INSIDE, "now", False) or current_graph_task_id() >= 0
 
@@ -77,7 +77,9 @@ class SequenceShardedTensor(ShardedTensor):
         """All-gather the sequence. If the local shard is vocabulary-parallel, all-gather the vocabulary first."""
         return gather_rows(rules.to_full_tensors(local), self.rows, self.shard_dim)
 
-    def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> SequenceShardedTensor:
+    def with_local_shard(
+        self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None
+    ) -> SequenceShardedTensor:
         return SequenceShardedTensor(local, self.rows, self.shard_dim if dim is None else dim)
 
     def slice_operand(self, full: Tensor, dim: int) -> Tensor:
@@ -88,13 +90,13 @@ class SequenceShardedTensor(ShardedTensor):
         return dims[0] == dims[1] and self.rows.is_same_sharding(other.rows)
 
     def sums_operand_gradients(self) -> bool:
-        return is_inside_model()
+        return is_in_model_forward()
 
     def _describe_shard(self) -> str:
         return f"{len(self.rows.local)} of {self.rows.full} rows on {self.rows.axis}"
 
 
-def share_input_gradient(x: Tensor, axis: Axis) -> Tensor:
+def average_input_gradient(x: Tensor, axis: Axis) -> Tensor:
     """Make the gradient of a replicated model input identical on all ranks.
 
     Operations before this input then have the full gradient on each rank, so the average over the ranks does not change
@@ -102,7 +104,7 @@ def share_input_gradient(x: Tensor, axis: Axis) -> Tensor:
     Communicates one all-reduce of x in the backward pass.
     """
     mean = lambda grad: all_reduce(grad.clone(), axis, purpose="input") / axis.size  # noqa: E731
-    return with_backward(x, lambda x: x.view_as(x), mean)
+    return apply_with_backward(x, lambda x: x.view_as(x), mean)
 
 
 def all_reduce_sum(local: Tensor, axis: Axis) -> Tensor:
@@ -111,7 +113,7 @@ def all_reduce_sum(local: Tensor, axis: Axis) -> Tensor:
     The gradients are summed, because they are averaged over the ranks later.
     """
     total = lambda x: all_reduce(x.clone(), axis, purpose="loss")  # noqa: E731
-    return with_backward(local, total, total)
+    return apply_with_backward(local, total, total)
 
 
 def gather_rows(local: Tensor, rows: IndexShards, dim: int) -> Tensor:
@@ -134,7 +136,7 @@ def gather_rows(local: Tensor, rows: IndexShards, dim: int) -> Tensor:
         summands = start_all_to_all([part.reshape(-1) for part in parts], sizes, rows.axis, "gather").wait()
         return summands.view(rows.axis.size, *local.shape).sum(0)
 
-    return with_backward(local, gather, reduce_scatter)
+    return apply_with_backward(local, gather, reduce_scatter)
 
 
 def slice_local_rows(x: Tensor, rows: IndexShards, dim: int) -> Tensor:
@@ -144,7 +146,7 @@ def slice_local_rows(x: Tensor, rows: IndexShards, dim: int) -> Tensor:
     def pad(grad: Tensor) -> Tensor:
         return grad.new_zeros(shape).index_copy_(dim, rows.local.to(grad.device), grad)
 
-    return with_backward(x, lambda x: rows.slice_local(x, dim), pad)
+    return apply_with_backward(x, lambda x: rows.slice_local(x, dim), pad)
 
 
 def _apply_per_position(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -155,7 +157,7 @@ def _apply_per_position(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     if (
         not isinstance(x, SequenceShardedTensor)
         or any(isinstance(t, SequenceShardedTensor) for t in tensors)
-        or (trains and not is_inside_model())
+        or (trains and not is_in_model_forward())
         or x.shard_dim >= x.dim() - len(args[1] if func in _NORMS and len(args) > 1 else (1,))
     ):
         return rules.call_on_full_tensors(func, args, kwargs)
@@ -226,7 +228,7 @@ def _getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Index a sharded tensor with integers, slices, None and ``...``. The sharded dim takes only slices."""
     x, key = args
     keys = key if isinstance(key, tuple) else (key,)
-    if not isinstance(x, SequenceShardedTensor) or any(not _is_simple(k) for k in keys):
+    if not isinstance(x, SequenceShardedTensor) or any(not _is_basic_index(k) for k in keys):
         return rules.call_on_full_tensors(func, args, kwargs)
     used = sum(isinstance(k, slice | int) for k in keys)
     if not any(k is Ellipsis for k in keys):
@@ -263,7 +265,9 @@ def _setitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
         or not x.shard_dim < mask.dim() <= x.dim()
         or mask.shape != x.shape[: mask.dim()]
     ):
-        SequenceShardedTensor.refuse(f"__setitem__ with this index cannot write to {SequenceShardedTensor.TEXT[0]}")
+        SequenceShardedTensor.raise_unsupported(
+            f"__setitem__ with this index cannot write to {SequenceShardedTensor.TEXT[0]}"
+        )
     value, local_mask = rules.to_full_tensors(value), x.rows.slice_local(mask, x.shard_dim)
     if isinstance(value, Tensor) and value.dim() > x.dim() - mask.dim() and value.shape[0] != 1:
         numbers = (mask.flatten().cumsum(0) - 1).view(mask.shape)  # the row of each selected position
@@ -272,7 +276,7 @@ def _setitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
     x._full = None
 
 
-def _is_simple(key: Any) -> bool:
+def _is_basic_index(key: Any) -> bool:
     is_number = isinstance(key, int) and not isinstance(key, bool)
     return key is None or key is Ellipsis or is_number or (isinstance(key, slice) and (key.step or 1) > 0)
 
@@ -317,7 +321,7 @@ _NAMES: Mapping[Rule, str] = {
     _reduce_features: "softmax log_softmax sum mean amax amin max min argmax argmin var logsumexp",
     _dropout: "dropout",
     rules.copy_shard: "clone contiguous detach",
-    rules.query_local: "requires_grad is_contiguous is_inference",
+    rules.call_on_local_shard: "requires_grad is_contiguous is_inference",
     rules.view: """
         transpose swapaxes swapdims permute unsqueeze squeeze select unbind narrow index_select expand split chunk
         """,
@@ -326,17 +330,15 @@ _NAMES: Mapping[Rule, str] = {
     _setitem: "__setitem__",
     _cross_entropy: "cross_entropy nll_loss",
 }
-SEQUENCE_RULES: Mapping[Any, Rule] = rules.rules_by_function(_NAMES)
+SEQUENCE_RULES: Mapping[Any, Rule] = rules.build_rule_table(_NAMES)
 """Function of torch -> its implementation on sharded tensors. All other functions gather the full tensor."""
 SequenceShardedTensor.RULES = SEQUENCE_RULES
 
 
-def map_local_positions(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply the function ``change``, which treats each position separately, to the local positions of a tensor."""
+def map_local_positions(func: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply the function ``func``, which treats each position separately, to the local positions of a tensor."""
     return (
-        SequenceShardedTensor(change(x.local), x.rows, x.shard_dim)
-        if isinstance(x, SequenceShardedTensor)
-        else change(x)
+        SequenceShardedTensor(func(x.local), x.rows, x.shard_dim) if isinstance(x, SequenceShardedTensor) else func(x)
     )
 
 
@@ -345,6 +347,6 @@ def to_local(x: Tensor) -> Tensor:
     return x.local if isinstance(x, SequenceShardedTensor) else x
 
 
-def shard_like(local: Tensor, x: Any) -> Tensor:
+def wrap_shard_like(local: Tensor, x: Any) -> Tensor:
     """Wrap a local shard in a tensor with the same sharding as x. Return the shard unchanged if x is not sharded."""
     return SequenceShardedTensor(local, x.rows, x.shard_dim) if isinstance(x, SequenceShardedTensor) else local

@@ -21,7 +21,7 @@ from torch import Tensor
 from shardformer.comm.collectives import start_all_to_all
 from shardformer.layout.shard_spec import even_bounds
 from shardformer.mesh.parallel_context import Axis
-from shardformer.tensor_parallel.region import with_backward
+from shardformer.tensor_parallel.region import apply_with_backward
 
 # B batch, N heads, s positions of this rank, S positions of the group, D head dim
 
@@ -38,12 +38,14 @@ class HeadExchange:
     count: int  # the total number of heads
 
 
-def assign_query_heads(count: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+def assign_query_heads(num_heads: int, num_ranks: int) -> tuple[tuple[int, ...], ...]:
     """Split the query heads as evenly as possible over the ranks, and return the heads of each rank."""
-    return tuple(tuple(range(a, b)) for a, b in pairwise(even_bounds(count, ranks)))
+    return tuple(tuple(range(a, b)) for a, b in pairwise(even_bounds(num_heads, num_ranks)))
 
 
-def assign_key_heads(queries: tuple[tuple[int, ...], ...], count: int, num_keys: int) -> tuple[tuple[int, ...], ...]:
+def assign_key_heads(
+    query_heads: tuple[tuple[int, ...], ...], num_queries: int, num_keys: int
+) -> tuple[tuple[int, ...], ...]:
     """Return the key heads that each rank needs for its query heads.
 
     A key head appears once if its local query heads form equal groups, and once per query head otherwise.
@@ -53,9 +55,9 @@ def assign_key_heads(queries: tuple[tuple[int, ...], ...], count: int, num_keys:
     >>> assign_key_heads(assign_query_heads(6, 2), 6, 4 // 2), assign_key_heads(((0, 1, 2), (3, 4)), 5, 5)
     (((0,), (1,)), ((0, 1, 2), (3, 4)))
     """
-    per_key = count // num_keys
+    per_key = num_queries // num_keys
     found = []
-    for local_heads in queries:
+    for local_heads in query_heads:
         read = [query // per_key for query in local_heads]
         once = sorted(set(read))
         repeated = [key for key in once for _ in range(len(local_heads) // max(len(once), 1))]
@@ -70,7 +72,7 @@ def exchange_positions_for_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
     """
     if exchange.axis.size == 1:
         return x
-    return with_backward(x, partial(scatter_heads, exchange=exchange), partial(gather_heads, exchange=exchange))
+    return apply_with_backward(x, partial(scatter_heads, exchange=exchange), partial(gather_heads, exchange=exchange))
 
 
 def exchange_heads_for_positions(x: Tensor, exchange: HeadExchange) -> Tensor:
@@ -80,7 +82,7 @@ def exchange_heads_for_positions(x: Tensor, exchange: HeadExchange) -> Tensor:
     """
     if exchange.axis.size == 1:
         return x
-    return with_backward(x, partial(gather_heads, exchange=exchange), partial(scatter_heads, exchange=exchange))
+    return apply_with_backward(x, partial(gather_heads, exchange=exchange), partial(scatter_heads, exchange=exchange))
 
 
 def scatter_heads(x: Tensor, exchange: HeadExchange) -> Tensor:

@@ -19,7 +19,7 @@ from torch import nn
 
 from shardformer.discovery.forward_trace import ForwardTrace, LinearGroup, find_layer_paths
 from shardformer.discovery.reduced_model import count_parameters
-from shardformer.module_paths import join_path, match_paths, num_features, resolve_path
+from shardformer.module_paths import get_num_features, join_path, match_paths, resolve_path
 from shardformer.policies.experts import find_expert_dims
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, Experts, LocalAttr, Role
 from shardformer.transformers_compat import get_uniform_field
@@ -36,7 +36,7 @@ class HeadCount:
     fields: Mapping[str, Any] = field(default_factory=dict)  # arguments of ``Attention`` that specify unusual numbers
 
 
-def propose_projections(names: Mapping[str, str]) -> list[dict[str, Any]]:
+def guess_qkv_projections(names: Mapping[str, str]) -> list[dict[str, Any]]:
     """Guess which linear layers compute q, k and v, from the first letters of their names or their call order."""
     called = list(names.values())
     letters = {re.sub(r"(^|.*\.)", "", name)[:2].lower(): name for name in called}
@@ -93,12 +93,12 @@ def find_head_counts(
         names = (
             {}
             if is_usual
-            else {"num_heads": _as_number_or_name(name), "num_kv_heads": _as_number_or_name(kv_name or name)}
+            else {"num_heads": _parse_int_or_str(name), "num_kv_heads": _parse_int_or_str(kv_name or name)}
         )
         yield HeadCount(heads, kv, names)
 
 
-def _as_number_or_name(name: str) -> int | str:
+def _parse_int_or_str(name: str) -> int | str:
     return int(name) if name.isdigit() else name
 
 
@@ -201,8 +201,8 @@ def find_block_candidates(model: nn.Module, trace: ForwardTrace) -> list[BlockCa
     blocks, seen = [], set()
     for group in trace.groups:
         place, at = (
-            _find_layer_of(model, group.row, [group.entry, *group.columns]),
-            _find_layer_of(model, group.row, []),
+            _find_enclosing_layer(model, group.row, [group.entry, *group.columns]),
+            _find_enclosing_layer(model, group.row, []),
         )
         key = at and (at[0], _replace_expert_index(model, group.row[len(at[1]) + 1 :], at[1], group.attends))
         if place is not None and key not in seen:
@@ -218,12 +218,12 @@ def _make_block_candidates(
     model: nn.Module, trace: ForwardTrace, group: LinearGroup, layers: str, layer: str
 ) -> BlockCandidates:
     row = _replace_expert_index(model, group.row[len(layer) + 1 :], layer, group.attends)
-    optional = _is_optional(model, layers, row)
+    optional = _is_missing_in_some_layers(model, layers, row)
     inside = [merged for merged in trace.projections if all(f"{path}.".startswith(f"{layer}.") for path in merged)]
     low_rank = any(group.row in merged for merged in inside)  # across layers, the residual stream connects them
     find = _iter_attention_candidates if group.attends else _iter_mlp_candidates
     roles = [] if low_rank else [replace(role, optional=optional) for role in find(model, trace, group, layer)]
-    misfits = [] if low_rank or group.attends else _find_misfit_columns(model, group)
+    misfits = [] if low_rank or group.attends else _find_mismatched_column_layers(model, group)
     attention = next((role for role in roles[:1] if isinstance(role, Attention)), None)
     gates = [join_path(layer, resolve_path(attention.at, g)) for g in attention.projections.gates] if attention else []
     columns = [path for c in misfits or gates or group.columns for path in _find_in_all_layers(model, c)]
@@ -234,7 +234,7 @@ def _make_block_candidates(
     return BlockCandidates(layers, roles, columns, reason, _find_final_norm(model, trace, layers), context)
 
 
-def _find_misfit_columns(model: nn.Module, group: LinearGroup) -> list[str]:
+def _find_mismatched_column_layers(model: nn.Module, group: LinearGroup) -> list[str]:
     """Return the column-parallel linear layers whose output size does not match the input of the row-parallel layer."""
     width = _count_features(model, group.row, out=False)
     out = [c for c in group.columns if _count_features(model, c, out=True) % width]
@@ -243,7 +243,7 @@ def _find_misfit_columns(model: nn.Module, group: LinearGroup) -> list[str]:
 
 def _find_in_all_layers(model: nn.Module, path: str) -> list[str]:
     """Return the paths of a module and of the corresponding modules in all other layers."""
-    place = _find_layer_of(model, path, [path])
+    place = _find_enclosing_layer(model, path, [path])
     if place is None:
         return [path]
     layers, layer = place
@@ -251,7 +251,7 @@ def _find_in_all_layers(model: nn.Module, path: str) -> list[str]:
     return match_paths(join_path(f"{layers}.*", inside), [name for name, _ in model.named_modules()])
 
 
-def _find_layer_of(model: nn.Module, path: str, members: list[str]) -> tuple[str, str] | None:
+def _find_enclosing_layer(model: nn.Module, path: str, members: list[str]) -> tuple[str, str] | None:
     """Find the layer that contains all ``members``; return the paths of its module list and of the layer, or None."""
     parts = path.split(".")
     indices = [i for i, part in enumerate(parts) if part.isdigit()]
@@ -259,7 +259,7 @@ def _find_layer_of(model: nn.Module, path: str, members: list[str]) -> tuple[str
     if not lists:
         return None
     at = lists[0]
-    if len(lists) > 1 and _is_stage(model, ".".join(parts[: at + 1]), ".".join(parts[: lists[1]])):
+    if len(lists) > 1 and _is_stage_with_layers(model, ".".join(parts[: at + 1]), ".".join(parts[: lists[1]])):
         at = lists[1]
     layer = ".".join(parts[: at + 1])
     if not all(f"{member}.".startswith(f"{layer}.") for member in members):
@@ -267,7 +267,7 @@ def _find_layer_of(model: nn.Module, path: str, members: list[str]) -> tuple[str
     return ".".join("*" if i in lists else part for i, part in enumerate(parts[:at])), layer
 
 
-def _is_stage(model: nn.Module, outer: str, inner: str) -> bool:
+def _is_stage_with_layers(model: nn.Module, outer: str, inner: str) -> bool:
     """Return whether ``outer`` is one of several stages of the same class, and ``inner`` is its list of layers."""
     stages = list(model.get_submodule(outer.rpartition(".")[0]).children())
     blocks, stage = model.get_submodule(inner), model.get_submodule(outer)
@@ -301,7 +301,7 @@ def _replace_expert_index(model: nn.Module, row_path: str, layer: str, is_attent
     )
 
 
-def _is_optional(model: nn.Module, layers: str, path: str) -> bool:
+def _is_missing_in_some_layers(model: nn.Module, layers: str, path: str) -> bool:
     """Return whether some layers of a stack lack the module at ``path``."""
     names = [name for name, _ in model.named_modules()]
     return any(not match_paths(f"{layer}.{path}", names) for layer in find_layer_paths(model, layers))
@@ -317,12 +317,15 @@ def _iter_mlp_candidates(model: nn.Module, trace: ForwardTrace, group: LinearGro
     for entry in dict.fromkeys([group.entry, *late]):
         group = replace(group, entry=entry)
         at = _replace_expert_index(model, entry[len(layer) + 1 :], layer, is_attention=False)
-        ups = [_relative_path(group, c, layer) for c in group.columns]
+        ups = [_get_relative_path(group, c, layer) for c in group.columns]
         norm = next(
-            (_relative_path(group, n, layer) for n in _find_norms_after_columns(model, trace, group, layer, {width})),
+            (
+                _get_relative_path(group, n, layer)
+                for n in _find_norms_after_columns(model, trace, group, layer, {width})
+            ),
             None,
         )
-        yield MLP(at, ups if len(ups) > 1 else ups[0], _relative_path(group, group.row, layer), out // width, norm)
+        yield MLP(at, ups if len(ups) > 1 else ups[0], _get_relative_path(group, group.row, layer), out // width, norm)
         if "*" in at:
             return
 
@@ -332,22 +335,22 @@ def _iter_attention_candidates(
 ) -> Iterator[Attention]:
     """Yield each way to describe a group of linear layers as tensor-parallel attention, the most likely first."""
     at, width = group.entry[len(layer) + 1 :], _count_features(model, group.row, out=False)
-    names = {c: _relative_path(group, c, layer) for c in group.columns}
+    names = {c: _get_relative_path(group, c, layer) for c in group.columns}
     features = {names[c]: _count_features(model, c, out=True) for c in group.columns}
     module = model.get_submodule(group.entry)
     tables = [f"{path}?" for path, m in module.named_modules() if isinstance(m, nn.Embedding)]
     other_columns = [names[c] for c in group.other_columns]
     reads_context = bool(other_columns) and _find_cross_attention_source(trace, group, layer) is not None
-    arguments = [] if reads_context else _find_further_inputs(model, trace, group)
+    arguments = [] if reads_context else _find_other_projection_inputs(model, trace, group)
     inside = [] if reads_context or arguments else other_columns
     layers = len(_find_in_all_layers(model, group.row))
     lacking = {name for c, name in names.items() if len(_find_in_all_layers(model, c)) < layers}
-    for projections in propose_projections(names):
+    for projections in guess_qkv_projections(names):
         fields: dict[str, Any] = {
             part: f"{name}?" if part in "kv" and name in lacking else name for part, name in projections.items()
         }
         for count in find_head_counts(model, group.entry, projections, features, width, bool(inside), group.head_dim):
-            numbers = classify_attributes(_find_read_integers(model, trace, group.entry, count), count, width)
+            numbers = classify_attributes(_find_accessed_int_attributes(model, trace, group.entry, count), count, width)
             ways = [numbers, {n: kind for n, kind in numbers.items() if kind != "width"}, {}]
             if hasattr(module, "config"):
                 counts = zip(HEAD_COUNT_FIELDS, ("heads", "kv_heads"), (count.heads, count.kv_heads), strict=True)
@@ -369,7 +372,7 @@ def _iter_attention_candidates(
             for give_width, entry, (interleaved, partitions), attributes, parameters in product(
                 (False, True), entries, orders, _remove_duplicates(ways), _guess_parameter_kinds(module, count, width)
             ):
-                out = _relative_path(group, group.row, layer)
+                out = _get_relative_path(group, group.row, layer)
                 linears = AttentionProjections(out=out, **fields, interleaved=interleaved, partitions=partitions)
                 inputs = AttentionInputs(
                     entry=entry,
@@ -381,7 +384,7 @@ def _iter_attention_candidates(
                 yield Attention(at, linears, {**attributes, **parameters, **others}, inputs, **count.fields)
 
 
-def _find_read_integers(model: nn.Module, trace: ForwardTrace, path: str, count: HeadCount) -> dict[str, int]:
+def _find_accessed_int_attributes(model: nn.Module, trace: ForwardTrace, path: str, count: HeadCount) -> dict[str, int]:
     """Return the integer attributes that an attention module reads, except any that equals its head count by chance."""
     module, head_field = model.get_submodule(path), str(count.fields.get("num_heads", ""))
     places = {
@@ -401,7 +404,7 @@ def _find_read_integers(model: nn.Module, trace: ForwardTrace, path: str, count:
     }
 
 
-def _relative_path(group: LinearGroup, path: str, layer: str) -> str:
+def _get_relative_path(group: LinearGroup, path: str, layer: str) -> str:
     """Return a path relative to the block's module, or outside it, relative to the layer with a leading dot."""
     if f"{path}.".startswith(f"{group.entry}."):
         return path[len(group.entry) :].lstrip(".")
@@ -431,7 +434,7 @@ def _classify_attention_norms(
     for path in norms:
         is_key = "k" in path.rpartition(".")[2].partition("_")[0]
         kind = "heads" if _get_norm_size(model.get_submodule(path)) == width and not is_key else "kv_heads"
-        kinds[_relative_path(group, path, layer)] = kind
+        kinds[_get_relative_path(group, path, layer)] = kind
     return kinds
 
 
@@ -455,7 +458,7 @@ def _find_per_head_arguments(trace: ForwardTrace, group: LinearGroup, count: Hea
     return {name: ("heads", of[0]) for name, of in dims.items() if of}
 
 
-def _find_further_inputs(model: nn.Module, trace: ForwardTrace, group: LinearGroup) -> list[str]:
+def _find_other_projection_inputs(model: nn.Module, trace: ForwardTrace, group: LinearGroup) -> list[str]:
     """Return the arguments of an attention module, except the first, that its projections read (encoder states)."""
     names: dict[str, bool] = {}
     for like in _find_in_all_layers(model, group.entry):
@@ -475,18 +478,18 @@ def _find_expert_blocks(model: nn.Module, trace: ForwardTrace) -> list[BlockCand
     found: dict[tuple[str, str], BlockCandidates] = {}
     for path, module in model.named_modules():
         stacked = [name for name, p in module.named_parameters(recurse=False) if p.dim() == 3 and p.shape[0] > 1]
-        place = _find_layer_of(model, path, [path]) if len(stacked) > 1 and path in trace.inputs else None
+        place = _find_enclosing_layer(model, path, [path]) if len(stacked) > 1 and path in trace.inputs else None
         if place is None:
             continue
         layers, layer = place
         at = path[len(layer) + 1 :]
-        optional = _is_optional(model, layers, at)
+        optional = _is_missing_in_some_layers(model, layers, at)
         roles = [replace(role, optional=optional) for role in _iter_expert_candidates(module, at, stacked)]
         found.setdefault((layers, at), BlockCandidates(layers, roles, _find_in_all_layers(model, path)))
     return list(found.values())
 
 
-def _iter_expert_candidates(module: nn.Module, at: str, stacked_weights: Sequence[str]) -> Iterator[Experts]:
+def _iter_expert_candidates(module: nn.Module, path: str, stacked_weights: Sequence[str]) -> Iterator[Experts]:
     """Yield each way to shard a module that stacks the weights of its experts in 3D tensors."""
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False) if p.dim() in (2, 3)}
     identities = [name for name, m in module.named_children() if isinstance(m, nn.Identity)]
@@ -494,7 +497,7 @@ def _iter_expert_candidates(module: nn.Module, at: str, stacked_weights: Sequenc
         for dims in find_expert_dims(shapes, down, fused):
             ups = [name for name in dims if name != down]
             summands = [*(name for name in shapes if name not in dims), *identities]
-            yield Experts(at, ups if len(ups) > 1 else ups[0], down, summands, fused, interleaved, dims)
+            yield Experts(path, ups if len(ups) > 1 else ups[0], down, summands, fused, interleaved, dims)
 
 
 def _find_cross_attention_source(trace: ForwardTrace, group: LinearGroup, layers: str) -> tuple[str, str] | None:
@@ -523,7 +526,7 @@ def _find_final_norm(model: nn.Module, trace: ForwardTrace, layers: str) -> str 
 
 
 def _count_features(model: nn.Module, path: str, *, out: bool) -> int:
-    return num_features(model.get_submodule(path), out=out)
+    return get_num_features(model.get_submodule(path), out=out)
 
 
 EXPERT_STYLES = {"rowwise": ("colwise", "packed_colwise"), "colwise": ("packed_rowwise",)}

@@ -60,12 +60,12 @@ class ConfigField:
             if isinstance(old, int) and new * self.value == old * self.changed_value
         }
 
-    def growth_per_unit(self) -> list[Fraction]:
+    def compute_growth_per_unit(self) -> list[Fraction]:
         """Return how much each matrix dim inside a layer grows when this config field increases by one."""
         inside = (pair for place, pair in self.changed_sizes.items() if place.depth and place.role is SizeRole.MATRIX)
         return [Fraction(int(new - old), self.changed_value - self.value) for old, new in inside]
 
-    def changed_matrices(self) -> set[str]:
+    def get_changed_matrices(self) -> set[str]:
         """Return the names of the matrices inside layers whose shapes depend on this config field."""
         return {place.name for place in self.changed_sizes if place.role is SizeRole.MATRIX and place.depth}
 
@@ -74,7 +74,7 @@ class ConfigField:
         tensors = [sizes for place, sizes in self.changed_sizes.items() if place.role is not SizeRole.ATTRIBUTE]
         return any((new - old) * (self.changed_value - self.value) < 0 for old, new in tensors)
 
-    def sizes_equal_to_value(self) -> list[SizeOccurrence]:
+    def get_sizes_equal_to_value(self) -> list[SizeOccurrence]:
         """Return the tensor dims and module list lengths that always equal this config field."""
         return [place for place, times in self.ratios.items() if times == 1 and place.role is not SizeRole.ATTRIBUTE]
 
@@ -118,24 +118,24 @@ class FieldMeaning(Enum):
     LAYERS = auto()  # length of a list inside a layer
 
 
-def determine_field_meanings(found: Sequence[ConfigField]) -> dict[Path, FieldMeaning]:
+def determine_field_meanings(fields: Sequence[ConfigField]) -> dict[Path, FieldMeaning]:
     """Return the meaning of each config field whose meaning is clear from the sizes that depend on it."""
-    meanings = {field.path: meaning for field in found if (meaning := _classify_measurement(field)) is not None}
+    meanings = {field.path: meaning for field in fields if (meaning := _classify_field(field)) is not None}
     by_heads = {
-        place for field in found if meanings.get(field.path) is FieldMeaning.HEADS for place in field.changed_sizes
+        place for field in fields if meanings.get(field.path) is FieldMeaning.HEADS for place in field.changed_sizes
     }
-    for field in found:
+    for field in fields:
         if meanings.get(field.path) is FieldMeaning.HEAD_DIM and (
-            field.score_factors & by_heads or _changes_every_matrix(field, found)
+            field.score_factors & by_heads or _changes_every_matrix(field, fields)
         ):
             meanings[field.path] = FieldMeaning.HIDDEN  # a width that is divided into heads
-    hidden = [n.value for n in found if meanings.get(n.path) is FieldMeaning.HIDDEN]
-    for field, other in combinations(found, 2):
+    hidden = [n.value for n in fields if meanings.get(n.path) is FieldMeaning.HIDDEN]
+    for field, other in combinations(fields, 2):
         known = {meanings.get(field.path), meanings.get(other.path)}
-        shared_tensors = {place.name for place in field.sizes_equal_to_value()} & {
-            place.name for place in other.sizes_equal_to_value()
+        shared_tensors = {place.name for place in field.get_sizes_equal_to_value()} & {
+            place.name for place in other.get_sizes_equal_to_value()
         }
-        pair = (field.value * other.value in hidden and shared_tensors) or _share_a_size_as_product(field, other)
+        pair = (field.value * other.value in hidden and shared_tensors) or _product_occurs_as_size(field, other)
         if pair and not known & {FieldMeaning.HIDDEN, FieldMeaning.EXPERTS, FieldMeaning.ROWS, FieldMeaning.CHANNELS}:
             heads, dim = sorted((field, other), key=lambda n: n.value)
             if meanings.get(heads.path) is FieldMeaning.HEAD_DIM or meanings.get(dim.path) is FieldMeaning.HEADS:
@@ -143,13 +143,13 @@ def determine_field_meanings(found: Sequence[ConfigField]) -> dict[Path, FieldMe
             for one, meaning in ((heads, FieldMeaning.HEADS), (dim, FieldMeaning.HEAD_DIM)):
                 if meanings.get(one.path) not in (FieldMeaning.HEADS, FieldMeaning.HEAD_DIM):
                     meanings[one.path] = meaning
-    for field in (field for field in found if field.path not in meanings and not field.shrinks_a_tensor()):
-        if (meaning := _guess_head_meaning(field, found, meanings)) is not None:
+    for field in (field for field in fields if field.path not in meanings and not field.shrinks_a_tensor()):
+        if (meaning := _guess_head_meaning(field, fields, meanings)) is not None:
             meanings[field.path] = meaning
-    parts = [n.value for n in found if meanings.get(n.path) is FieldMeaning.HEAD_DIM]
-    least = min((n.value for n in found if meanings.get(n.path) is FieldMeaning.HEADS), default=max(hidden, default=1))
+    parts = [n.value for n in fields if meanings.get(n.path) is FieldMeaning.HEAD_DIM]
+    least = min((n.value for n in fields if meanings.get(n.path) is FieldMeaning.HEADS), default=max(hidden, default=1))
     largest = max([*parts, *(width // least for width in hidden)], default=0)
-    for field in found:
+    for field in fields:
         if field.path not in meanings and {o.role for o in field.changed_sizes} - {SizeRole.ATTRIBUTE} == {
             SizeRole.BUFFER
         }:
@@ -159,14 +159,14 @@ def determine_field_meanings(found: Sequence[ConfigField]) -> dict[Path, FieldMe
 
 
 def _guess_head_meaning(
-    field: ConfigField, found: Sequence[ConfigField], meanings: Mapping[Path, FieldMeaning]
+    field: ConfigField, fields: Sequence[ConfigField], meanings: Mapping[Path, FieldMeaning]
 ) -> FieldMeaning | None:
     """Guess whether a config field is a number of heads or a head dim, or return None if it is neither."""
     if any(place.role is SizeRole.CHANNEL for place in field.changed_sizes):
         return None
     inside = {s: k for s, k in field.ratios.items() if s.depth and s.role in (SizeRole.VECTOR, SizeRole.MATRIX)}
-    hidden = {n.value for n in found if meanings.get(n.path) is FieldMeaning.HIDDEN}
-    heads = {n.value for n in found if meanings.get(n.path) is FieldMeaning.HEADS and n.path[:-1] == field.path[:-1]}
+    hidden = {n.value for n in fields if meanings.get(n.path) is FieldMeaning.HIDDEN}
+    heads = {n.value for n in fields if meanings.get(n.path) is FieldMeaning.HEADS and n.path[:-1] == field.path[:-1]}
     alone = any(times == 1 and place.dim == 0 for place, times in inside.items())
     shared = any(
         times > MAX_FUSED and times not in hidden and not any(h % times == 0 for h in heads)
@@ -174,7 +174,11 @@ def _guess_head_meaning(
     )
     if len({*inside.values()}) <= 2 and (alone or shared):
         return FieldMeaning.HEADS
-    if not inside and field.growth_per_unit() and (field.value not in heads or 1 in field.growth_per_unit()):
+    if (
+        not inside
+        and field.compute_growth_per_unit()
+        and (field.value not in heads or 1 in field.compute_growth_per_unit())
+    ):
         return FieldMeaning.HEAD_DIM
     return None
 
@@ -184,23 +188,23 @@ def get_rotary_features(field: ConfigField) -> set[int]:
     return {2 * int(old) for place, (old, _) in field.changed_sizes.items() if place.role is SizeRole.BUFFER}
 
 
-def _changes_every_matrix(field: ConfigField, found: Sequence[ConfigField]) -> bool:
+def _changes_every_matrix(field: ConfigField, fields: Sequence[ConfigField]) -> bool:
     """Return whether a config field affects every matrix that any other field of the same config affects."""
-    neighbors = [n for n in found if n.path[:-1] == field.path[:-1]]
-    return len(neighbors) > 1 and field.changed_matrices() >= {
-        name for other in neighbors for name in other.changed_matrices()
+    neighbors = [n for n in fields if n.path[:-1] == field.path[:-1]]
+    return len(neighbors) > 1 and field.get_changed_matrices() >= {
+        name for other in neighbors for name in other.get_changed_matrices()
     }
 
 
-def _share_a_size_as_product(field: ConfigField, other: ConfigField) -> bool:
+def _product_occurs_as_size(field: ConfigField, other: ConfigField) -> bool:
     """Return whether a size inside a layer is proportional to the product of two config fields."""
     times, other_times = field.ratios, other.ratios
     shared = (place for place in times.keys() & other_times.keys() if place.depth)
     return any(times[s] % other.value == 0 and other_times[s] % field.value == 0 for s in shared)
 
 
-def _classify_measurement(field: ConfigField) -> FieldMeaning | None:
-    units = field.sizes_equal_to_value()
+def _classify_field(field: ConfigField) -> FieldMeaning | None:
+    units = field.get_sizes_equal_to_value()
     inside = any(place.role is SizeRole.MATRIX and place.depth for place in units)
     outside = any(place.role in SIZES and not place.depth for place in units)
     if any(place.role is SizeRole.LAYERS and place.depth for place in units):
@@ -271,13 +275,13 @@ def iter_list_fields(config: Any, prefix: Path = (), item_type: type = int) -> I
             yield (*prefix, name), value
 
 
-def replace_fields(config: Any, numbers: Mapping[Path, Any]) -> Any:
+def replace_fields(config: Any, new_values: Mapping[Path, Any]) -> Any:
     """Return a copy of a config with new values for some of its fields.
 
     If the field is a list and the new value is a number, the number replaces each entry of the list.
     """
     config = copy.deepcopy(config)
-    for path, number in numbers.items():
+    for path, number in new_values.items():
         owner = get_sub_config(config, path[:-1])
         old = vars(owner)[path[-1]]  # some configs raise on getattr if layers have different values
         is_list = isinstance(old, list | tuple) and not isinstance(number, list | tuple)

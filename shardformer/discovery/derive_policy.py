@@ -24,7 +24,12 @@ from shardformer.discovery.candidate_roles import (
     find_block_candidates,
     find_role_in_plan,
 )
-from shardformer.discovery.example_inputs import Forward, UnknownInputsError, get_required_arguments, name_arguments
+from shardformer.discovery.example_inputs import (
+    Forward,
+    UnknownInputsError,
+    convert_batch_to_kwargs,
+    get_required_arguments,
+)
 from shardformer.discovery.forward_trace import count_layer_outputs, find_layer_paths, trace_forward
 from shardformer.discovery.layer_stacks import find_layer_stacks, find_pipeline_hints, find_sequence_hints
 from shardformer.discovery.reduced_model import ReducedModel, ReferenceGradients, reduce_model
@@ -78,9 +83,9 @@ def format_policy_module(policy: RolePolicy, name: str = "MyPolicy") -> str:
     return "\n".join([f"from shardformer.policies import {', '.join(sorted(used_classes))}", "", "", *lines]) + "\n"
 
 
-def _wrap_call(source: str, margin: str) -> str:
+def _wrap_call(source: str, indent: str) -> str:
     """Break a call that is too long for one line into one line per argument."""
-    if len(margin) + len(source) < WIDTH or not source.endswith(")"):
+    if len(indent) + len(source) < WIDTH or not source.endswith(")"):
         return source
     start, depth, parts = source.index("(") + 1, 0, [""]
     for letter in source[start:-1]:
@@ -89,9 +94,9 @@ def _wrap_call(source: str, margin: str) -> str:
             parts.append("")
         else:
             parts[-1] += letter
-    inner = f"{margin}    "
+    inner = f"{indent}    "
     lines = [f"{inner}{_wrap_call(part.strip(), inner)}," for part in parts if part.strip()]
-    return "\n".join([source[:start], *lines, f"{margin})"])
+    return "\n".join([source[:start], *lines, f"{indent})"])
 
 
 def format_role(role: Role) -> str:
@@ -206,8 +211,8 @@ def derive_policy(
         check_not_sharded(model)
     with reduced_model.ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
         full = model if isinstance(model, nn.Module) else build_meta_model(model)
-        reduced = reduce_model(full, None if batch is None else name_arguments(batch, full))
-        return derive_policy_on(reduced.model, reduced.run, reduced, collect_transformers_plan(full))()
+        reduced = reduce_model(full, None if batch is None else convert_batch_to_kwargs(batch, full))
+        return derive_policy_from_forward(reduced.model, reduced.run, reduced, collect_transformers_plan(full))()
 
 
 def derive_layer_stacks(model: nn.Module, *, allow_copy: bool = False) -> RolePolicy:
@@ -249,7 +254,7 @@ def _make_stacks_only_policy(
     return policy
 
 
-def derive_policy_on(
+def derive_policy_from_forward(
     model: nn.Module, run: Forward, reduced: ReducedModel | None = None, plan: Mapping[str, str] = MappingProxyType({})
 ) -> type[DerivedPolicy]:
     """Derive a policy for a reduced model, and validate it by training the model on the batch of ``run``.
@@ -289,7 +294,7 @@ def derive_policy_on(
     ]
     references = replace(cache.reference, further_batches=reduced.compute_further_references())
     failure = validate_policy(references, policy, VALIDATION_RANKS[0]) if references.further_batches else None
-    policy.unproven = {"tensor": reduced.explain_unvalidated(failure)} if failure is not None else {}
+    policy.unproven = {"tensor": reduced.explain_unvalidated_inputs(failure)} if failure is not None else {}
     policy.stack, policy.no_pipeline = _find_hints("pipe", reduced, references, policy, find_pipeline_hints)
     if (problem := cache.find_failure(policy, VALIDATION_RANKS)) is not None:  # return only a validated policy
         policy.stack, policy.no_pipeline = validated, problem
@@ -343,7 +348,7 @@ def _find_hints(
         stacks_of_first, reason = find(replace(references, further_batches=()), policy)
         if reason is None:
             stacks, failure, first_only = stacks_of_first, None, failure
-    unproven = reduced.explain_unvalidated(first_only)
+    unproven = reduced.explain_unvalidated_inputs(first_only)
     if feature == "pipe":  # a stage stores NaN for missing parameters, so the first step detects an error
         unproven = {name: reason for name, reason in unproven.items() if name not in reduced.untried}
     policy.unproven = {**policy.unproven, feature: unproven}
@@ -358,7 +363,7 @@ def _find_blocks(
     replicated = {
         path: OUTSIDE_LAYERS_REASON
         for path, m in model.named_modules()
-        if is_linear(m) and not _is_in_layers(model, path)
+        if is_linear(m) and not _is_inside_module_list(model, path)
     }
     while True:
         blocks, again = _validate_blocks(
@@ -424,7 +429,7 @@ def _make_notes(replicated: Mapping[str, str], no_pipeline: str | None) -> list[
     ]
 
 
-def _is_in_layers(model: nn.Module, path: str) -> bool:
+def _is_inside_module_list(model: nn.Module, path: str) -> bool:
     parts = path.split(".")
     around = [".".join(parts[:i]) for i in range(len(parts)) if parts[i].isdigit()]
     return any(isinstance(model.get_submodule(p), nn.ModuleList) for p in around)

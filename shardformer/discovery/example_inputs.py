@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import InputError, PolicyError
-from shardformer.gradient_accumulation.micro_batches import KINDS, special_token_ids
+from shardformer.gradient_accumulation.micro_batches import KINDS, get_special_token_ids
 from shardformer.random_state import fixed_seed
-from shardformer.torch_compat import to_list, tree_leaves
-from shardformer.transformers_compat import forward_arguments
+from shardformer.torch_compat import tolist_or_ones, tree_leaves
+from shardformer.transformers_compat import filter_forward_arguments
 
 Forward = Callable[[nn.Module], Any]  # a function that calls a model with a batch
 BATCH, LENGTH, TARGET_LENGTH = 2, 9, 7
@@ -38,7 +38,7 @@ class UnknownInputsError(PolicyError):
     """Raised if no example input can be generated for a model, because all its `forward` arguments are unknown."""
 
 
-def name_arguments(batch: Any, model: nn.Module) -> dict[str, Any]:
+def convert_batch_to_kwargs(batch: Any, model: nn.Module) -> dict[str, Any]:
     """Convert a batch (a dict, a tensor or a sequence of tensors) to keyword arguments of a model's `forward`.
 
     Values of a dict that the forward pass does not accept, such as the target of a loss function, are left out.
@@ -47,7 +47,7 @@ def name_arguments(batch: Any, model: nn.Module) -> dict[str, Any]:
         InputError: if the batch has another type, or more tensors than the forward pass has arguments.
     """
     if isinstance(batch, Mapping):
-        return forward_arguments(batch, model)
+        return filter_forward_arguments(batch, model)
     values = (batch,) if isinstance(batch, Tensor) else batch
     names = list(inspect.signature(model.forward).parameters)
     if not isinstance(values, (list, tuple)) or len(values) > len(names):
@@ -60,7 +60,7 @@ def name_arguments(batch: Any, model: nn.Module) -> dict[str, Any]:
     return dict(zip(names, values, strict=False))
 
 
-def example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
+def make_example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     """Return example batches that a model may accept, such as text only, images or audio only, and all inputs.
 
     Raises:
@@ -209,7 +209,7 @@ def _find_config_field(config: Any, name: str, *sub_configs: str) -> Any:
     return next((value for value in found if isinstance(value, int | list | tuple)), None)
 
 
-def forward_call(model: nn.Module, batch: Mapping[str, Tensor], seed: int = 0) -> Forward:
+def make_forward_fn(model: nn.Module, batch: Mapping[str, Tensor], seed: int = 0) -> Forward:
     """Return a function that runs a model on a fixed batch, without a KV cache.
 
     Floating-point inputs are cast to the dtype of ``model``. Every call uses the same random seed.
@@ -290,7 +290,7 @@ def _iter_accepted_layouts(
 
 
 def _get_media_token(config: Any, modality: str) -> int | None:
-    ids = special_token_ids(config)
+    ids = get_special_token_ids(config)
     return next((ids[name] for name in ids if name.startswith(f"{modality}_token")), None)
 
 
@@ -389,7 +389,7 @@ def _select_required_inputs(compute_features: Callable[..., Any], inputs: Mappin
 def _count_features_per_sample(features: Sequence[Tensor], layout: MediaLayout, width: int) -> list[int]:
     """Count the image or audio features of each sample. Returns an empty list if the sizes do not match ``width``."""
     # patches of all images are concatenated
-    units = to_list(layout["image_grid_thw"].prod(-1)) if "image_grid_thw" in layout else []
+    units = tolist_or_ones(layout["image_grid_thw"].prod(-1)) if "image_grid_thw" in layout else []
     samples = len(units) or len(next(iter(layout.values())))
     if len(features) == 1 and units:
         share, remaining = divmod(sum(units) * width, features[0].numel())

@@ -21,7 +21,7 @@ from shardformer.discovery.reduced_model import ReferenceGradients
 from shardformer.kernels.fused_ops import is_elementwise, norm_kind
 from shardformer.layout.tied_tensors import max_difference
 from shardformer.module_paths import is_linear, match_paths
-from shardformer.tensor_parallel.sequence_parallel import first_tensor
+from shardformer.tensor_parallel.sequence_parallel import get_first_tensor
 from shardformer.torch_compat import TorchDispatchMode, schema_of, tree_leaves
 
 MERGING_OPS = ("bmm", "baddbmm", "scaled_dot_product")
@@ -107,17 +107,17 @@ class _TensorOriginTracker(TorchDispatchMode):
         self._tensors: list[Tensor] = []  # prevents reuse of ids
         self.merged: dict[frozenset[str], int] = {}
 
-    def get_marks(self, x: Any) -> frozenset[str]:
+    def get_origins(self, x: Any) -> frozenset[str]:
         return self._marks.get(id(x), frozenset())
 
-    def set_marks(self, x: Tensor, marks: frozenset[str]) -> None:
-        self._marks[id(x)] = marks
+    def set_origins(self, x: Tensor, origins: frozenset[str]) -> None:
+        self._marks[id(x)] = origins
         self._tensors.append(x)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        inputs = [(x, self.get_marks(x)) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        inputs = [(x, self.get_origins(x)) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         marked = [marks for _, marks in inputs if marks]
         if not marked:
             return out
@@ -126,9 +126,9 @@ class _TensorOriginTracker(TorchDispatchMode):
             self.merged.setdefault(marks, next(x.shape[-1] for x, of_x in inputs if of_x))
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
-                self.set_marks(x, marks)
+                self.set_origins(x, marks)
         if schema_of(func).is_mutable and isinstance(args[0], Tensor):
-            self.set_marks(args[0], self.get_marks(args[0]) | marks)
+            self.set_origins(args[0], self.get_origins(args[0]) | marks)
         return out
 
 
@@ -144,19 +144,19 @@ class _ForwardTracer:
         self._order: list[str] = []
         self._parents = {path: path.rpartition(".")[0] for path, _ in model.named_modules()}
 
-    def make_input_hook(self, path: str, native: nn.Module) -> Callable[..., None]:
-        names = list(inspect.signature(native.forward).parameters)
+    def make_input_hook(self, path: str, original_module: nn.Module) -> Callable[..., None]:
+        names = list(inspect.signature(original_module.forward).parameters)
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             every = {**dict(zip(names, args, strict=False)), **kwargs}
             tensors = {name: x for name, x in every.items() if isinstance(x, Tensor)}
             self.trace.inputs.setdefault(path, tensors)
             if tensors and "norm" in type(module).__name__.lower() and not module._modules:
-                self.trace.normed.setdefault(path, self.marks.get_marks(next(iter(tensors.values()))))
+                self.trace.normed.setdefault(path, self.marks.get_origins(next(iter(tensors.values()))))
             if path in self._linears and tensors:
                 x = next(iter(tensors.values()))
                 self.trace.read.setdefault(path, []).append(x)
-                self._feeding[path] = self.marks.get_marks(x)
+                self._feeding[path] = self.marks.get_origins(x)
 
         return hook
 
@@ -167,55 +167,55 @@ class _ForwardTracer:
                 return
             self.trace.outputs[path] = first
             if path in self._linears:
-                self.last.set_marks(first, frozenset({path}))
+                self.last.set_origins(first, frozenset({path}))
             if path in self._linears and path in self._feeding:
-                self._update_marks(path, first)
+                self._update_origins(path, first)
 
         return hook
 
-    def _update_marks(self, path: str, out: Tensor) -> None:
+    def _update_origins(self, path: str, out: Tensor) -> None:
         feeding = self._feeding.pop(path)
         if path in self._replicated:
-            self.marks.set_marks(out, feeding)
+            self.marks.set_origins(out, feeding)
         elif feeding:
-            self.marks.set_marks(out, frozenset())
+            self.marks.set_origins(out, frozenset())
             group = self._groups.setdefault(path, LinearGroup(path, []))
             group.columns += [c for c in self._order if c in feeding and c not in group.columns]
             size = next((size for merged, size in self.marks.merged.items() if merged <= feeding), None)
             group.attends |= size is not None
             group.head_dim = group.head_dim or size or 0
         else:
-            self.marks.set_marks(out, frozenset({path}))
+            self.marks.set_origins(out, frozenset({path}))
             if path not in self._order:
                 self._order.append(path)
 
     def build_trace(self) -> ForwardTrace:
         for group in self._groups.values():
-            self._find_entry(group)
+            self._set_entry_module(group)
         self.trace.groups = list(self._groups.values())
         self.trace.projections = list(self.last.merged)
         return self.trace
 
-    def _find_entry(self, group: LinearGroup) -> None:
+    def _set_entry_module(self, group: LinearGroup) -> None:
         """Find the module whose input is also the input of the group's candidates for column parallelism."""
         first = {c: self.trace.read[c][0] for c in group.columns}
         source = first[group.columns[0]]
         same_input = [c for c, x in first.items() if x is source]
         group.other_columns = [c for c, x in first.items() if x is not source]
         path = find_common_parent(same_input) if len(same_input) > 1 else self._parents[same_input[0]]
-        module_input = self._first_input(path)
+        module_input = self._get_first_input(path)
         group.enters = source is module_input or (group.attends and _shares_memory(source, module_input))
         group.entry = path if group.enters or len(same_input) > 1 else same_input[0]
         group.enters = group.enters or len(same_input) == 1
         if group.attends and (group.entry in group.columns or not group.enters) and len(group.columns) > 1:
             inner, outer = find_common_parent(group.columns), find_common_parent([*group.columns, group.row])
-            module_input = self._first_input(outer)
+            module_input = self._get_first_input(outer)
             other_columns = [c for c, x in first.items() if not _shares_memory(x, module_input)]
             if group.entry in group.columns or len(other_columns) < len(group.columns):
-                group.entry = inner if self._first_input(inner) is module_input else outer
+                group.entry = inner if self._get_first_input(inner) is module_input else outer
                 group.other_columns, group.enters = other_columns, True
 
-    def _first_input(self, path: str) -> Tensor | None:
+    def _get_first_input(self, path: str) -> Tensor | None:
         """Return the first tensor argument of a module's first call, or None if it received no tensor."""
         return next(iter(self.trace.inputs.get(path, {}).values()), None)
 
@@ -272,7 +272,7 @@ class ModuleCall:
     def hidden_states(self) -> Tensor | None:
         """The hidden states that were passed to the module, or None if no argument is a tensor."""
         tensors = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)]
-        return first_tensor(self.args, self.kwargs) if tensors else None
+        return get_first_tensor(self.args, self.kwargs) if tensors else None
 
     @property
     def first_output(self) -> Tensor | None:
@@ -343,7 +343,7 @@ class StackCallRecord:
             for name, _ in _iter_called_children(self._model.get_submodule(outer)):
                 yield outer, name
 
-    def find_mixing_modules(self) -> Iterator[tuple[str, str]]:
+    def find_token_mixing_modules(self) -> Iterator[tuple[str, str]]:
         """Yield each module that may combine different tokens, as the path of its layer and a path relative to it."""
         for outer in self.paths:
             for name, child in _iter_called_children(self._model.get_submodule(outer)):

@@ -107,8 +107,13 @@ class _PipelineHintSearch:
     def _iter_candidates(self, stacks: LayerStacks) -> Iterator[LayerStacks]:
         """Yield the stacks with each set of candidate hints, starting with the smallest set."""
         placed = self._place_modules_by_call_order(stacks)
-        from_first = self._add_tables_of_first_layer(placed)
-        ways = [placed, self._add_cross_states(placed), from_first, self._add_cross_states(from_first)]
+        from_first = self._share_first_layer_embeddings(placed)
+        ways = [
+            placed,
+            self._add_cross_attention_inputs(placed),
+            from_first,
+            self._add_cross_attention_inputs(from_first),
+        ]
         ways = [way for i, way in enumerate(ways) if way not in ways[:i]]
         yield from ways
         for way in ways:
@@ -126,16 +131,16 @@ class _PipelineHintSearch:
                 kept = fewer
         return kept
 
-    def _find_modules_outside_layers(self, chain: LayerSequence) -> list[str]:
+    def _find_modules_outside_layers(self, sequence: LayerSequence) -> list[str]:
         paths = [path for path, module in self._model.named_modules() if path and module._parameters]
         inside = [path for path in paths if path.startswith(f"{self._base}." if self._base else "")]
-        return [path for path in inside if not any(f"{path}.".startswith(f"{unit}.") for unit in chain.layer_calls)]
+        return [path for path in inside if not any(f"{path}.".startswith(f"{unit}.") for unit in sequence.layer_calls)]
 
-    def _find_modules_before_layers(self, chain: LayerSequence, *, with_lists: bool) -> tuple[str, ...]:
+    def _find_modules_before_layers(self, sequence: LayerSequence, *, with_lists: bool) -> tuple[str, ...]:
         """Return the modules outside the layers on the first layer's stage, in lists too if ``with_lists`` is true."""
-        owners = owner_layers(self._model, chain)
+        owners = owner_layers(self._model, sequence)
         first = {name.rpartition(".")[0] for name, units in owners.items() if units == frozenset({0})}
-        paths = [path for path in self._find_modules_outside_layers(chain) if path in first]
+        paths = [path for path in self._find_modules_outside_layers(sequence) if path in first]
         paths = [path for path in paths if with_lists or not re.search(r"\.\d", path)]
         return tuple(dict.fromkeys(self._get_relative_path(re.split(r"\.\d", path)[0]) for path in paths))
 
@@ -159,23 +164,25 @@ class _PipelineHintSearch:
                     out[i] = _replace_hints(out[i], with_last_layer=(*out[i].stages.with_last_layer, own))
         return out
 
-    def _add_tables_of_first_layer(self, stacks: LayerStacks) -> LayerStacks:
+    def _share_first_layer_embeddings(self, stacks: LayerStacks) -> LayerStacks:
         """Share embeddings that only the first layer has with later layers, such as the position bias of T5."""
         names, out = [name for name, _ in self._model.named_modules()], list(stacks)
         for i, stack in enumerate(stacks):
             path = match_paths(join_path(self._base, stack.layers), names)[0]  # the first list, if each stage has one
             first, *others = self._model.get_submodule(path).children()
             if others:
-                out[i] = _replace_hints(stack, shared_from_first=tuple(_find_tables_only_in_first(first, others[0])))
+                out[i] = _replace_hints(
+                    stack, shared_from_first=tuple(_find_embeddings_only_in_first(first, others[0]))
+                )
         return out
 
-    def _add_cross_states(self, stacks: LayerStacks) -> LayerStacks:
+    def _add_cross_attention_inputs(self, stacks: LayerStacks) -> LayerStacks:
         """Add the argument through which each stack receives the output of the previous stack (cross-attention)."""
         out = list(stacks)
         full_paths = [join_path(self._base, stack.layers) for stack in stacks]
         for at, (before, layers) in enumerate(pairwise(full_paths), start=1):
             is_open = out[at].cross_states is None and "*" not in before + layers
-            if is_open and (found := _find_cross_input(self._reference, before, layers)):
+            if is_open and (found := _find_cross_attention_input(self._reference, before, layers)):
                 out[at] = replace(out[at], cross_states=(self._get_relative_path(found[0]), found[1]))
         return out
 
@@ -195,7 +202,7 @@ def _record_call_order(reference: ReferenceGradients, paths: Iterable[str]) -> l
     return calls
 
 
-def _find_tables_only_in_first(first: nn.Module, second: nn.Module) -> Iterator[str]:
+def _find_embeddings_only_in_first(first: nn.Module, second: nn.Module) -> Iterator[str]:
     """Yield the embeddings that only the first layer has, and the boolean attributes that differ in their parents."""
     others = dict(second.named_modules())
     for path, module in first.named_modules():
@@ -207,7 +214,9 @@ def _find_tables_only_in_first(first: nn.Module, second: nn.Module) -> Iterator[
         yield from (join_path(path, name) for name in (*more, *flags) if more)
 
 
-def _find_cross_input(reference: ReferenceGradients, previous_layers: str, layers: str) -> tuple[str, str] | None:
+def _find_cross_attention_input(
+    reference: ReferenceGradients, previous_layers: str, layers: str
+) -> tuple[str, str] | None:
     """Return the module and argument that pass the output of ``previous_layers`` to ``layers``, or None."""
     made: list[Tensor] = []
     found: list[tuple[str, str]] = []
@@ -312,27 +321,27 @@ def _find_block_descriptions(model: nn.Module, policy: type[RolePolicy]) -> list
     return [block for _, block in make_plan(model, found).blocks]
 
 
-def _find_hint_candidates(tokens: StackCallRecord, blocks: Sequence[BlockDescription]) -> _SequenceHintCandidates:
+def _find_hint_candidates(call_record: StackCallRecord, blocks: Sequence[BlockDescription]) -> _SequenceHintCandidates:
     mixing, containers, attentions, without_tokens = [], [], [], []
-    for outer, name in tokens.find_mixing_modules():
+    for outer, name in call_record.find_token_mixing_modules():
         inside = [block for block in blocks if f"{block.entry}.".startswith(f"{outer}.{name}.")]
         if not inside:
             mixing.append(name)
         elif all(block.arguments is None for block in inside):  # an attention module gathers its own inputs
             containers.append(name)
     for block in blocks:
-        above = tokens.find_enclosing_modules(block.entry)
-        fed = [name for name, path in above.items() if tokens.maps_tokens_to_tokens(path)]
+        above = call_record.find_enclosing_modules(block.entry)
+        fed = [name for name, path in above.items() if call_record.maps_tokens_to_tokens(path)]
         if block.arguments is not None:
-            exits = tokens.find_enclosing_modules(block.row)
+            exits = call_record.find_enclosing_modules(block.row)
             attentions += [name for name in fed if name in exits][-1:]
-        elif above and not tokens.receives_tokens(block.entry):
+        elif above and not call_record.receives_tokens(block.entry):
             containers += fed[-1:]
             without_tokens += [] if fed else [next(iter(above))]
         else:
-            containers += [name for name in fed if tokens.receives_one_number_per_token(above[name])]
+            containers += [name for name in fed if call_record.receives_one_number_per_token(above[name])]
     return _SequenceHintCandidates(
-        *map(_remove_duplicates, (mixing, attentions, containers, without_tokens, tokens.find_per_token_args()))
+        *map(_remove_duplicates, (mixing, attentions, containers, without_tokens, call_record.find_per_token_args()))
     )
 
 

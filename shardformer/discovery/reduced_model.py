@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from shardformer.discovery import example_inputs
 from shardformer.discovery.config_fields import iter_integer_fields, replace_fields
-from shardformer.discovery.example_inputs import Forward, UnknownInputsError, forward_call, iter_batches_with_labels
-from shardformer.discovery.shrink_config import SMALL_NUMEL, ConfigShrinker, count_min_layers, find_layer_kinds
-from shardformer.errors import PolicyError, first_line
-from shardformer.gradient_accumulation.micro_batches import MEDIA_TOKEN_FIELDS, special_token_ids
-from shardformer.meta_init.materialization import copy_materialized, is_lazy
+from shardformer.discovery.example_inputs import Forward, UnknownInputsError, iter_batches_with_labels, make_forward_fn
+from shardformer.discovery.shrink_config import SMALL_NUMEL, ConfigShrinker, find_layer_kinds, get_min_num_layers
+from shardformer.errors import PolicyError, get_first_line
+from shardformer.gradient_accumulation.micro_batches import MEDIA_TOKEN_FIELDS, get_special_token_ids
+from shardformer.meta_init.materialization import copy_and_materialize, is_lazy
 from shardformer.sharding.checks import runs_library_code
 from shardformer.torch_compat import DropoutBase, TorchDispatchMode, has_data, tree_leaves
 
@@ -40,7 +40,7 @@ OPERATIONS = 16  # number of operations whose rounding errors may accumulate
 
 @dataclass(frozen=True)
 class ReferenceGradients:
-    """The loss (see ``probe_loss``) and the gradients of an unsharded model for one batch."""
+    """The loss (see ``compute_probe_loss``) and the gradients of an unsharded model for one batch."""
 
     model: nn.Module
     run: Forward
@@ -62,7 +62,7 @@ class ReferenceGradients:
         The rounding error depends on cancellation, because the gradient of a scale is a sum over all tokens and may
         be much smaller than its terms. It is therefore measured by changing each weight by an fp32 rounding error.
         """
-        moved = copy_sharing_values(self.model)
+        moved = copy_with_shared_weights(self.model)
         draws = torch.Generator().manual_seed(0)
         for p in moved.parameters():
             signs = torch.randint(0, 2, p.shape, generator=draws).to(p) * 2 - 1
@@ -82,7 +82,7 @@ class ReferenceGradients:
         """Run a forward and a backward pass of ``model``, and return its loss and gradients."""
         model.zero_grad()
         with torch.enable_grad():  # the caller may have disabled gradients
-            loss = probe_loss(run(model))
+            loss = compute_probe_loss(run(model))
             loss.backward()
         gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
         model.zero_grad()
@@ -109,7 +109,7 @@ def count_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def copy_sharing_values(model: nn.Module) -> nn.Module:
+def copy_with_shared_weights(model: nn.Module) -> nn.Module:
     """Copy a model so that the copy shares the parameter values with the original but has its own gradients."""
     own: dict[int, Any] = {
         id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if type(p) is nn.Parameter
@@ -117,7 +117,7 @@ def copy_sharing_values(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, own)
 
 
-def probe_loss(output: Any, *, equal_sample_weights: bool = False) -> Tensor:
+def compute_probe_loss(output: Any, *, equal_sample_weights: bool = False) -> Tensor:
     """Compute a test loss that depends on all outputs of a model: the sum of their weighted mean squares.
 
     Args:
@@ -262,7 +262,7 @@ class ReducedModel:
         """Compute the loss and the gradients for each further example batch."""
         return tuple(ReferenceGradients.of(self.model, further.run) for further in self.further)
 
-    def explain_unvalidated(self, failure: str | None) -> dict[str, str]:
+    def explain_unvalidated_inputs(self, failure: str | None) -> dict[str, str]:
         """Map the name of each input that was not validated to the reason.
 
         Args:
@@ -328,7 +328,7 @@ def _format_error(error: Exception) -> str:
 
 
 def _make_copy_functions(model: nn.Module) -> list[Callable[[], nn.Module]]:
-    make_copy = partial(copy_materialized if is_lazy(model) else copy.deepcopy, model)
+    make_copy = partial(copy_and_materialize if is_lazy(model) else copy.deepcopy, model)
     return [make_copy] if count_parameters(model) <= SMALL_NUMEL else []
 
 
@@ -343,11 +343,11 @@ def copy_small_model(model: nn.Module) -> ReducedModel:
         try:
             reduced = remove_hooks(_build_on_cpu(make, dtype))
             with check_independent_copy(model):
-                return ReducedModel(reduced, *_find_trainable_call(reduced, None, guesses=True))
+                return ReducedModel(reduced, *_find_trainable_call(reduced, None, allow_guesses=True))
         except PolicyError as error:
             problem = error.what
         except Exception as error:  # user code may raise anything
-            problem = f"{type(error).__name__}: {first_line(error)[:160]}"
+            problem = f"{type(error).__name__}: {get_first_line(error)[:160]}"
     raise PolicyError(
         f"No copy of {type(model).__name__} can be run: {problem}.",
         rule="A policy is validated by a forward and a backward pass of a copy with at most "
@@ -388,10 +388,10 @@ def remove_hooks(model: nn.Module) -> nn.Module:
     return model
 
 
-def _build_on_cpu(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+def _build_on_cpu(build_model: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return make().to(device="cpu", dtype=dtype).eval().requires_grad_(True)
+        return build_model().to(device="cpu", dtype=dtype).eval().requires_grad_(True)
 
 
 def _iter_model_makers(model: nn.Module) -> Iterator[Callable[[], nn.Module]]:
@@ -400,7 +400,7 @@ def _iter_model_makers(model: nn.Module) -> Iterator[Callable[[], nn.Module]]:
     shrinker = ConfigShrinker(model)
     # with the default number of layers, or as many as needed for one of each kind
     for recompute_derived, even, layers in product(
-        (False, True), (False, True), dict.fromkeys((0, count_min_layers(model)))
+        (False, True), (False, True), dict.fromkeys((0, get_min_num_layers(model)))
     ):
         yield partial(_build_reduced_model, shrinker, even=even, layers=layers, recompute_derived=recompute_derived)
 
@@ -410,21 +410,23 @@ def _build_reduced_model(shrinker: ConfigShrinker, **options: Any) -> nn.Module:
     # matching the widths of submodels may reduce the model further
     if (numel := shrinker.count_model_parameters(small)) <= MAX_UNMATCHED_NUMEL:
         model = type(shrinker.model)(small)
-        model = _match_widths(model, small) if hasattr(model, "get_input_embeddings") else model
+        model = _match_image_and_text_widths(model, small) if hasattr(model, "get_input_embeddings") else model
         numel = count_parameters(model)
     if numel > SMALL_NUMEL:
         raise ValueError(f"the reduced model has {numel:,} parameters, but the limit is {SMALL_NUMEL:,}")
     return model
 
 
-def _match_widths(model: nn.Module, small: Any) -> nn.Module:
+def _match_image_and_text_widths(model: nn.Module, small_config: Any) -> nn.Module:
     """Rebuild a multimodal model so that its image features are as wide as its text embeddings, if possible."""
     made = dict(example_inputs.generate_inputs(model))
     if width := example_inputs.get_image_feature_width(model, made):
-        for path, value in iter_integer_fields(small):
+        for path, value in iter_integer_fields(small_config):
             if value == width and len(path) > 1:
                 try:
-                    other: nn.Module = type(model)(replace_fields(small, {path: example_inputs.get_text_width(model)}))
+                    other: nn.Module = type(model)(
+                        replace_fields(small_config, {path: example_inputs.get_text_width(model)})
+                    )
                     if not example_inputs.get_image_feature_width(other, made):
                         return other
                 except Exception:  # an unrelated field of the same value
@@ -433,7 +435,7 @@ def _match_widths(model: nn.Module, small: Any) -> nn.Module:
 
 
 def _find_trainable_call(
-    reduced: nn.Module, batch: Mapping[str, Tensor] | None, *, media_in_text: bool = False, guesses: bool = False
+    reduced: nn.Module, batch: Mapping[str, Tensor] | None, *, media_in_text: bool = False, allow_guesses: bool = False
 ) -> tuple[Forward, Mapping[str, Tensor]]:
     """Find the first batch on which the reduced model can be trained; return its forward pass and the batch.
 
@@ -441,16 +443,18 @@ def _find_trainable_call(
     """
     problem: Exception | None = None
     for inputs in (
-        [batch] if batch is not None else _iter_batches(reduced, media_in_text=media_in_text, guesses=guesses)
+        [batch]
+        if batch is not None
+        else _iter_batches(reduced, media_in_text=media_in_text, allow_guesses=allow_guesses)
     ):
         for candidate in (*iter_batches_with_labels(reduced, inputs), inputs):
-            run = forward_call(reduced, candidate)
+            run = make_forward_fn(reduced, candidate)
             try:
                 native = copy.deepcopy(reduced)  # some modules store results of a forward pass
                 if candidate is not inputs and getattr(run(native), "loss", None) is None:
                     continue
                 ReferenceGradients.of(native, run).check_finite()
-                _set_training_mode(reduced, run, forward_call(reduced, candidate, seed=1))
+                _set_training_mode(reduced, run, make_forward_fn(reduced, candidate, seed=1))
                 return run, candidate
             except Exception as error:
                 problem = error if problem is None or candidate is inputs else problem
@@ -458,15 +462,17 @@ def _find_trainable_call(
     raise problem
 
 
-def _iter_batches(reduced: nn.Module, *, media_in_text: bool, guesses: bool = False) -> Iterator[Mapping[str, Tensor]]:
+def _iter_batches(
+    reduced: nn.Module, *, media_in_text: bool, allow_guesses: bool = False
+) -> Iterator[Mapping[str, Tensor]]:
     """Yield example batches for the reduced model, with guessed inputs last.
 
     Args:
         media_in_text: whether batches with images or audio in the text come before batches with text only.
     """
-    guessed = example_inputs.guess_batches(reduced) if guesses else []
+    guessed = example_inputs.guess_batches(reduced) if allow_guesses else []
     try:
-        known = example_inputs.example_batches(reduced)
+        known = example_inputs.make_example_batches(reduced)
     except UnknownInputsError:
         if not guessed:
             raise
@@ -487,7 +493,7 @@ def find_first_batch(model: nn.Module) -> Mapping[str, Tensor]:
         for candidate in (*iter_batches_with_labels(model, inputs), inputs):
             try:
                 with torch.no_grad():
-                    output = forward_call(model, candidate)(model)
+                    output = make_forward_fn(model, candidate)(model)
                 if candidate is inputs or getattr(output, "loss", None) is not None:
                     return candidate
             except Exception as error:
@@ -504,7 +510,7 @@ def _iter_media_calls(reduced: nn.Module, batch_used: Mapping[str, Tensor]) -> I
         adds_media = _has_media_tokens(reduced, inputs) and not _has_media_tokens(reduced, batch_used)
         names = tuple(name for name in floats if adds_media or name not in batch_used)
         for candidate in (*iter_batches_with_labels(reduced, inputs), inputs) if names else ():
-            run = forward_call(reduced, candidate)
+            run = make_forward_fn(reduced, candidate)
             try:
                 if candidate is not inputs and getattr(run(copy.deepcopy(reduced)), "loss", None) is None:
                     continue
@@ -516,19 +522,19 @@ def _iter_media_calls(reduced: nn.Module, batch_used: Mapping[str, Tensor]) -> I
 
 
 def _has_media_tokens(reduced: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
-    special = special_token_ids(getattr(reduced, "config", None))
+    special = get_special_token_ids(getattr(reduced, "config", None))
     ids = [x for name, x in special.items() if name.startswith(tuple(example_inputs.MODALITIES))]
     return MEDIA_TOKEN_FIELDS in inputs and bool(torch.isin(inputs[MEDIA_TOKEN_FIELDS], torch.tensor([*ids, -1])).any())
 
 
-def _set_training_mode(reduced: nn.Module, run: Forward, reseeded: Forward) -> None:
+def _set_training_mode(reduced: nn.Module, run: Forward, run_reseeded: Forward) -> None:
     """Put a model into training mode without dropout, or into eval mode if training is random or fails."""
     disable_dropout(reduced.train())
     try:
         first, again = copy.deepcopy(reduced), copy.deepcopy(reduced)
         reference = ReferenceGradients.of(first, run)
         reference.check_finite()
-        is_random = any(probe_loss(call(again)).item() != reference.loss for call in (run, reseeded))
+        is_random = any(compute_probe_loss(call(again)).item() != reference.loss for call in (run, run_reseeded))
     except Exception:
         is_random = True
     reduced.train(not is_random)

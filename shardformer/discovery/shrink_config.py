@@ -48,7 +48,7 @@ def find_layer_kinds(model: nn.Module) -> frozenset[LayerKind]:
     )
 
 
-def count_min_layers(model: nn.Module) -> int:
+def get_min_num_layers(model: nn.Module) -> int:
     """Return how many of the first layers a reduced model must keep to have a layer of each kind.
 
     Returns 0 if the default number suffices, or if more than ``MAX_LAYERS`` are needed.
@@ -163,7 +163,10 @@ def _keep_few_layers(config: Any, path: Path, count: int, num_first: int, num_pe
     shared = fields.get(KV_SHARED) or 0
     of_each = {n: v for n, v in fields.items() if isinstance(v, list | tuple) and len(v) == count}
     kinds = list(
-        zip(*[v for v in of_each.values() if not _enumerates_layers(v)], [i < count - shared for i in range(count)])
+        zip(
+            *[v for v in of_each.values() if not _is_list_of_layer_indices(v)],
+            [i < count - shared for i in range(count)],
+        )
     )
     chosen = {i for i, kind in enumerate(kinds) if i < num_first or kinds[:i].count(kind) < num_per_kind}
     remaining = [i for i in range(count) if i not in chosen]
@@ -172,14 +175,16 @@ def _keep_few_layers(config: Any, path: Path, count: int, num_first: int, num_pe
         setattr(place, field, len(kept))
     for name, values in of_each.items():
         setattr(
-            place, name, type(values)(values[i] for i in (range(len(kept)) if _enumerates_layers(values) else kept))
+            place,
+            name,
+            type(values)(values[i] for i in (range(len(kept)) if _is_list_of_layer_indices(values) else kept)),
         )
     if shared:
         setattr(place, KV_SHARED, sum(i >= count - shared for i in kept))
     return few
 
 
-def _enumerates_layers(values: Sequence[Any]) -> bool:
+def _is_list_of_layer_indices(values: Sequence[Any]) -> bool:
     """Return whether a list contains only consecutive layer indices."""
     return all(type(v) is int for v in values) and list(values) == list(range(values[0], values[0] + len(values)))
 
@@ -297,7 +302,7 @@ def shrink_config(config: Any, **options: Any) -> Any:
         options: options of ``ConfigShrinker.make_small_config``.
     """
     model = build_meta_model(config)
-    return ConfigShrinker(model).make_small_config(**{"layers": count_min_layers(model), **options})
+    return ConfigShrinker(model).make_small_config(**{"layers": get_min_num_layers(model), **options})
 
 
 def build_meta_model(config: Any) -> nn.Module:
@@ -313,7 +318,7 @@ def build_meta_model(config: Any) -> nn.Module:
             remedy="Pass the model instead.",
         )
     name = get_first_architecture(config)
-    make: Any = model_class(name) or transformers.AutoModel.from_config
+    make: Any = get_model_class(name) or transformers.AutoModel.from_config
     try:
         with torch.device("meta"):
             model: nn.Module = make(copy.deepcopy(config))
@@ -332,7 +337,7 @@ def get_first_architecture(config: Any) -> str:
     return first if isinstance(first, str) else ""
 
 
-def model_class(name: str) -> type[nn.Module] | None:
+def get_model_class(name: str) -> type[nn.Module] | None:
     """Return the transformers model class with this name, or None if transformers has no such class."""
     transformers = load_transformers()
     found = getattr(transformers, name, None) if name.isidentifier() else None
@@ -340,15 +345,15 @@ def model_class(name: str) -> type[nn.Module] | None:
     return found if is_model and found.config_class is not None else None  # type: ignore[union-attr]
 
 
-def rebuild_config(small: Any, kept_fields: Collection[str]) -> Any:
+def rebuild_config(small_config: Any, kept_fields: Collection[str]) -> Any:
     """Construct a config again so that its class recomputes all derived fields except ``kept_fields``."""
-    default, now, assigned = vars(type(small)()), vars(small), {}
-    for field in (field for field in dataclasses.fields(small) if field.init):
-        name = small.attribute_map.get(field.name, field.name)
+    default, now, assigned = vars(type(small_config)()), vars(small_config), {}
+    for field in (field for field in dataclasses.fields(small_config) if field.init):
+        name = small_config.attribute_map.get(field.name, field.name)
         derived = field.default is None and default.get(name) is not None and type(now[name]) is int
         if name in now and not (derived and name not in kept_fields):
             assigned[field.name] = now[name]
-    return type(small)(**assigned)
+    return type(small_config)(**assigned)
 
 
 HEAD = (config_fields.SizeRole.MATRIX, config_fields.SizeRole.VECTOR)  # where the vocabulary size occurs in an LM head
@@ -359,26 +364,28 @@ MAX_HEAD_DIM = 256
 MIN_UNAMBIGUOUS = 32  # smaller numbers may be equal by chance
 
 
-def filter_same_config(field: ConfigField, others: Sequence[ConfigField]) -> list[ConfigField]:
+def get_fields_of_same_config(field: ConfigField, others: Sequence[ConfigField]) -> list[ConfigField]:
     """Return the fields in ``others`` that are in the same config or nested config as ``field``."""
     return [other for other in others if other.path[:-1] == field.path[:-1]]
 
 
 def reduce_fields(
-    measured: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning], sizes: SmallSizes
+    all_fields: Sequence[ConfigField], field_meanings: Mapping[Path, FieldMeaning], sizes: SmallSizes
 ) -> dict[Path, int]:
     """Return a small value for each config field that can be reduced, by the path of the field."""
     small: dict[Path, int] = {}
-    of = {kind: [field for field in measured if kinds.get(field.path) is kind] for kind in FieldMeaning}
+    of = {kind: [field for field in all_fields if field_meanings.get(field.path) is kind] for kind in FieldMeaning}
     hidden = {n.value: _reduce_hidden_size(n, of[FieldMeaning.HIDDEN], sizes) for n in of[FieldMeaning.HIDDEN]}
     words = {
-        n.value for n in of[FieldMeaning.ROWS] if any(s.role in HEAD and not s.depth for s in n.sizes_equal_to_value())
+        n.value
+        for n in of[FieldMeaning.ROWS]
+        if any(s.role in HEAD and not s.depth for s in n.get_sizes_equal_to_value())
     }
     for field in of[FieldMeaning.HEADS]:
-        counts = {n.value for n in filter_same_config(field, of[FieldMeaning.HEADS])}
+        counts = {n.value for n in get_fields_of_same_config(field, of[FieldMeaning.HEADS])}
         small[field.path] = _reduce_head_counts(counts, sizes)[field.value]
     for field in of[FieldMeaning.HEAD_DIM]:
-        dim = sizes.head_dim * _count_parts_per_head(field, filter_same_config(field, of[FieldMeaning.HEAD_DIM]))
+        dim = sizes.head_dim * _count_parts_per_head(field, get_fields_of_same_config(field, of[FieldMeaning.HEAD_DIM]))
         small[field.path] = dim if field.value >= MIN_HEAD_DIM else field.value
     small |= {n.path: _reduce_hidden_size(n, of[FieldMeaning.HIDDEN], sizes) for n in of[FieldMeaning.HIDDEN]}
     for field in of[FieldMeaning.ROWS]:
@@ -389,22 +396,22 @@ def reduce_fields(
     small |= {n.path: min(n.value, LAYERS) for n in of[FieldMeaning.LAYERS]}
     widths = []
     for field in of[FieldMeaning.WIDTH]:
-        product = _reduce_width_of_heads(field, filter_same_config(field, measured), kinds, small)
+        product = _reduce_width_of_heads(field, get_fields_of_same_config(field, all_fields), field_meanings, small)
         if field.value in hidden or product:
             small[field.path] = product or hidden[field.value]
         else:
             widths.append(field)
     ordered = sorted({n.value for n in widths}, reverse=True)
     small |= {n.path: sizes.widths[min(ordered.index(n.value), len(sizes.widths) - 1)] for n in widths}
-    small |= dict(_derive_head_dims_from_widths(measured, of, small))
-    return small | _reduce_equal_fields(measured, kinds, small)
+    small |= dict(_derive_head_dims_from_widths(all_fields, of, small))
+    return small | _reduce_equal_fields(all_fields, field_meanings, small)
 
 
-def _reduce_hidden_size(field: ConfigField, every: Sequence[ConfigField], sizes: SmallSizes) -> int:
+def _reduce_hidden_size(field: ConfigField, all_fields: Sequence[ConfigField], sizes: SmallSizes) -> int:
     """Return a small hidden size that is larger or smaller than the main hidden size if the original one was."""
     matrices: dict[int, set[str]] = {}
-    for other in filter_same_config(field, every):
-        matrices.setdefault(other.value, set()).update(other.changed_matrices())
+    for other in get_fields_of_same_config(field, all_fields):
+        matrices.setdefault(other.value, set()).update(other.get_changed_matrices())
     most = max(matrices, key=lambda value: len(matrices[value]))
     return sizes.hidden * (1 + (field.value > most)) // (1 + (field.value < most))
 
@@ -418,34 +425,45 @@ def _count_parts_per_head(field: ConfigField, neighbors: Sequence[ConfigField]) 
 
 
 def _reduce_width_of_heads(
-    field: ConfigField, neighbors: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning], small: Mapping[Path, int]
+    field: ConfigField,
+    neighbors: Sequence[ConfigField],
+    field_meanings: Mapping[Path, FieldMeaning],
+    small: Mapping[Path, int],
 ) -> int | None:
     """Return a small value for a field that equals the head count times the head dim, or None for other fields."""
     for heads, dim in product(neighbors, neighbors):
-        if kinds.get(heads.path) is FieldMeaning.HEADS and heads.value * dim.value == field.value and heads is not dim:
-            if kinds.get(dim.path) is FieldMeaning.HEAD_DIM or (dim.path not in kinds and dim.value <= MAX_HEAD_DIM):
+        if (
+            field_meanings.get(heads.path) is FieldMeaning.HEADS
+            and heads.value * dim.value == field.value
+            and heads is not dim
+        ):
+            if field_meanings.get(dim.path) is FieldMeaning.HEAD_DIM or (
+                dim.path not in field_meanings and dim.value <= MAX_HEAD_DIM
+            ):
                 return small[heads.path] * small.get(dim.path, dim.value)
     return None
 
 
 def _derive_head_dims_from_widths(
-    measured: Sequence[ConfigField], of: Mapping[FieldMeaning, Sequence[ConfigField]], small: Mapping[Path, int]
+    all_fields: Sequence[ConfigField],
+    fields_by_meaning: Mapping[FieldMeaning, Sequence[ConfigField]],
+    small: Mapping[Path, int],
 ) -> Iterator[tuple[Path, int]]:
     """Yield a path and a small value for each field that equals a hidden size divided by a head count."""
     widths = {
         (field.path[:-1], int(times * field.value)): int(times * small[field.path])
-        for field in of[FieldMeaning.HIDDEN]
+        for field in fields_by_meaning[FieldMeaning.HIDDEN]
         for spot, times in field.ratios.items() if spot.depth and times.denominator == 1
     }  # fmt: skip
-    for field in measured:
-        for heads in filter_same_config(field, of[FieldMeaning.HEADS]):
+    for field in all_fields:
+        for heads in get_fields_of_same_config(field, fields_by_meaning[FieldMeaning.HEADS]):
             width = widths.get((field.path[:-1], field.value * heads.value), 0)
             if field.path not in small and width and width % small[heads.path] == 0:
                 yield field.path, width // small[heads.path]
 
 
 def _reduce_equal_fields(
-    measured: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning], small: Mapping[Path, int]
+    all_fields: Sequence[ConfigField], field_meanings: Mapping[Path, FieldMeaning], small: Mapping[Path, int]
 ) -> dict[Path, int]:
     """Return small values for fields of unknown meaning that have the same value as a field of known meaning.
 
@@ -453,12 +471,12 @@ def _reduce_equal_fields(
     """
     # later meanings take precedence
     meanings = (FieldMeaning.ROWS, FieldMeaning.WIDTH, FieldMeaning.HIDDEN, FieldMeaning.HEAD_DIM, FieldMeaning.HEADS)
-    ordered = [n for meaning in meanings for n in measured if kinds.get(n.path) is meaning]
+    ordered = [n for meaning in meanings for n in all_fields if field_meanings.get(n.path) is meaning]
     anywhere = {n.value: small[n.path] for n in ordered if n.value >= MIN_UNAMBIGUOUS}
     known = {(n.path[:-1], n.value): small[n.path] for n in ordered}
     unknown = [
         n
-        for n in measured
+        for n in all_fields
         if n.path not in small and (n.value >= MIN_UNAMBIGUOUS or n.changes_only_derived_attributes())
     ]
     new = {n.path: known.get((n.path[:-1], n.value), anywhere.get(n.value)) for n in unknown}

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from shardformer.discovery.reduced_model import reduce_model
 from shardformer.discovery.shrink_config import SMALL_NUMEL
-from shardformer.errors import ConfigError, first_line
-from shardformer.meta_init.materialization import copy_materialized, is_lazy
+from shardformer.errors import ConfigError, get_first_line
+from shardformer.meta_init.materialization import copy_and_materialize, is_lazy
 
 # B batch, S sequence, V vocabulary
 
@@ -41,7 +41,7 @@ class LabelDependence:
     in_place: bool
 
 
-def label_dependence(model: Any) -> LabelDependence | None:
+def measure_label_dependence(model: Any) -> LabelDependence | None:
     """Measure which input tokens affect the prediction of a label, or return None if the model cannot be measured.
 
     The measurement uses a copy of the model, or a reduced model if the model is large.
@@ -69,7 +69,7 @@ def check_packing(model: Any, option: str = "data.packing = true", remedy: str =
             is_separated = _separates_documents(small.to(torch.float64), ids_BS)
             reason = "lets tokens attend to other documents of their row"
         except Exception as error:  # the model takes no position_ids
-            is_separated, reason = False, f"does not accept rows of several documents: {first_line(error)}"
+            is_separated, reason = False, f"does not accept rows of several documents: {get_first_line(error)}"
     if not is_separated:
         raise ConfigError(
             f"{option} does not support {type(model).__name__}, which {reason}.",
@@ -94,7 +94,7 @@ def _make_small_model(model: Any) -> tuple[nn.Module, Tensor]:
         reduced = reduce_model(model)
         small, ids_BS = reduced.model, reduced.batch["input_ids"][:1]
     else:
-        small = (copy_materialized if is_lazy(model) else copy.deepcopy)(model)
+        small = (copy_and_materialize if is_lazy(model) else copy.deepcopy)(model)
         special = {value for name, value in model.config.to_dict().items() if name.endswith("_token_id")}
         plain = [token for token in range(model.get_input_embeddings().num_embeddings) if token not in special]
         ids_BS = torch.tensor(plain)[torch.randperm(len(plain))[None, :LENGTH]]

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
-from shardformer.consistency.initial_weights import model_fingerprint
+from shardformer.consistency.initial_weights import compute_model_fingerprint
 from shardformer.discovery import reduced_model, validation
 from shardformer.discovery.derive_policy import DerivedPolicy
 from shardformer.discovery.forward_trace import TRACE_LOCK, trace_forward
-from shardformer.discovery.reduced_model import RELATIVE, ReducedModel, copy_sharing_values
+from shardformer.discovery.reduced_model import RELATIVE, ReducedModel, copy_with_shared_weights
 from shardformer.discovery.shrink_config import SMALL_NUMEL, get_layer_kind
 from shardformer.discovery.validation import TrainingMismatchError, get_layer_stacks, validate_policy
 from shardformer.errors import PolicyError, ShardFormerError
 from shardformer.layout.tied_tensors import max_difference
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.module_paths import as_path_list, get_at, join_path, match_paths
+from shardformer.module_paths import as_path_list, get_by_path, join_path, match_paths
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, Experts, Role
@@ -86,7 +86,7 @@ def _find_unlisted_attributes(policy: RolePolicy, role: Attention, reduced: Redu
         for path in paths[:1]:
             is_attribute = str(heads).startswith(".")
             owner = reduced.model.get_submodule(path) if is_attribute else getattr(reduced.model, "config", None)
-            count = get_at(owner, heads.removeprefix(".")) if isinstance(heads, str) else heads
+            count = get_by_path(owner, heads.removeprefix(".")) if isinstance(heads, str) else heads
             read = {n: v for n, v in numbers.get(path, {}).items() if n not in role.local_attrs and n != "layer_idx"}
             return ", ".join(f"{name}={value}" for name, value in read.items() if value == count)
     return ""
@@ -111,7 +111,7 @@ def check_registered_policy(model: nn.Module, policy: Policy) -> None:
     if not user_modules:
         return
     path, module = next(iter(user_modules.items()))
-    failure, sequence_failure = _find_registered_policy_faults(model, type(policy), layers, user_modules)
+    failure, sequence_failure = _validate_registered_policy(model, type(policy), layers, user_modules)
     if isinstance(policy, RolePolicy) and sequence_failure is not None:
         why = f"with the code of {path} ({type(module).__name__}), {sequence_failure}"
         policy.no_sequence_parallel = policy.no_sequence_parallel or why
@@ -125,7 +125,7 @@ def check_registered_policy(model: nn.Module, policy: Policy) -> None:
         )
 
 
-def _find_registered_policy_faults(
+def _validate_registered_policy(
     model: nn.Module, policy: type[Policy], layers: list[str], user_modules: dict[str, nn.Module]
 ) -> tuple[str | None, str | None]:
     """Return why a policy fails validation without and with sequence parallelism, or None if it passes."""
@@ -179,7 +179,7 @@ MAX_TRIAL_NUMEL = 100_000_000
 
 
 @dataclass(frozen=True)
-class PolicyFault:
+class PolicyFailure:
     """A failed validation of a policy, with the module where the failure appears and a remedy, if they are known."""
 
     what: str
@@ -216,7 +216,7 @@ def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor: int) -> str
     model = plan.model
     excluded = ("model", "axis", "shard_config", "find_submodel_policy")
     options = repr({name: value for name, value in vars(policy).items() if name not in excluded})
-    key = (type(model), type(policy), options, tensor, hash((*model_fingerprint(model), *plan.fingerprint())))
+    key = (type(model), type(policy), options, tensor, hash((*compute_model_fingerprint(model), *plan.fingerprint())))
     with _ONE_AT_A_TIME:
         if key not in _RESULTS:
             try:
@@ -318,8 +318,8 @@ class _PolicyTrial:
             native = copy.deepcopy(reduced.model)  # some modules store results of a forward pass
             first = reduced_model.ReferenceGradients.of(native, reduced.run)
             with TRACE_LOCK, _LowPrecisionDetector(native) as low_precision, torch.no_grad():
-                again = reduced_model.probe_loss(reduced.run(native)).item()
-            copy_sharing_values(reduced.model)
+                again = reduced_model.compute_probe_loss(reduced.run(native)).item()
+            copy_with_shared_weights(reduced.model)
         except Exception as error:
             raise _NotValidated(validation.summarize_error(error)) from error
         if not abs(first.loss - again) <= 0.01 * RELATIVE * abs(first.loss):
@@ -336,12 +336,12 @@ class _PolicyTrial:
 
         The error names the role of the policy that causes the difference, if it is known.
         """
-        fault = self._find_fault(self._policy)
+        fault = self._find_failure(self._policy)
         if fault is None:
             return None
         if self._draws_random_numbers:
             raise _NotValidated("the model draws random numbers, which differ between shards and the full model")
-        role, fault = next(self._iter_faulty_roles(), (None, fault))
+        role, fault = next(self._iter_failing_roles(), (None, fault))
         name, model = type(self._policy).__name__, type(self._reduced.model).__name__
         text = role if isinstance(role, str | None) else f"{type(role).__name__} {role.at!r}"
         by = f"{name} over {self._tensor} ranks" if text is None else f"the {text} of {name} alone"
@@ -352,30 +352,30 @@ class _PolicyTrial:
             + ". If the difference is intended, set validate = False in the policy.",
         )
 
-    def _iter_faulty_roles(self) -> Iterator[tuple[Role | str, PolicyFault]]:
+    def _iter_failing_roles(self) -> Iterator[tuple[Role | str, PolicyFailure]]:
         """Shard the model with one role at a time; yield each role that changes the results, and the difference."""
         if not isinstance(self._policy, RolePolicy):
             return
         for role, policy in _iter_single_role_policies(self._policy):
             try:
-                if (fault := self._find_fault(policy)) is not None:
+                if (fault := self._find_failure(policy)) is not None:
                     yield role, fault
             except _NotValidated:
                 continue
 
-    def _find_fault(self, policy: Policy, expected_outputs: dict[str, Tensor] | None = None) -> PolicyFault | None:
+    def _find_failure(self, policy: Policy, expected_outputs: dict[str, Tensor] | None = None) -> PolicyFailure | None:
         """Train a sharded copy of the model, and return a description of the first failure or difference, or None.
 
         A second run with ``expected_outputs`` finds the module at which a difference appears.
         """
-        models = [copy_sharing_values(self._reduced.model) for _ in range(self._tensor)]
+        models = [copy_with_shared_weights(self._reduced.model) for _ in range(self._tensor)]
         first: list[str] = []
 
         def train(context: ParallelContext) -> None:
             model = models[context.tensor.rank]
             self._shard_with_copy(policy, model, context)
             if expected_outputs is not None and context.tensor.rank == 0:
-                _record_differences(model, expected_outputs, first)
+                _add_comparison_hooks(model, expected_outputs, first)
             validation.compare_training(self._reference, model)
 
         try:
@@ -385,19 +385,19 @@ class _PolicyTrial:
             raise
         except TrainingMismatchError as difference:
             if expected_outputs is None:
-                return self._find_fault(policy, _record_module_outputs(self._reduced))
+                return self._find_failure(policy, _record_module_outputs(self._reduced))
             at = next(iter(first), None)
             if not str(difference).startswith("the output"):
-                return PolicyFault(f"trains differently: {difference}" + (f", as does {at!r}" if at else ""), at)
-            return PolicyFault("computes a different output" + (f", first in {at!r}" if at else ""), at)
+                return PolicyFailure(f"trains differently: {difference}" + (f", as does {at!r}" if at else ""), at)
+            return PolicyFailure("computes a different output" + (f", first in {at!r}" if at else ""), at)
         except PolicyError as error:
-            return PolicyFault(f"does not run: {error.what}", remedy=error.remedy)
+            return PolicyFailure(f"does not run: {error.what}", remedy=error.remedy)
         except ShardFormerError as error:  # an option or input error, which the real forward pass will raise again
             raise _NotValidated(error.what) from error
         except Exception as error:  # a forward pass with wrong shards may raise anything
             at = next((found for model in models if (found := validation.find_failing_module(error, model))), None)
             where = (f" in {at!r}" if at else "") + validation.format_user_code_location(error)
-            return PolicyFault(f"does not run: {validation.summarize_error(error)}{where}", at)
+            return PolicyFailure(f"does not run: {validation.summarize_error(error)}{where}", at)
 
     def _shard_with_copy(self, policy: Policy, model: nn.Module, context: ParallelContext) -> None:
         """Shard a model with a copy of the policy, and raise _NotValidated if that fails.
@@ -445,11 +445,11 @@ def _iter_single_role_policies(policy: RolePolicy) -> Iterator[tuple[Role | str,
 
 def _record_module_outputs(reduced: ReducedModel) -> dict[str, Tensor]:
     """Run one forward pass, and return the first tensor in the output of each module."""
-    model = copy_sharing_values(reduced.model)
+    model = copy_with_shared_weights(reduced.model)
     outputs: dict[str, Tensor] = {}
 
     def store(path: str, output: Any) -> None:
-        if path not in outputs and (first := _first_tensor(output)) is not None:
+        if path not in outputs and (first := _get_first_tensor(output)) is not None:
             outputs[path] = first.detach().clone()
 
     for path, module in model.named_modules():
@@ -459,15 +459,15 @@ def _record_module_outputs(reduced: ReducedModel) -> dict[str, Tensor]:
     return outputs
 
 
-def _first_tensor(output: Any) -> Tensor | None:
+def _get_first_tensor(output: Any) -> Tensor | None:
     return next((x for x in tree_leaves(output) if isinstance(x, Tensor)), None)
 
 
-def _record_differences(model: nn.Module, expected_outputs: dict[str, Tensor], different_modules: list[str]) -> None:
+def _add_comparison_hooks(model: nn.Module, expected_outputs: dict[str, Tensor], different_modules: list[str]) -> None:
     """Add hooks that append the path of each module with an unexpected output to ``different_modules``."""
 
     def note(path: str, output: Any) -> None:
-        x, y = _first_tensor(output), expected_outputs.get(path)
+        x, y = _get_first_tensor(output), expected_outputs.get(path)
         if type(x) is not Tensor or y is None or x.shape != y.shape or not x.is_floating_point():
             return  # sharded logits would be gathered, but the other ranks would not take part
         if max_difference(x.detach(), y) > RELATIVE * y.abs().max():

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from shardformer.config import ShardConfig
 from shardformer.context_parallel.method import RingSizes
 from shardformer.discovery import reduced_model
-from shardformer.discovery.example_inputs import Forward, forward_call
+from shardformer.discovery.example_inputs import Forward, make_forward_fn
 from shardformer.discovery.forward_trace import StackCallRecord
 from shardformer.discovery.reduced_model import (
     RELATIVE,
     ReducedModel,
     ReferenceGradients,
-    copy_sharing_values,
-    probe_loss,
+    compute_probe_loss,
+    copy_with_shared_weights,
 )
-from shardformer.errors import PolicyError, ShardFormerError, first_line
+from shardformer.errors import PolicyError, ShardFormerError, get_first_line
 from shardformer.kernels.attention_registration import find_attention_classes
 from shardformer.layout.sharding_metadata import metadata_of, shard_specs
 from shardformer.layout.tied_tensors import max_difference
@@ -36,7 +36,7 @@ from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.tensor_grid import GRID_AXIS_NAMES, TensorGrid
 from shardformer.module_paths import LIBRARIES
 from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, owner_layers, owner_stages
-from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward, StagePass, is_placeholder
+from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward, StageForwardState, is_placeholder
 from shardformer.pipeline.stage_manager import copy_shared_attributes
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
@@ -82,7 +82,7 @@ def find_failing_module(error: BaseException, model: nn.Module) -> str | None:
 
 def summarize_error(error: BaseException) -> str:
     """Return the class name and the first line of an error."""
-    return f"{type(error).__name__}: {first_line(error)[:MAX_ERROR_CHARS]}"
+    return f"{type(error).__name__}: {get_first_line(error)[:MAX_ERROR_CHARS]}"
 
 
 def _is_library_frame(frame: FrameType) -> bool:
@@ -115,7 +115,7 @@ def validate_sharding(
     """
 
     def train(context: ParallelContext) -> None:
-        model = copy_sharing_values(reference.model)
+        model = copy_with_shared_weights(reference.model)
         shard(model, context)
         for expected in (reference, *reference.further_batches):
             model.zero_grad()
@@ -140,7 +140,7 @@ def compare_training(reference: ReferenceGradients, model: nn.Module) -> None:
     Raises:
         TrainingMismatchError: if the loss or a gradient differs.
     """
-    loss = probe_loss(reference.run(model))
+    loss = compute_probe_loss(reference.run(model))
     if not abs(loss.item() - reference.loss) <= RELATIVE * abs(reference.loss):
         raise TrainingMismatchError(
             f"the output differs: its test loss is {loss.item():.6g} instead of {reference.loss:.6g}"
@@ -197,7 +197,7 @@ def validate_stages(
         ends = {1, count // 2, count - 1, *(at for start in chain.starts for at in (start - 1, start))}
         for bound in sorted(ends & set(range(1, count))):
             for expected in (reference, *reference.further_batches):
-                _compare_stages(expected, chain, chain.stage_ranges([0, bound, count]))
+                _compare_stages(expected, chain, chain.get_stage_ranges([0, bound, count]))
     except (TrainingMismatchError, ShardFormerError) as error:
         return error.what if isinstance(error, ShardFormerError) else str(error)
     except Exception as error:  # a forward pass of a partial model may raise anything
@@ -210,16 +210,16 @@ def _compare_stages(reference: ReferenceGradients, chain: LayerSequence, spans: 
     stages_of_param = owner_stages(owners, spans)
     stages: list[tuple[nn.Module, StageForward]] = []
     for stage in range(len(spans)):
-        model, placeholders = copy_sharing_values(reference.model), ParameterPlaceholders()
+        model, placeholders = copy_with_shared_weights(reference.model), ParameterPlaceholders()
         placeholders.replace_params(model, {name: stage in stages_of for name, stages_of in stages_of_param.items()})
         copy_shared_attributes(model, chain, [spans[stage]])
         stages.append((model, StageForward(model, chain, placeholders, owners)))
     (first, first_forward), (second, second_forward) = stages
-    _, payload = first_forward.run(first, StagePass(spans[0], {}), lambda: reference.run(first))
+    _, payload = first_forward.run(first, StageForwardState(spans[0], {}), lambda: reference.run(first))
     if payload is None:
         raise TrainingMismatchError("the forward pass did not call all layers of the first stage")
     received = {name: x.detach().requires_grad_(x.requires_grad) for name, x in payload.items()}
-    output, _ = second_forward.run(second, StagePass(spans[1], received), lambda: reference.run(second))
+    output, _ = second_forward.run(second, StageForwardState(spans[1], received), lambda: reference.run(second))
     _compare_outputs(reference, output)
     trains = [name for name, x in payload.items() if x.requires_grad]
     if any(received[name].grad is None for name in trains):
@@ -245,15 +245,15 @@ def _compare_outputs(reference: ReferenceGradients, output: Any) -> None:
         torch.stack(losses).sum().backward()
 
 
-def _compare_gradients(model: nn.Module, found: Mapping[str, Tensor]) -> None:
+def _compare_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
     expected = _sum_gradients(model, [model])
     model.zero_grad()
-    if expected.keys() != found.keys():
-        name = sorted(expected.keys() ^ found.keys())[0]
+    if expected.keys() != gradients.keys():
+        name = sorted(expected.keys() ^ gradients.keys())[0]
         raise TrainingMismatchError(f"{name} has a gradient either only with or only without pipeline stages")
     bounds = reduced_model.compute_tolerances(expected)
     for name, gradient in expected.items():
-        if gradient.numel() and not max_difference(gradient, found[name]) <= bounds[name]:
+        if gradient.numel() and not max_difference(gradient, gradients[name]) <= bounds[name]:
             raise TrainingMismatchError(f"the gradient of {name} differs")
 
 
@@ -358,12 +358,14 @@ def _validate_context(
     for findings in candidates:
         result = train_with(findings, reference)
         if result.failure is None:
-            return replace(result, findings=replace(result.findings, unproven=reduced.explain_unvalidated(None)))
+            return replace(result, findings=replace(result.findings, unproven=reduced.explain_unvalidated_inputs(None)))
         failure = failure or result.failure
     for findings in candidates if reference.further_batches else ():
         result = train_with(findings, replace(reference, further_batches=()))
         if result.failure is None:
-            return replace(result, findings=replace(result.findings, unproven=reduced.explain_unvalidated(failure)))
+            return replace(
+                result, findings=replace(result.findings, unproven=reduced.explain_unvalidated_inputs(failure))
+            )
     if not_dispatched is not None:
         failure = f"it {not_dispatched}, and {failure or 'no module was found that mixes tokens'}"
     return ContextValidation(failure)
@@ -383,7 +385,7 @@ def _iter_context_candidates(
     children = [(t.layers, layer, name) for t in stacks for layer, name in t.iter_callable_children()]
     attending = _remove_duplicates((layers, name) for layers, layer, name in children if attends(layer, name))
     mixing = _remove_duplicates(
-        (t.layers, name) for t in stacks for layer, name in t.find_mixing_modules() if not attends(layer, name)
+        (t.layers, name) for t in stacks for layer, name in t.find_token_mixing_modules() if not attends(layer, name)
     )
     if is_dispatched and mixing:
         yield ContextFindings(gathers=mixing)
@@ -447,12 +449,12 @@ def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str,
 
     failure = validate_sharding(reference, shard, tensor=total)
     if failure is None:
-        return GridValidation(None, samples, reduced.explain_unvalidated(None))
+        return GridValidation(None, samples, reduced.explain_unvalidated_inputs(None))
     if (
         reference.further_batches
         and validate_sharding(replace(reference, further_batches=()), shard, tensor=total) is None
     ):
-        return GridValidation(None, samples, reduced.explain_unvalidated(failure))
+        return GridValidation(None, samples, reduced.explain_unvalidated_inputs(failure))
     return GridValidation(failure)
 
 
@@ -460,7 +462,7 @@ def _make_larger_batch_run(reduced: ReducedModel) -> Forward:
     """Return a function that runs a forward pass on the example batch plus one sample."""
     count = reduced.samples
     more = {n: torch.cat((x, x[:1])) if x.dim() and len(x) == count else x for n, x in reduced.batch.items()}
-    return forward_call(reduced.model, more)
+    return make_forward_fn(reduced.model, more)
 
 
 def _find_batch_dims(

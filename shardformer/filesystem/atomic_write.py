@@ -30,7 +30,7 @@ _MAX_NAME_LENGTH = 120
 """Maximum number of characters of the target name in a temporary name. File systems allow 255 in total."""
 
 
-class Process(NamedTuple):
+class ProcessIdentity(NamedTuple):
     """Identity of a process: its machine, its PID, and its start time in clock ticks since boot."""
 
     machine: str
@@ -38,21 +38,21 @@ class Process(NamedTuple):
     start: int
 
     @classmethod
-    def this(cls) -> Process:
-        return cls(_machine_id(), os.getpid(), _start_time(os.getpid()) or 0)
+    def this(cls) -> ProcessIdentity:
+        return cls(_get_machine_id(), os.getpid(), _get_start_time(os.getpid()) or 0)
 
     @property
-    def is_here(self) -> bool:
+    def is_on_this_machine(self) -> bool:
         """Whether the process runs on this machine, in the same PID namespace."""
-        return self.machine == _machine_id()
+        return self.machine == _get_machine_id()
 
     @property
     def is_dead(self) -> bool:
         """Whether the process is known to have ended. False for processes of other machines."""
-        if not self.is_here:
+        if not self.is_on_this_machine:
             return False
         if Path("/proc/self/stat").exists():
-            return _start_time(self.pid) != self.start
+            return _get_start_time(self.pid) != self.start
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -67,11 +67,11 @@ class TemporaryName(NamedTuple):
 
     kind: str
     name: str
-    owner: Process
+    owner: ProcessIdentity
 
 
 @functools.cache
-def _machine_id() -> str:
+def _get_machine_id() -> str:
     """Return an ID of this machine and PID namespace. A host name is not unique, because containers can share it."""
     try:
         parts = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
@@ -80,7 +80,7 @@ def _machine_id() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
-def _start_time(pid: int) -> int | None:
+def _get_start_time(pid: int) -> int | None:
     """Return the start time of a process in clock ticks, or None if the process has ended or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -89,7 +89,7 @@ def _start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def path_of(folder: str | os.PathLike[str]) -> Path:
+def to_absolute_path(folder: str | os.PathLike[str]) -> Path:
     """Return the absolute path of a folder, with ``~`` replaced by the home directory.
 
     A program may change its working directory while a background thread writes, so the path must be absolute. Symbolic
@@ -122,9 +122,9 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
-def temporary_path(path: Path, kind: str = SAVING) -> Path:
+def make_temporary_path(path: Path, kind: str = SAVING) -> Path:
     """Return a unique temporary path in the folder of ``path``, for a file that is later renamed to ``path``."""
-    machine, pid, start = Process.this()
+    machine, pid, start = ProcessIdentity.this()
     return path.with_name(f".{kind}-{path.name[:_MAX_NAME_LENGTH]}-{machine}-{pid}-{start}-{secrets.token_hex(8)}")
 
 
@@ -134,7 +134,7 @@ def parse_temporary_name(path: Path) -> TemporaryName | None:
     if found is None or path.is_symlink():
         return None
     return TemporaryName(
-        found["kind"], found["name"], Process(found["machine"], int(found["pid"]), int(found["start"]))
+        found["kind"], found["name"], ProcessIdentity(found["machine"], int(found["pid"]), int(found["start"]))
     )
 
 
@@ -144,19 +144,19 @@ def find_temporary_paths(folder: Path, name: str) -> list[tuple[Path, TemporaryN
     return [(path, found) for path, found in every if found is not None and found.name == name[:_MAX_NAME_LENGTH]]
 
 
-def remove_leftovers(folder: Path, name: str) -> None:
+def remove_stale_temporary_files(folder: Path, name: str) -> None:
     """Remove the temporary files that killed processes created for ``name``, except replaced versions of it."""
     for path, found in find_temporary_paths(folder, name):
         if found.owner.is_dead and found.kind != REPLACED:
             remove(path)
 
 
-def exchange(new: Path, target: Path) -> Path:
+def move_into_place(new: Path, target: Path) -> Path:
     """Rename the folder ``new`` to ``target``. Return the temporary path to which an existing target was moved.
 
     Raises OSError if a folder cannot be renamed. The previous target is then restored.
     """
-    replaced, is_there = temporary_path(target, REPLACED), os.path.lexists(target)
+    replaced, is_there = make_temporary_path(target, REPLACED), os.path.lexists(target)
     if is_there:
         target.rename(replaced)
     try:
@@ -205,7 +205,7 @@ def replace_atomically(path: Path) -> Iterator[Path]:
     The temporary path has the same suffix. Readers see either the old or the new file. If the block raises, ``path`` is
     unchanged. A symbolic link is replaced, not followed.
     """
-    hidden = temporary_path(path)
+    hidden = make_temporary_path(path)
     hidden = hidden.with_name(hidden.name + path.suffix)
     try:
         yield hidden
@@ -246,14 +246,14 @@ class DirectoryWriter:
         finally:
             remove(hidden)
 
-    def create_temporary_directory(self, target: Path, near: Path) -> Path:
-        """Create a temporary directory next to ``near``, after cleaning up the directories of killed processes."""
-        make_folder(near.parent)
-        remove_leftovers(near.parent, target.name)
-        for path, found in find_temporary_paths(near.parent, target.name):
+    def create_temporary_directory(self, target: Path, sibling: Path) -> Path:
+        """Create a temporary directory next to ``sibling``, after cleaning up the directories of killed processes."""
+        make_folder(sibling.parent)
+        remove_stale_temporary_files(sibling.parent, target.name)
+        for path, found in find_temporary_paths(sibling.parent, target.name):
             if found.kind == REPLACED and found.owner.is_dead:
                 self._remove_replaced(path, target) if target.exists() else path.rename(target)
-        hidden = temporary_path(near)
+        hidden = make_temporary_path(sibling)
         hidden.mkdir()
         return hidden
 
@@ -269,7 +269,7 @@ class DirectoryWriter:
             self._replace_files(new, target)
             return
         _link_files(kept, new)
-        self._remove_replaced(exchange(new, target), target)
+        self._remove_replaced(move_into_place(new, target), target)
 
     def _remove_replaced(self, replaced: Path, target: Path) -> None:
         """Move the unrelated files of the replaced directory to ``target``, then remove the replaced directory."""
@@ -283,16 +283,16 @@ class DirectoryWriter:
         written = {path.name for path in new.iterdir()}
         return [path for path in there if path.name not in written and not self.own.fullmatch(path.name)]
 
-    def _replace_files(self, hidden: Path, target: Path) -> None:
-        """Move the files in ``hidden`` one by one to ``target``. The file ``key`` is removed first and moved last."""
-        new = {path.name for path in hidden.iterdir()}
+    def _replace_files(self, temporary: Path, target: Path) -> None:
+        """Move the files in ``temporary`` to ``target``. The file ``key`` is removed first and moved last."""
+        new = {path.name for path in temporary.iterdir()}
         (target / self.key).unlink(missing_ok=True)
         for path in sorted(target.iterdir()):
             if path.is_file() and self.own.fullmatch(path.name) and path.name not in new:
                 path.unlink()
         for name in sorted(new, key=lambda name: name == self.key):
-            (hidden / name).replace(target / name)
-        hidden.rmdir()
+            (temporary / name).replace(target / name)
+        temporary.rmdir()
 
 
 def _can_be_renamed(target: Path) -> bool:
@@ -308,8 +308,8 @@ def _link_files(paths: Iterable[Path], folder: Path) -> None:
             _link_or_copy(str(path), str(folder / path.name))
 
 
-def _link_or_copy(source: str, to: str) -> None:
+def _link_or_copy(source: str, target: str) -> None:
     try:
-        os.link(source, to)
+        os.link(source, target)
     except OSError:  # a file system without hard links
-        shutil.copy2(source, to)
+        shutil.copy2(source, target)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shardformer.errors import ConfigError, InputError
-from shardformer.filesystem.atomic_write import Process, make_folder, write_new
+from shardformer.filesystem.atomic_write import ProcessIdentity, make_folder, write_new
 
 LOCK = ".shardformer.lock"
 REFRESH_S, STALE_S = 5.0, 30.0
@@ -45,10 +45,10 @@ class _ProcessLocks:
     """All folder locks of this process, by the real path of the folder. A forked child process has no locks."""
 
     def __init__(self) -> None:
-        self.forget()
-        os.register_at_fork(after_in_child=self.forget)
+        self.reset_locks()
+        os.register_at_fork(after_in_child=self.reset_locks)
 
-    def forget(self) -> None:
+    def reset_locks(self) -> None:
         self.locks: dict[str, _Lock] = {}
         self.is_refreshing = False
         self.acquiring = threading.Lock()
@@ -112,14 +112,14 @@ def check_lock_is_held(folder: Path) -> None:
     )
 
 
-def _release_holder(key: str, holder: int, pid: int) -> None:
+def _release_holder(key: str, holder_id: int, pid: int) -> None:
     if pid != os.getpid():  # a forked child does not own its parent's locks
         return
     with _LOCKS.changing:
         lock = _LOCKS.locks.get(key)
         if lock is None:
             return
-        lock.holders.discard(holder)
+        lock.holders.discard(holder_id)
         if not lock.holders:
             del _LOCKS.locks[key]
             with suppress(OSError):
@@ -136,9 +136,9 @@ def _acquire_lock_file(lock: _Lock, folder: Path) -> None:
         found = _read_lock_file(lock.path)
         if found is None:
             continue
-        owner = Process(str(found.get("machine")), int(found.get("process", 0)), int(found.get("started", 0)))
-        is_own = owner == Process.this()  # for example after a failed release
-        if not (is_own or owner.is_dead or (not owner.is_here and _is_stale(lock.path))):
+        owner = ProcessIdentity(str(found.get("machine")), int(found.get("process", 0)), int(found.get("started", 0)))
+        is_own = owner == ProcessIdentity.this()  # for example after a failed release
+        if not (is_own or owner.is_dead or (not owner.is_on_this_machine and _is_stale(lock.path))):
             if not os.path.lexists(lock.path):
                 continue  # the lock has just been released
             raise ConfigError(
@@ -151,7 +151,7 @@ def _acquire_lock_file(lock: _Lock, folder: Path) -> None:
 
 
 def _create_lock_file(lock: _Lock) -> None:
-    process = Process.this()
+    process = ProcessIdentity.this()
     try:
         user = getpass.getuser()
     except (OSError, KeyError):
@@ -193,7 +193,7 @@ def _read_lock_file(path: Path) -> dict[str, Any] | None:
         if data or not is_file:
             raise _lock_file_error(path)
         if time.monotonic() > end:
-            return {"machine": Process.this().machine}  # the owner was killed
+            return {"machine": ProcessIdentity.this().machine}  # the owner was killed
         time.sleep(0.05)
 
 
@@ -209,15 +209,15 @@ def _owns_lock_file(lock: _Lock) -> bool:
 
 def _is_stale(path: Path) -> bool:
     """Wait for the owner of a lock file to refresh it, and return True if this does not happen within 30 s."""
-    before, end = _refresh_stamp(path), time.monotonic() + STALE_S
+    before, end = _get_lock_file_stamp(path), time.monotonic() + STALE_S
     while time.monotonic() < end:
         time.sleep(min(REFRESH_S / 10, 0.5))
-        if _refresh_stamp(path) != before:
+        if _get_lock_file_stamp(path) != before:
             return False
     return True
 
 
-def _refresh_stamp(path: Path) -> tuple[int, ...]:
+def _get_lock_file_stamp(path: Path) -> tuple[int, ...]:
     """Return the inode and modification time of a lock file, which is opened to update them on network storage."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -230,7 +230,7 @@ def _refresh_stamp(path: Path) -> tuple[int, ...]:
         os.close(descriptor)
 
 
-def _remove_stale_lock(path: Path, stale: dict[str, Any]) -> None:
+def _remove_stale_lock(path: Path, stale_content: dict[str, Any]) -> None:
     """Remove the lock file of a process that has ended, unless another process has just taken it over.
 
     Processes of one machine are serialized. Otherwise one process could remove the new lock of another.
@@ -239,16 +239,16 @@ def _remove_stale_lock(path: Path, stale: dict[str, Any]) -> None:
     try:
         with suppress(OSError):  # without flock (network file systems), ``check_lock_is_held`` detects a lost lock
             fcntl.flock(folder, fcntl.LOCK_EX)
-        if _read_lock_file(path) == stale:
+        if _read_lock_file(path) == stale_content:
             with suppress(FileNotFoundError):
                 path.unlink()
     finally:
         os.close(folder)
 
 
-def _describe_owner(found: dict[str, Any]) -> str:
-    words = [f"process {found.get('process')} of {found.get('user')} on {found.get('host')}"]
-    return ", since ".join([*words, str(found["since"])] if "since" in found else words)
+def _describe_owner(content: dict[str, Any]) -> str:
+    words = [f"process {content.get('process')} of {content.get('user')} on {content.get('host')}"]
+    return ", since ".join([*words, str(content["since"])] if "since" in content else words)
 
 
 def _refresh_locks() -> None:

@@ -2,7 +2,7 @@
 
 A model head may shift, clamp, flatten or copy its labels. ``LabelTracer`` records the torch functions of the head, and
 expresses the target as a function of the micro-batch's tensors, which can then be evaluated for other micro-batches. If
-an operation cannot be recorded, ``find_label_forms`` searches the micro-batch for a tensor with the values of the
+an operation cannot be recorded, ``find_label_transforms`` searches the micro-batch for a tensor with the values of the
 target, after the transformations that heads commonly use.
 """
 
@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardformer.comm.sharded_tensor import is_inplace
 from shardformer.gradient_accumulation.micro_batches import TensorPath, Tensors
-from shardformer.torch_compat import to_list
+from shardformer.torch_compat import tolist_or_ones
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class LabelTracer:
         for name, tensor in tensors.items():
             self._expressions[tensor] = BatchTensor(name)
 
-    def expression_of(self, tensor: Tensor) -> Expression | None:
+    def get_expression(self, tensor: Tensor) -> Expression | None:
         expression: Expression | None = self._expressions.get(tensor)
         return expression
 
@@ -163,7 +163,7 @@ class LabelTracer:
             nonlocal num_known
             if not isinstance(x, Tensor):
                 return TensorSize.match(x, self._tensors) if has_sizes and type(x) is int else x
-            expression = self.expression_of(x)
+            expression = self.get_expression(x)
             if expression is not None:
                 num_known += 1
                 return expression
@@ -186,7 +186,7 @@ _OPS_WITH_SIZES = ("__getitem__", "__setitem__", "clamp", "clip", "narrow")
 
 
 @dataclass(frozen=True)
-class LabelForm:
+class LabelTransform:
     """A common way to compute the target of a loss from the labels in a micro-batch: shift, slice or clamp them.
 
     Args:
@@ -209,36 +209,36 @@ class LabelForm:
         return (labels.clamp(0, ignore_index) if self.clamped else labels).reshape(-1)
 
 
-def find_label_forms(
-    target: Tensor, tensors: Tensors, ignore_index: int, clamped: bool, used: Collection[LabelForm]
-) -> list[LabelForm]:
+def find_label_transforms(
+    target: Tensor, tensors: Tensors, ignore_index: int, clamped: bool, used_transforms: Collection[LabelTransform]
+) -> list[LabelTransform]:
     """Find the transformations of micro-batch tensors that result in ``target``, most likely first.
 
     Several forms match if tensors are equal by chance or all labels are ignored. Tensors with a typical name for labels
     come first, then those that no other loss of the model has used.
     """
     flat = target.reshape(-1)
-    used_names = {form.name for form in used}
-    forms = _list_candidate_forms(flat.numel(), tensors, clamped)
+    used_names = {form.name for form in used_transforms}
+    forms = _list_candidate_transforms(flat.numel(), tensors, clamped)
     matches = [form for form in forms if _has_equal_values(form(tensors, ignore_index), flat)]
     return sorted(matches, key=lambda form: (not _has_label_name(form.name), form.name in used_names))
 
 
-def _list_candidate_forms(num_labels: int, tensors: Tensors, clamped: bool) -> Iterator[LabelForm]:
+def _list_candidate_transforms(num_labels: int, tensors: Tensors, clamped: bool) -> Iterator[LabelTransform]:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() or tensor.dtype == torch.bool or not tensor.dim() or not tensor.numel():
             continue
         length = tensor.shape[-1]
         rows = tensor.numel() // length
         if tensor.numel() == num_labels:
-            yield LabelForm(name, clamped=clamped)
-            yield LabelForm(name, offset=1, shifted=True, clamped=clamped)
+            yield LabelTransform(name, clamped=clamped)
+            yield LabelTransform(name, offset=1, shifted=True, clamped=clamped)
         elif 0 < num_labels < tensor.numel() and num_labels % rows == 0:
-            yield LabelForm(name, offset=length - num_labels // rows, clamped=clamped)
+            yield LabelTransform(name, offset=length - num_labels // rows, clamped=clamped)
 
 
 def _has_equal_values(labels: Tensor, target: Tensor) -> bool:
-    return labels.shape == target.shape and bool(to_list((labels.to(target.device) == target).all()))
+    return labels.shape == target.shape and bool(tolist_or_ones((labels.to(target.device) == target).all()))
 
 
 def _has_label_name(name: TensorPath) -> bool:

@@ -35,15 +35,15 @@ from torch.overrides import TorchFunctionMode
 from shardformer.comm.collectives import all_reduce
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.gradient_accumulation.label_tracing import (
-    LabelForm,
     LabelTracer,
+    LabelTransform,
     TensorSize,
     evaluate_expression,
-    find_label_forms,
+    find_label_transforms,
 )
 from shardformer.gradient_accumulation.micro_batches import Tensors, iterate_named_tensors, rebuild_container
 from shardformer.mesh.parallel_context import Axis
-from shardformer.torch_compat import has_data, to_list
+from shardformer.torch_compat import has_data, tolist_or_ones
 
 _CLASS_LOSSES = "cross_entropy nll_loss linear_cross_entropy"
 _ELEMENTWISE_LOSSES = """
@@ -132,7 +132,7 @@ class LossCall:
             return first.shape[0] if first.dim() else 1
         if RECORDED_LOSSES[self.func] == "others":
             with torch.no_grad():
-                return self.compute_with("none").numel()
+                return self.compute_with_reduction("none").numel()
         assert self.basis is not None
         if RECORDED_LOSSES[self.func] == "elements":
             return int(torch.broadcast_shapes(first.shape, self.basis.shape).numel())
@@ -172,7 +172,7 @@ class LossCall:
         logits: Tensor = self.named["input"]
         return logits.shape[1] if logits.dim() > 1 else logits.shape[0]
 
-    def compute_with(self, reduction: str) -> Tensor:
+    def compute_with_reduction(self, reduction: str) -> Tensor:
         """Call the loss function with the recorded arguments but a different ``reduction``."""
         arguments = {n: value for n, value in self.named.items() if n not in ("size_average", "reduce", "reduction")}
         first = [arguments.pop(name) for name in list(arguments)[:2]]  # vocabulary-parallel logits need them positional
@@ -224,7 +224,7 @@ class LossWeights:
         micro_batches: all micro-batches, whose shapes may differ.
         sizes: number of samples of each micro-batch.
         loss_weight: micro-batch -> number of counted labels, which then weights its loss. No losses are recorded.
-        label_forms: label forms that earlier steps found, by index of the loss. New ones are added.
+        label_transforms: label forms that earlier steps found, by index of the loss. New ones are added.
         data_axis: (data axis, device for communication) if the full batch spans all data ranks. Losses are then
             multiplied by the number of ranks, because gradients are averaged. Communicates one number per loss before
             the first backward pass.
@@ -236,14 +236,14 @@ class LossWeights:
         micro_batches: Sequence[Mapping[str, Any]],
         sizes: Sequence[int],
         loss_weight: LossWeight | None = None,
-        label_forms: dict[int, LabelForm] | None = None,
+        label_transforms: dict[int, LabelTransform] | None = None,
         data_axis: tuple[Axis, torch.device] | None = None,
         *,
         counts: bool = False,
     ) -> None:
         assert len(micro_batches) == len(sizes), (len(micro_batches), len(sizes))
         self._micro_batches, self._sizes = micro_batches, sizes
-        self._label_forms = {} if label_forms is None else label_forms
+        self._label_transforms = {} if label_transforms is None else label_transforms
         self._data_axis = data_axis if data_axis is not None and data_axis[0].size > 1 else None
         self._num_ranks = 1 if self._data_axis is None else self._data_axis[0].size
         self._is_full_batch = len(micro_batches) == 1 and self._data_axis is None
@@ -306,13 +306,13 @@ class LossWeights:
                 f"The model called {len(forward.parts)} loss functions for micro-batch {index}, but "
                 f"{len(self._losses)} for micro-batch {self._first}"
             )
-        self._check_sum(index, loss, forward)
+        self._check_linear_combination(index, loss, forward)
         return loss.detach() if self._is_evaluation else loss
 
     def finish(self) -> None:
         """Run the checks that were deferred to avoid synchronizing with the GPU. Raises ConfigError if one fails."""
         checks, self._deferred_checks = self._deferred_checks, []
-        results = to_list(torch.stack([ok for ok, _ in checks])) if checks else []
+        results = tolist_or_ones(torch.stack([ok for ok, _ in checks])) if checks else []
         for (_, problem), ok in zip(checks, results, strict=True):
             if not ok:
                 raise not_sum_of_means_error(problem())
@@ -358,10 +358,10 @@ class LossWeights:
         if self._is_evaluation:
             part = part.detach().requires_grad_()
         forward.parts.append(part)
-        with self.grad_mode(index):
+        with self.enable_grad_in_evaluation(index):
             return part.clone()
 
-    def grad_mode(self, index: int) -> AbstractContextManager[Any]:
+    def enable_grad_in_evaluation(self, index: int) -> AbstractContextManager[Any]:
         """Enable gradients during evaluation, in order to compute the factors of the recorded losses."""
         return torch.enable_grad() if self._is_evaluation and self._forwards[index].parts else nullcontext()
 
@@ -372,7 +372,7 @@ class LossWeights:
         n, total = loss.n_m[index], loss.total
         if not total:  # the full batch's loss is NaN, too
             return call.compute()
-        return call.compute() * (n * self._num_ranks / total) if n else call.compute_with("sum") * 0.0
+        return call.compute() * (n * self._num_ranks / total) if n else call.compute_with_reduction("sum") * 0.0
 
     def _store_counts(
         self, loss: _LossTotals, index: int, trace: LabelTracer | None, call: LossCall, loss_index: int
@@ -414,17 +414,17 @@ class LossWeights:
     def _predict_counts(self, first: int, trace: LabelTracer | None, call: LossCall, loss_index: int) -> list[float]:
         here = call.compute_count()
         tensors = [dict(iterate_named_tensors(m)) for m in self._micro_batches]
-        n_m = self._predict_from_labels(first, trace, call, loss_index, tensors)
+        n_m = self._predict_counts_from_labels(first, trace, call, loss_index, tensors)
         self.has_only_class_means = self.has_only_class_means and n_m is not None and call.has_classes
         if n_m is None:
-            n_m = self._predict_from_samples(first, call, here)
+            n_m = self._predict_counts_from_samples(first, call, here)
         n_m[first] = here
         if any(isinstance(n, Tensor) for n in n_m):
             device = next(n.device for n in n_m if isinstance(n, Tensor))
             n_m = torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device) for n in n_m]).tolist()
         return [float(n) for n in n_m]
 
-    def _predict_from_labels(
+    def _predict_counts_from_labels(
         self, first: int, trace: LabelTracer | None, call: LossCall, loss_index: int, tensors: list[dict[Any, Tensor]]
     ) -> list[Any] | None:
         """Predict the number of labels of each micro-batch from its label tensor, or return None if it is unknown."""
@@ -439,7 +439,7 @@ class LossWeights:
             assert isinstance(n, int)
             return n * there.numel() // max(basis.numel(), 1)
 
-        expression = None if trace is None else trace.expression_of(basis)
+        expression = None if trace is None else trace.get_expression(basis)
         if expression is not None:
             try:
                 bases = [evaluate_expression(expression, of_m) for of_m in tensors]
@@ -450,16 +450,16 @@ class LossWeights:
         if not call.has_classes:
             return None
         ignore_index = -100 if call.ignore_index is None else call.ignore_index
-        used = [form for i, form in self._label_forms.items() if i < loss_index]
-        forms = find_label_forms(basis, here, ignore_index, call.ignores_extra_class, used)
+        used = [form for i, form in self._label_transforms.items() if i < loss_index]
+        forms = find_label_transforms(basis, here, ignore_index, call.ignores_extra_class, used)
         if not forms:
             return None
-        form = self._label_forms[loss_index] if self._label_forms.get(loss_index) in forms else forms[0]
-        self._label_forms[loss_index] = form
+        form = self._label_transforms[loss_index] if self._label_transforms.get(loss_index) in forms else forms[0]
+        self._label_transforms[loss_index] = form
         there_m = [call.find_ignore_index(here, of_m) for of_m in tensors]
         return [count(m, form(tensors[m], ignore_index if i is None else i)) for m, i in enumerate(there_m)]
 
-    def _predict_from_samples(self, first: int, call: LossCall, first_count: LossCount) -> list[Any]:
+    def _predict_counts_from_samples(self, first: int, call: LossCall, first_count: LossCount) -> list[Any]:
         """Predict the number of labels of each micro-batch from its number of samples, if no label is ignored."""
         size = self._sizes[first]
         full = call.basis.numel() if call.has_classes and call.basis is not None else None
@@ -474,7 +474,7 @@ class LossWeights:
     def _check_count(self, index: int, loss_index: int, call: LossCall) -> None:
         expected, seen = self._losses[loss_index].n_m[index], torch.as_tensor(call.compute_count())
         name = call.name  # the deferred check must not keep the logits alive
-        self._require(
+        self._check_or_defer(
             (seen - expected).abs() <= 1e-6 * abs(expected),
             lambda: (
                 f"{name}, which computes loss {loss_index} of the model, counts {float(seen):g} labels in micro-batch "
@@ -482,20 +482,20 @@ class LossWeights:
             ),
         )
 
-    def _check_sum(self, index: int, loss: Tensor, forward: _RecordedLosses) -> None:
+    def _check_linear_combination(self, index: int, loss: Tensor, recorded_losses: _RecordedLosses) -> None:
         """Check that the loss of every micro-batch is the same linear combination of its recorded losses."""
         if loss.requires_grad:
-            factors = self._compute_factors(loss, forward)
+            factors = self._compute_factors(loss, recorded_losses)
         elif self._is_evaluation:  # detached, or not computed from the recorded losses
-            factors = loss.new_ones(len(forward.parts), dtype=torch.float64)
+            factors = loss.new_ones(len(recorded_losses.parts), dtype=torch.float64)
         else:  # no trainable parameters
             return
-        values = torch.stack([part.detach().double() for part in forward.parts]) * factors
-        dtypes = [loss.dtype, *(part.dtype for part in forward.parts)]
+        values = torch.stack([part.detach().double() for part in recorded_losses.parts]) * factors
+        dtypes = [loss.dtype, *(part.dtype for part in recorded_losses.parts)]
         bound = 8 * max(torch.finfo(dtype).eps for dtype in dtypes)
         value, expected = loss.detach().double(), values.sum()
         scale = value.abs() + values.abs().sum()
-        self._require(  # NaN passes
+        self._check_or_defer(  # NaN passes
             ~((value - expected).abs() > bound * scale),
             lambda: (
                 f"The loss of micro-batch {index} is {float(value):.6g}, but its mean losses sum to "
@@ -504,7 +504,7 @@ class LossWeights:
         )
         self._factors[index] = factors
         before = self._factors[next(iter(self._factors))]
-        self._require(
+        self._check_or_defer(
             ~((factors - before).abs() > bound * before.abs()).any(),
             lambda: (
                 f"The model multiplies its mean losses by {factors.tolist()} in micro-batch {index}, but by "
@@ -513,10 +513,10 @@ class LossWeights:
         )
 
     @staticmethod
-    def _compute_factors(loss: Tensor, forward: _RecordedLosses) -> Tensor:
-        trained = [part for part in forward.parts if part.requires_grad]
+    def _compute_factors(loss: Tensor, recorded_losses: _RecordedLosses) -> Tensor:
+        trained = [part for part in recorded_losses.parts if part.requires_grad]
         grads = iter(torch.autograd.grad(loss, trained, retain_graph=True, allow_unused=True))
-        of_parts = [next(grads) if part.requires_grad else None for part in forward.parts]
+        of_parts = [next(grads) if part.requires_grad else None for part in recorded_losses.parts]
         zero = loss.new_zeros((), dtype=torch.float64)
         return torch.stack([zero if grad is None else grad.double() for grad in of_parts])
 
@@ -532,11 +532,11 @@ class LossWeights:
                         f"The model divides the summed {loss.name} by {n:g}, the number of labels in micro-batch {m}"
                     )
 
-    def _require(self, is_valid: Tensor, describe: Problem) -> None:
+    def _check_or_defer(self, is_valid: Tensor, describe: Problem) -> None:
         """Raise ConfigError if ``is_valid`` is False. On a GPU, this check is deferred to ``finish``."""
         if is_valid.device.type != "cpu":
             self._deferred_checks.append((is_valid, describe))
-        elif not to_list(is_valid):
+        elif not tolist_or_ones(is_valid):
             raise not_sum_of_means_error(describe())
 
 
@@ -551,7 +551,7 @@ class _LossRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in RECORDED_LOSSES:
             return self._weights.record_loss(self._index, self._trace, LossCall.bind(func, args, kwargs))
-        with self._weights.grad_mode(self._index):
+        with self._weights.enable_grad_in_evaluation(self._index):
             out = func(*args, **kwargs)
         if self._trace is not None:
             self._trace.record(func, args, kwargs, out)
@@ -559,7 +559,7 @@ class _LossRecorder(TorchFunctionMode):
 
 
 def _is_equal_tensor(x: Tensor, basis: Tensor) -> bool:
-    return x.shape == basis.shape and bool(to_list((x.detach().to(basis) == basis.detach()).all()))
+    return x.shape == basis.shape and bool(tolist_or_ones((x.detach().to(basis) == basis.detach()).all()))
 
 
 def not_sum_of_means_error(problem: str) -> ConfigError:
@@ -580,11 +580,11 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-6
 
 
 class GatherInTrialError(Exception):
-    """Raised if a loss function calls ``gather_over_data`` while ``is_comparing_samples`` tests it."""
+    """Raised if a loss function calls ``gather_over_data`` while ``loss_compares_samples`` tests it."""
 
 
 @torch.no_grad()
-def is_comparing_samples(loss_fn: Callable[..., Any], output: Any, batch: Any, size: int, num_parts: int) -> bool:
+def loss_compares_samples(loss_fn: Callable[..., Any], output: Any, batch: Any, size: int, num_parts: int) -> bool:
     """Test whether ``loss_fn`` compares samples with each other, as a contrastive loss does.
 
     The loss of two samples is then neither the mean nor the sum of their losses.

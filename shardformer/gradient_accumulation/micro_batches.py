@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shardformer.errors import ConfigError, InputError, check_int
-from shardformer.torch_compat import to_list
+from shardformer.torch_compat import tolist_or_ones
 
 # P patches, I images, B samples
 
@@ -36,11 +36,11 @@ Ends = list[int]
 """The index of the row after each sample's last row, preceded by 0."""
 
 
-def special_token_ids(config: Any) -> dict[str, int]:
+def get_special_token_ids(config: Any) -> dict[str, int]:
     """Return the fields of a model config that contain special token ids.
 
     >>> from types import SimpleNamespace
-    >>> special_token_ids(SimpleNamespace(image_token_id=7, video_token_index=8, hidden_size=9))
+    >>> get_special_token_ids(SimpleNamespace(image_token_id=7, video_token_index=8, hidden_size=9))
     {'image_token_id': 7, 'video_token_index': 8}
     """
     fields = vars(config) if hasattr(config, "__dict__") else {}
@@ -82,7 +82,7 @@ def _iterate_grids(batch: Mapping[Any, Any]) -> Iterator[tuple[str, list[int]]]:
     """Yield the name of each grid input, such as ``image_grid_thw``, and the number of patches of each image."""
     for name, x in batch.items():
         if isinstance(name, str) and "grid" in name and _is_integer(x) and x.dim() == 2 and x.shape[1] <= 3:
-            yield name, to_list(x.prod(-1))
+            yield name, tolist_or_ones(x.prod(-1))
 
 
 def _iterate_count_inputs(batch: Mapping[Any, Any], samples: int) -> Iterator[tuple[str, list[int]]]:
@@ -90,7 +90,7 @@ def _iterate_count_inputs(batch: Mapping[Any, Any], samples: int) -> Iterator[tu
     for name, x in batch.items():
         words = set(name.split("_")) if isinstance(name, str) else set()
         if words & set(COUNTS) and _is_integer(x) and x.shape == (samples,):
-            yield name, to_list(x)
+            yield name, tolist_or_ones(x)
 
 
 def _is_integer(x: Any) -> bool:
@@ -133,7 +133,7 @@ def _find_image_ends(batch: Mapping[Any, Any], grid: str, patch_counts: Sequence
     if batch[grid].dim() == 1:
         return list(range(samples + 1))
     candidates, known = _count_media_tokens(batch, grid, ids)
-    matches = [ends for counts in candidates if (ends := _split_images(counts, patch_counts)) is not None]
+    matches = [ends for counts in candidates if (ends := _assign_images_to_samples(counts, patch_counts)) is not None]
     if not candidates and len(patch_counts) == samples:
         return list(range(samples + 1))  # the batch contains only images
     if matches and all(ends == matches[0] for ends in matches):
@@ -159,23 +159,23 @@ def _count_media_tokens(batch: Mapping[Any, Any], grid: str, ids: Ids) -> tuple[
     named = [counts for token in known if sum(counts := _count_per_row(tokens, token))]
     if named:
         return named[:1], True
-    return [_count_per_row(tokens, token) for token in to_list(tokens.unique())], False
+    return [_count_per_row(tokens, token) for token in tolist_or_ones(tokens.unique())], False
 
 
 def _count_per_row(tokens: Tensor, token: int) -> list[int]:
-    return list(to_list((tokens == token).flatten(1).sum(-1)))
+    return list(tolist_or_ones((tokens == token).flatten(1).sum(-1)))
 
 
-def _split_images(tokens: Sequence[int], patch_counts: Sequence[int]) -> Ends | None:
+def _assign_images_to_samples(tokens: Sequence[int], patch_counts: Sequence[int]) -> Ends | None:
     """Assign images to samples by counting placeholder tokens, or return None if the counts do not match.
 
     Args:
         tokens: number of placeholder tokens in each sample.
         patch_counts: number of patches in each image.
 
-    >>> _split_images([6, 1], [8, 16, 4])  # one token for four patches
+    >>> _assign_images_to_samples([6, 1], [8, 16, 4])  # one token for four patches
     [0, 2, 3]
-    >>> _split_images([3, 4], [8, 16, 4]) is None
+    >>> _assign_images_to_samples([3, 4], [8, 16, 4]) is None
     True
     """
     if not sum(tokens) or sum(patch_counts) % sum(tokens):
@@ -188,10 +188,10 @@ def _split_images(tokens: Sequence[int], patch_counts: Sequence[int]) -> Ends | 
     return [end for end in ends if end is not None] if None not in ends else None
 
 
-def _ambiguous_rows_error(batch: Mapping[Any, Any], name: str, samples: int, why: str) -> InputError:
+def _ambiguous_rows_error(batch: Mapping[Any, Any], name: str, samples: int, reason: str) -> InputError:
     return InputError(
         f"The rows of the input {name} of shape {tuple(batch[name].shape)} cannot be divided among "
-        f"{samples} samples: {why}.",
+        f"{samples} samples: {reason}.",
         rule="A tensor with one row per image or patch is split by the placeholder tokens of each sample.",
         remedy=f"Add {KINDS} to the batch, as transformers' processors do, and check that the images are in the "
         "order of the samples. Or use one data rank and one micro-batch.",
@@ -216,12 +216,12 @@ def iterate_named_tensors(value: Any, name: TensorPath = ()) -> Iterator[tuple[T
             yield from iterate_named_tensors(part, (*name, i))
 
 
-def micro_batch_sizes(batch_size: int, micro_batches: int | None, micro_batch_size: int | None) -> list[int]:
+def compute_micro_batch_sizes(batch_size: int, micro_batches: int | None, micro_batch_size: int | None) -> list[int]:
     """Return the number of samples in each micro-batch when a batch is split.
 
-    >>> micro_batch_sizes(7, micro_batches=4, micro_batch_size=None)
+    >>> compute_micro_batch_sizes(7, micro_batches=4, micro_batch_size=None)
     [2, 2, 2, 1]
-    >>> micro_batch_sizes(7, micro_batches=None, micro_batch_size=3)
+    >>> compute_micro_batch_sizes(7, micro_batches=None, micro_batch_size=3)
     [3, 3, 1]
 
     Raises ConfigError if the arguments are invalid, or if there are more micro-batches than samples.
@@ -261,7 +261,7 @@ def check_micro_batch_arguments(micro_batches: int | None, micro_batch_size: int
         )
 
 
-def batch_size_of(batch: Mapping[str, Any], main: str | None = None) -> int:
+def get_batch_size(batch: Mapping[str, Any], main: str | None = None) -> int:
     """Return the number of samples in a batch.
 
     This is the size of the first dimension of ``batch[main]``, or of the first tensor that does not contain patches.
@@ -312,11 +312,11 @@ def split_batch(
         ConfigError: ``sizes`` do not sum to the batch size.
         InputError: a tensor has a different number of rows.
     """
-    total = batch_size_of(batch, main)
+    total = get_batch_size(batch, main)
     if sum(sizes) != total:
         raise ConfigError(
             f"The micro-batch sizes {list(sizes)} sum to {sum(sizes)}, but the batch has {total} samples.",
-            remedy="Compute the sizes of this batch with micro_batch_sizes.",
+            remedy="Compute the sizes of this batch with compute_micro_batch_sizes.",
         )
     if len(sizes) == 1:
         return [dict(batch)]
@@ -396,9 +396,9 @@ def has_entry_per_sample(value: Any, samples: int) -> bool:
     return not any(isinstance(each, Tensor) and each.dim() and each.shape[0] == samples for each in value)
 
 
-def _row_count_error(path: str, x: Tensor, samples: int, why: str) -> InputError:
+def _row_count_error(path: str, x: Tensor, samples: int, reason: str) -> InputError:
     return InputError(
-        f"The input {path} of shape {tuple(x.shape)} has {x.shape[0]} rows in a batch of {samples} samples: {why}.",
+        f"The input {path} of shape {tuple(x.shape)} has {x.shape[0]} rows in a batch of {samples} samples: {reason}.",
         rule="The first dimension of a tensor is the batch. Image patches also need a grid with one row per image, "
         "such as image_grid_thw.",
         remedy="Pass one row per sample, or one row (x[None]) for all samples. To avoid the split, use one "
@@ -433,9 +433,9 @@ def merge_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     return first if all(_is_equal(part, first) for part in parts) else None
 
 
-def _is_equal(one: Any, other: Any) -> bool:
+def _is_equal(value: Any, other: Any) -> bool:
     try:
-        return one is other or bool(one == other)
+        return value is other or bool(value == other)
     except (ValueError, RuntimeError):  # an array without a truth value
         return False
 

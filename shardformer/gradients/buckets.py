@@ -27,7 +27,7 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.layout.shard_spec import Coords
 from shardformer.layout.sharding_metadata import ConsistencyMonitorProtocol, ParamEntry
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.torch_compat import to_list
+from shardformer.torch_compat import tolist_or_ones
 
 
 class OwnerRankTransfer:
@@ -54,17 +54,17 @@ class OwnerRankTransfer:
         """
         packed = [self._pack_slice(gradient, gradient_flags) for gradient in self._gradients]
         outgoing = [
-            torch.cat([*(packed[n] for n in self._indices_owned_by(r, shard_numel, ranges)), gradient_flags])
+            torch.cat([*(packed[n] for n in self._get_owned_indices(r, shard_numel, ranges)), gradient_flags])
             for r in self._ranks
         ]
-        owned = self._indices_owned_by(self._axis.rank, shard_numel, ranges)
-        arriving = [sum(self._slice_sizes(r, owned)) + len(gradient_flags) for r in self._ranks]
+        owned = self._get_owned_indices(self._axis.rank, shard_numel, ranges)
+        arriving = [sum(self._get_slice_numels(r, owned)) + len(gradient_flags) for r in self._ranks]
 
         def add_received_slices(received: Tensor) -> Tensor:
             shard = gradient_flags.new_zeros(shard_numel + len(gradient_flags))
             for rank, part in enumerate(received.split(arriving)):
                 for n, local in zip(
-                    owned, part[: -len(gradient_flags)].split(self._slice_sizes(rank, owned)), strict=True
+                    owned, part[: -len(gradient_flags)].split(self._get_slice_numels(rank, owned)), strict=True
                 ):
                     begin = ranges[n].start - self._axis.rank * shard_numel
                     spec = self._gradients[n].entry.spec
@@ -84,27 +84,28 @@ class OwnerRankTransfer:
         Writes only the elements that this rank stores into ``full``.
         """
         shard_numel, here = len(shard), self._axis.rank
-        owned = self._indices_owned_by(here, shard_numel, ranges)
+        owned = self._get_owned_indices(here, shard_numel, ranges)
         outgoing = [
-            torch.cat([shard[:0], *(self._slice(shard, n, r, shard_numel, ranges) for n in owned)]) for r in self._ranks
+            torch.cat([shard[:0], *(self._get_rank_slice(shard, n, r, shard_numel, ranges) for n in owned)])
+            for r in self._ranks
         ]
-        owned_by_rank = [self._indices_owned_by(r, shard_numel, ranges) for r in self._ranks]
-        arriving = [sum(self._slice_sizes(here, numbers)) for numbers in owned_by_rank]
+        owned_by_rank = [self._get_owned_indices(r, shard_numel, ranges) for r in self._ranks]
+        arriving = [sum(self._get_slice_numels(here, numbers)) for numbers in owned_by_rank]
 
         def place_received_slices(received: Tensor) -> Tensor:
             coords = self._coords_by_rank[here]
             for numbers, part in zip(owned_by_rank, received.split(arriving), strict=True):
-                for n, local in zip(numbers, part.split(self._slice_sizes(here, numbers)), strict=True):
+                for n, local in zip(numbers, part.split(self._get_slice_numels(here, numbers)), strict=True):
                     spec = self._gradients[n].entry.spec
                     spec.place(local.view(spec.local_shape(coords)), full[ranges[n]].view(spec.shape), coords)
             return full
 
         return collectives.start_all_to_all(outgoing, arriving, self._axis, "parameters").then(place_received_slices)
 
-    def _indices_owned_by(self, rank: int, shard_numel: int, ranges: Sequence[slice]) -> list[int]:
+    def _get_owned_indices(self, rank: int, shard_numel: int, ranges: Sequence[slice]) -> list[int]:
         return [n for n, place in enumerate(ranges) if shard_numel and place.start // shard_numel == rank]
 
-    def _slice_sizes(self, rank: int, indices: Sequence[int]) -> list[int]:
+    def _get_slice_numels(self, rank: int, indices: Sequence[int]) -> list[int]:
         return [prod(self._gradients[n].entry.spec.local_shape(self._coords_by_rank[rank])) for n in indices]
 
     def _pack_slice(self, gradient: GradientSlot, like: Tensor) -> Tensor:
@@ -113,7 +114,9 @@ class OwnerRankTransfer:
             return like.new_zeros(gradient.param.numel())
         return torch.div(grad.reshape(-1), gradient.divisor).to(like.dtype)
 
-    def _slice(self, shard: Tensor, index: int, rank: int, shard_numel: int, ranges: Sequence[slice]) -> Tensor:
+    def _get_rank_slice(
+        self, shard: Tensor, index: int, rank: int, shard_numel: int, ranges: Sequence[slice]
+    ) -> Tensor:
         begin, gradient = ranges[index].start - self._axis.rank * shard_numel, self._gradients[index]
         full = shard[begin : begin + gradient.numel].view(gradient.entry.spec.shape)
         return gradient.entry.spec.slice(full, self._coords_by_rank[rank]).reshape(-1)
@@ -146,9 +149,9 @@ class GradientSlot:
 
     def __post_init__(self) -> None:
         self.divisor = self.entry.reduction.divisor
-        self._set_copies(not self.entry.spec.is_partition)
+        self._set_num_copies(not self.entry.spec.is_partition)
 
-    def _set_copies(self, is_shared: bool) -> None:
+    def _set_num_copies(self, is_shared: bool) -> None:
         spec = self.entry.spec
         self.is_shared = is_shared
         summed = [size for name, size in spec.axes.items() if self.is_full or name in self.entry.reduction.sum_over]
@@ -165,7 +168,7 @@ class GradientSlot:
         self.is_full = True
         if axis is not None:
             self.axis, self.shard_coords = axis, coords_by_rank
-            self._set_copies(True)
+            self._set_num_copies(True)
 
     @property
     def shape(self) -> torch.Size:
@@ -242,27 +245,27 @@ class Bucket:
     def slices(self) -> OwnerRankTransfer | None:
         """The transfer of gradient slices to owner ranks, or None if the bucket uses a reduce-scatter instead."""
         first = self.gradients[0]
-        is_direct = self.axis.size > 1 and self.axis.transport.exchanges_directly(first.param)
+        is_direct = self.axis.size > 1 and self.axis.transport.prefers_direct_exchange(first.param)
         if not is_direct or not all(gradient.shard_coords for gradient in self.gradients):
             return None
         return OwnerRankTransfer(self.gradients, first.shard_coords)
 
     @property
-    def has_gradient(self) -> list[float]:
+    def gradient_presence(self) -> list[float]:
         """A flag for each gradient: 1 if this rank has a new dense one, -1 for a new sparse one, 0 for none."""
         return [(-1.0 if g.is_sparse else 1.0) if g.is_unreduced else 0.0 for g in self.gradients]
 
-    def extra_values(self) -> list[float]:
+    def get_extra_values(self) -> list[float]:
         """Return additional numbers to sum over ranks in the same collective as the gradients.
 
-        These are ``has_gradient``, and the numbers by which the consistency monitor compares ranks.
+        These are ``gradient_presence``, and the numbers by which the consistency monitor compares ranks.
         """
         if self.watch is None or self.axis.size == 1:
-            return self.has_gradient
-        return self.has_gradient + self.watch.bits_to_reduce(self.axis)
+            return self.gradient_presence
+        return self.gradient_presence + self.watch.compute_bits_to_reduce(self.axis)
 
     def check_extra_values(self, summed: Tensor) -> Tensor:
-        """Check the sums of ``extra_values``, and return the number of ranks that have each gradient.
+        """Check the sums of ``get_extra_values``, and return the number of ranks that have each gradient.
 
         Raises:
             InputError: The consistency monitor detected that the ranks diverged. Raised on every rank.
@@ -272,12 +275,12 @@ class Bucket:
             self.watch.check_reduced_bits(summed[count:], self.axis)
         return summed[:count]
 
-    def packed_ranges(self) -> tuple[int, list[slice]]:
+    def get_packed_ranges(self) -> tuple[int, list[slice]]:
         """Return the size of the bucket without padding between gradients, and the range of each gradient in it."""
         *begins, end = accumulate((gradient.numel for gradient in self.gradients), initial=0)
         return end, [slice(at, at + gradient.numel) for at, gradient in zip(begins, self.gradients, strict=True)]
 
-    def shard_ranges(self, ranks: int = 1) -> tuple[int, list[slice]]:
+    def get_shard_ranges(self, num_ranks: int = 1) -> tuple[int, list[slice]]:
         """Return the number of elements in each rank's shard of the bucket, and the range of each gradient.
 
         The ranges are relative to the concatenated shards of all ranks.
@@ -286,14 +289,14 @@ class Bucket:
         same ranges, and kernels that depend on alignment would otherwise round differently on each rank.
         """
         sizes = [gradient.numel for gradient in self.gradients]
-        if ranks == 1 or not any(gradient.is_full for gradient in self.gradients):
+        if num_ranks == 1 or not any(gradient.is_full for gradient in self.gradients):
             *begins, end = accumulate(map(_round_up_to_alignment, sizes), initial=0)
             end -= _round_up_to_alignment(sizes[-1]) - sizes[-1]
-            each = max(1, -(-end // ranks))  # at least one element, because collectives cannot be empty
+            each = max(1, -(-end // num_ranks))  # at least one element, because collectives cannot be empty
             return each, [slice(at, at + size) for at, size in zip(begins, sizes, strict=True)]
-        used, starts = [0] * ranks, [(0, 0)] * len(sizes)
+        used, starts = [0] * num_ranks, [(0, 0)] * len(sizes)
         for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
-            rank = min(range(ranks), key=lambda rank: used[rank])
+            rank = min(range(num_ranks), key=lambda rank: used[rank])
             starts[n] = rank, used[rank]
             used[rank] += _round_up_to_alignment(sizes[n])
         each = max(1, *used)
@@ -309,10 +312,10 @@ class Bucket:
     def start_all_reduce(
         self, numel: int, ranges: Sequence[slice], divisors: Sequence[Tensor | float], *, clears_grads: bool = False
     ) -> None:
-        """Divide the gradients by ``divisors`` and start an all-reduce of them and of ``extra_values``."""
-        tail = self.extra_values()
+        """Divide the gradients by ``divisors`` and start an all-reduce of them and of ``get_extra_values``."""
+        tail = self.get_extra_values()
         self.flat = flat = self.allocate_flat(numel + len(tail))
-        for gap in _unused_ranges(ranges, numel):
+        for gap in _iter_padding_ranges(ranges, numel):
             flat[gap] = 0
         flat[numel:] = torch.tensor(tail, dtype=flat.dtype, device=flat.device)
         for gradient, place, divisor in zip(self.gradients, ranges, divisors, strict=True):
@@ -356,7 +359,7 @@ class AllReduceToGrad:
         return copies / gradient.divisor
 
     def start(self, bucket: Bucket) -> None:
-        bucket.start_all_reduce(*bucket.packed_ranges(), [gradient.copies for gradient in bucket.gradients])
+        bucket.start_all_reduce(*bucket.get_packed_ranges(), [gradient.copies for gradient in bucket.gradients])
 
     def finish(self, bucket: Bucket) -> None:
         """Wait for the all-reduce, and write the summed gradients into ``.grad``."""
@@ -364,10 +367,10 @@ class AllReduceToGrad:
         assert flat is not None
         if bucket.work is not None:
             bucket.work.wait()
-        total, places = bucket.packed_ranges()
+        total, places = bucket.get_packed_ranges()
         counts = bucket.check_extra_values(flat[total:])
         # counts are not needed if this rank has all gradients, and reading them would synchronize with the GPU
-        had = None if all(n > 0 for n in bucket.has_gradient) else to_list(counts)
+        had = None if all(n > 0 for n in bucket.gradient_presence) else tolist_or_ones(counts)
         for i, (gradient, place) in enumerate(zip(bucket.gradients, places, strict=True)):
             if had is None or had[i]:
                 value = gradient.unpack(flat[place])
@@ -383,7 +386,7 @@ class AllReduceToGrad:
                     remedy="Use the parameter in the same way on all ranks, or remove sparse=True from its module.",
                 )
 
-    def end_pass(self) -> None:
+    def on_backward_end(self) -> None:
         """Convert the summed gradients back to sparse tensors, which contain the rows of all ranks.
 
         This method runs at the end of the backward pass, where all ranks can communicate.
@@ -424,7 +427,7 @@ class ReduceScatterToShards:
         takes: Callable[[GradientSlot], None] = lambda _: None,
         ends: Callable[[], None] = lambda: None,
     ) -> None:
-        self._receive, self._arrives, self._takes, self.end_pass = receive, arrives, takes, ends
+        self._receive, self._arrives, self._takes, self.on_backward_end = receive, arrives, takes, ends
 
     def scale(self, gradient: GradientSlot) -> Tensor | float:
         self._arrives(gradient)
@@ -437,8 +440,8 @@ class ReduceScatterToShards:
         self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
-        ranks, tail = bucket.axis.size, bucket.extra_values()
-        each, places = bucket.shard_ranges(ranks)
+        ranks, tail = bucket.axis.size, bucket.get_extra_values()
+        each, places = bucket.get_shard_ranges(ranks)
         if (slices := bucket.slices) is not None:
             bucket.work = slices.start_sum(each, places, bucket.allocate_flat(len(tail)).copy_(torch.tensor(tail)))
             for gradient in bucket.gradients:
@@ -447,7 +450,7 @@ class ReduceScatterToShards:
         bucket.flat = bucket.allocate_flat(ranks * (each + len(tail)))
         rows = bucket.flat.view(ranks, each + len(tail))
         rows[:, each:] = torch.tensor(tail, dtype=rows.dtype, device=rows.device)
-        for gap in _unused_ranges(places, ranks * each):
+        for gap in _iter_padding_ranges(places, ranks * each):
             for rank, at, _ in _split_at_rows(gap, each):
                 rows[rank, at] = 0
         for gradient, place in zip(bucket.gradients, places, strict=True):
@@ -456,7 +459,7 @@ class ReduceScatterToShards:
         bucket.work = collectives.start_reduce_scatter(bucket.flat, bucket.axis, 0, purpose="gradients")
 
     def finish(self, bucket: Bucket) -> None:
-        shard, each = bucket.work.wait(), bucket.shard_ranges(bucket.axis.size)[0]
+        shard, each = bucket.work.wait(), bucket.get_shard_ranges(bucket.axis.size)[0]
         self._receive(bucket, shard[:each], bucket.check_extra_values(shard[each:]))
 
 
@@ -468,12 +471,12 @@ class AllReduceToShards(ReduceScatterToShards):
 
     def _start(self, bucket: Bucket) -> None:
         divisors = [gradient.divisor for gradient in bucket.gradients]
-        bucket.start_all_reduce(*bucket.shard_ranges(), divisors, clears_grads=True)
+        bucket.start_all_reduce(*bucket.get_shard_ranges(), divisors, clears_grads=True)
 
     def finish(self, bucket: Bucket) -> None:
         assert bucket.flat is not None
         flat = bucket.flat if bucket.work is None else bucket.work.wait()
-        total = bucket.shard_ranges()[0]
+        total = bucket.get_shard_ranges()[0]
         self._receive(bucket, flat[:total], bucket.check_extra_values(flat[total:]))
 
 
@@ -484,7 +487,7 @@ def _round_up_to_alignment(numel: int) -> int:
     return -(-numel // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
 
 
-def _unused_ranges(ranges: Sequence[slice], numel: int) -> Iterator[slice]:
+def _iter_padding_ranges(ranges: Sequence[slice], numel: int) -> Iterator[slice]:
     """Yield the ranges of padding, which belong to no gradient, in a bucket of ``numel`` elements."""
     end = 0
     for place in [*sorted(ranges, key=lambda place: place.start), slice(numel, numel)]:
@@ -530,7 +533,7 @@ def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], co
         ConfigError: A parameter is sharded over tensor ranks and also shared by several pipeline stages.
     """
     chosen = [gradient for gradient in gradients if id(gradient.param) in params]
-    axes_of_sharded = {id(g): _gradient_axes(g, context) for g in chosen if g.entry.spec.is_sharded}
+    axes_of_sharded = {id(g): _get_gradient_axes(g, context) for g in chosen if g.entry.spec.is_sharded}
     wanted = set(axes_of_sharded.values())
     for axis in context.base_axes:
         wanted = {names for names_of_rank in all_gather_objects(wanted, axis) for names in names_of_rank}
@@ -550,6 +553,6 @@ def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], co
             gradient.gather_to_owner(axes[names], coords_by_rank[names])
 
 
-def _gradient_axes(gradient: GradientSlot, context: ParallelContext) -> tuple[str, ...]:
+def _get_gradient_axes(gradient: GradientSlot, context: ParallelContext) -> tuple[str, ...]:
     names = {*gradient.entry.reduction.sum_over, *gradient.entry.spec.axes}
     return tuple(n for n, size in context.grid.sizes.items() if size > 1 and ({n} | context.expand_views([n])) & names)

@@ -21,7 +21,7 @@ from shardformer.comm.collectives import all_reduce
 from shardformer.errors import ConfigError, check_number
 from shardformer.layout.shard_spec import Coords, ShardSpec
 from shardformer.layout.sharding_metadata import ParamEntry, ShardingMetadata, find_metadata, tables_here, tables_of
-from shardformer.torch_patches import Apply, Patch, Undo, replace_decorated
+from shardformer.torch_patches import Apply, Patch, Undo, replace_decorated_function
 
 
 def clip_grad_norm_(
@@ -88,10 +88,10 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
         return state.gradient_owner.clip_grad_norm_(math.inf, norm_type)
     entries = state.by_param()
     model_entries = [entries.get(id(p)) or ParamEntry("", p, ShardSpec(p.shape)) for p in model.parameters()]
-    return norm_of_entries(model_entries, state, norm_type)
+    return compute_grad_norm(model_entries, state, norm_type)
 
 
-def norm_of_entries(entries: Sequence[ParamEntry], state: ShardingMetadata, norm_type: float) -> Tensor:
+def compute_grad_norm(entries: Sequence[ParamEntry], state: ShardingMetadata, norm_type: float) -> Tensor:
     """Return the gradient norm of some parameters of a model over all ranks.
 
     Communicates one all-reduce of one number over each axis over which a parameter of the model is sharded.
@@ -145,12 +145,14 @@ _CLIPPED: ContextVar[Sequence[Tensor] | None] = ContextVar("clipped", default=No
 
 def _apply_clip_patch() -> Undo:
     clip = torch.nn.utils.clip_grad_norm_
-    return replace_decorated(clip, _patch_clip, (clip_grad, "clip_grad_norm_"), (torch.nn.utils, "clip_grad_norm_"))
+    return replace_decorated_function(
+        clip, _patch_clip, (clip_grad, "clip_grad_norm_"), (torch.nn.utils, "clip_grad_norm_")
+    )
 
 
 def _apply_norm_patch() -> Undo:
     norm = torch.nn.utils.get_total_norm
-    return replace_decorated(
+    return replace_decorated_function(
         norm, _patch_total_norm, (clip_grad, "_get_total_norm"), (torch.nn.utils, "get_total_norm")
     )
 
@@ -161,7 +163,7 @@ def _patch_clip(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for state in tables_of(params):
             if state.gradient_owner is not None:
-                state.gradient_owner.agree()  # before .grad is read: no_sync leaves local gradients
+                state.gradient_owner.reduce_pending_gradients()  # before .grad is read: no_sync leaves local gradients
         token = _CLIPPED.set(params)
         try:
             # torch warns if a generator is empty
@@ -183,7 +185,7 @@ def _patch_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         params = _CLIPPED.get() or ()
         _check_model_params(params, grads)
-        found = _entries_of_params(params) if params else _entries_of_grads(grads)
+        found = _group_params_by_model(params) if params else _group_grads_by_model(grads)
         if not found:
             return original(grads, norm_type, error_if_nonfinite, foreach)
         known = {id(e.param.grad) for entries in found.values() for e in entries}  # norm_of replaces .grad
@@ -192,7 +194,7 @@ def _patch_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             if state.gradient_owner is not None:
                 norms.append(state.gradient_owner.norm_of([e.param for e in entries], float(norm_type)))
             else:
-                norms.append(norm_of_entries(entries, state, float(norm_type)))
+                norms.append(compute_grad_norm(entries, state, float(norm_type)))
         if others := [g for g in grads if id(g) not in known]:
             norms.append(original(others, norm_type, False, foreach))
         total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]), float(norm_type))
@@ -217,7 +219,7 @@ def _check_model_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> No
                 raise _zero_gradients_error("the parameters of a ZeroOptimizer instead of model.parameters()")
 
 
-def _entries_of_params(params: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
+def _group_params_by_model(params: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
     """Return the metadata of those parameters in ``params`` that have gradients, grouped by sharded model."""
     found = {}
     for state, entries in tables_of(params).items():
@@ -227,7 +229,7 @@ def _entries_of_params(params: Sequence[Tensor]) -> dict[ShardingMetadata, list[
     return found
 
 
-def _entries_of_grads(grads: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
+def _group_grads_by_model(grads: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
     """Return the metadata of the parameters whose gradients are in ``grads``, grouped by sharded model."""
     if not grads:
         return _find_model_of_other_stages()

@@ -137,22 +137,22 @@ class GradientReducer(PausableReducer):
         if self._buckets:
             self._buckets[-1].watch = self._watch  # the last bucket to be reduced
 
-    def reduce_to_shards(
-        self, end: ReduceScatterToShards, dtype: torch.dtype | None, size: int, overlaps: bool
+    def switch_to_sharded_reduction(
+        self, reduction: ReduceScatterToShards, dtype: torch.dtype | None, bucket_bytes: int, overlap: bool
     ) -> Sequence[Bucket]:
         """Switch to a reduction after which each rank has one shard of each bucket.
 
         Args:
-            size: Size of a bucket in bytes.
-            overlaps: True to reduce a bucket as soon as it is full, False to reduce it after the backward pass.
+            bucket_bytes: Size of a bucket in bytes.
+            overlap: True to reduce a bucket as soon as it is full, False to reduce it after the backward pass.
 
         Returns:
             The buckets, which no longer change. Unfreezing a parameter then raises ConfigError.
         """
         self.close()  # refill the buckets
-        self._bucket_bytes, self._overlaps = size, overlaps
+        self._bucket_bytes, self._overlaps = bucket_bytes, overlap
         self.refresh()
-        self._end, self._has_fixed_buckets = end, True
+        self._end, self._has_fixed_buckets = reduction, True
         for bucket in self._buckets:
             bucket.dtype = dtype
         return self._buckets
@@ -181,7 +181,7 @@ class GradientReducer(PausableReducer):
         self._num_started = self._num_finished = 0
         self._has_unreduced_gradients = self.was_paused = False
         self.passes += 1
-        self._end.end_pass()
+        self._end.on_backward_end()
 
     def _start_next_bucket(self) -> None:
         bucket = self._buckets[self._num_started]

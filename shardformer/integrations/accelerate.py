@@ -33,12 +33,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from shardformer.checkpoint.load import load_checkpoint
-from shardformer.checkpoint.plain_state import load_plain_optimizer_state
+from shardformer.checkpoint.plain_state import load_full_optimizer_state
 from shardformer.checkpoint.save import save_checkpoint
 from shardformer.comm.collectives import all_gather, all_gather_objects, all_reduce, broadcast_object
 from shardformer.comm.sharded_tensor import to_full_tensors
 from shardformer.config import ParallelConfig
-from shardformer.errors import ConfigError, check_choice, check_release
+from shardformer.errors import ConfigError, check_choice, check_library_version
 from shardformer.filesystem.lock import release
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
@@ -47,13 +47,13 @@ from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
 from shardformer.torch_compat import is_compiled_wrapper
 from shardformer.torch_patches import Patch, install, replace_attribute
-from shardformer.training.data_loader import example_of_data
-from shardformer.training.initialize import make_context, shard_with_data
+from shardformer.training.data_loader import make_example_arguments
+from shardformer.training.initialize import make_context, make_engine_without_data
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
-check_release("accelerate", accelerate.__version__)
+check_library_version("accelerate", accelerate.__version__)
 
 OTHER_BACKENDS = (
     "deepspeed_plugin",
@@ -69,18 +69,18 @@ PLAIN_WEIGHTS = re.compile(r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)")
 """Files in which accelerate saves the weights of a model."""
 
 
-def sharded_model_in(model: Any) -> nn.Module | None:
+def find_sharded_model(model: Any) -> nn.Module | None:
     """Return the sharded model inside a wrapper such as ``torch.compile``, or None if the model is not sharded."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     return next((module for module in modules if METADATA_ATTRIBUTE in module.__dict__), None)
 
 
-def world_axis(context: ParallelContext) -> Axis:
+def get_world_axis(context: ParallelContext) -> Axis:
     """Return the mesh axis that contains every rank of a parallel context."""
     return context.flatten(*AXES) if context.world is not None else Axis("world")
 
 
-class DataRanks:
+class DataParallelState:
     """A view of accelerate's process state that counts data-parallel ranks instead of processes."""
 
     def __init__(self, state: Any, num_processes: int, process_index: int) -> None:
@@ -90,7 +90,7 @@ class DataRanks:
         return getattr(self._state, name)
 
 
-class SharedOrder(Sampler[Any]):
+class SharedOrderSampler(Sampler[Any]):
     """A sampler that uses rank 0's random state on every rank, so that all ranks draw the samples in the same order.
 
     Communicates this state, 5 KB, once per epoch.
@@ -224,7 +224,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
         """Split ``inputs`` between the data-parallel ranks, and yield the slice of this rank."""
-        state = DataRanks(PartialState(), self.num_processes, self.process_index)
+        state = DataParallelState(PartialState(), self.num_processes, self.process_index)
         split: AbstractContextManager[Any] = PartialState.split_between_processes(state, inputs, apply_padding)
         return split
 
@@ -248,7 +248,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self, model: nn.Module, optimizers: Sequence[Optimizer], loaders: Sequence[DataLoader[Any]]
     ) -> Optimizer | None:
         """Shard a model and its optimizers, and return the ZeRO optimizer that replaces them, or None."""
-        sharded = sharded_model_in(model)
+        sharded = find_sharded_model(model)
         if len(optimizers) > 1 and self.config.effective_zero_stage is not None:
             raise ConfigError(
                 f"zero_stage={self.config.effective_zero_stage} does not work with {len(optimizers)} optimizers of one "
@@ -257,7 +257,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 remedy="Use one optimizer with several parameter groups, or use shardformer.initialize.",
             )
         if sharded is None:
-            engine = shard_with_data(
+            engine = make_engine_without_data(
                 model,
                 list(optimizers) or None,
                 self.config,
@@ -282,10 +282,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         A sharded model stays on its device and is not wrapped in DDP. torch.compile compiles each of its layers instead
         of the full model (``TorchDynamoPlugin``, ``torch_compile`` of ``TrainingArguments``).
         """
-        sharded = sharded_model_in(model)
+        sharded = find_sharded_model(model)
         if sharded is None:
             return super().prepare_model(model, device_placement, evaluation_mode)
-        _replace_reduce()
+        _patch_transformers_reduce()
         state, plugin = self.state, self.state.dynamo_plugin
         state.dynamo_plugin = TorchDynamoPlugin(backend="no")
         try:
@@ -309,7 +309,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         sampler = getattr(data_loader.batch_sampler, "sampler", None)
         is_seeded = isinstance(sampler, RandomSampler) and self.use_seedable_sampler  # by accelerate
         if getattr(sampler, "generator", self) is None and not is_seeded and self.context.world is not None:
-            data_loader.batch_sampler.sampler = SharedOrder(sampler, world_axis(self.context))  # type: ignore
+            data_loader.batch_sampler.sampler = SharedOrderSampler(sampler, get_world_axis(self.context))  # type: ignore
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -324,7 +324,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Accumulate gradients without reducing them over the data-parallel ranks."""
-        sharded = sharded_model_in(model)
+        sharded = find_sharded_model(model)
         with super().no_sync(model) if sharded is None else no_sync(sharded):
             yield
 
@@ -393,7 +393,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         found: Tensor | None = getattr(self, "flag_tensor", None)
         flag = torch.zeros((), device=self.device) if found is None else found.float()
         self.flag_tensor = None
-        return bool(all_reduce(flag, world_axis(self.context), op="max", purpose="metrics") > 0)
+        return bool(all_reduce(flag, get_world_axis(self.context), op="max", purpose="metrics") > 0)
 
     def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Pad tensors to the largest size on any rank, so that they can be gathered. Gathers sharded logits first."""
@@ -404,11 +404,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @property
     def sharded_models(self) -> list[nn.Module]:
         """The sharded models that were passed to ``prepare``."""
-        return [sharded for model in self._models if (sharded := sharded_model_in(model)) is not None]
+        return [sharded for model in self._models if (sharded := find_sharded_model(model)) is not None]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return the unsharded state dict of a model, on the CPU of every rank. All ranks must call it."""
-        sharded = sharded_model_in(model)
+        sharded = find_sharded_model(model)
         return super().get_state_dict(model, unwrap) if sharded is None else full_state_dict(sharded)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
@@ -458,7 +458,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         weights = _load_plain_file(folder, SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
         weights = {name.removeprefix("module."): value for name, value in weights.items()}  # saved by DDP
         model.load_state_dict(_with_all_names(weights, model))
-        load_plain_optimizer_state(model, optimizers[0], _load_plain_file(folder, f"{OPTIMIZER_NAME}.bin"))
+        load_full_optimizer_state(model, optimizers[0], _load_plain_file(folder, f"{OPTIMIZER_NAME}.bin"))
 
     @contextmanager
     def _without_sharded_models(self) -> Iterator[list[tuple[nn.Module, list[Optimizer]]]]:
@@ -468,7 +468,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         raw = [getattr(each, "optimizer", each) for each in optimizers]
         owned = [[each for each in raw if _trains(each, model)] for model in sharded]
         hidden = {id(each) for of_model in owned for each in of_model}
-        self._models = [model for model in models if sharded_model_in(model) is None]
+        self._models = [model for model in models if find_sharded_model(model) is None]
         self._optimizers = [each for each in optimizers if id(getattr(each, "optimizer", each)) not in hidden]
         try:
             yield list(zip(sharded, owned, strict=True))
@@ -476,7 +476,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self._models, self._optimizers = models, optimizers
 
 
-def repeats_samples(loader: Any) -> bool:
+def has_same_samples_on_all_ranks(loader: Any) -> bool:
     """Return whether every rank reads the same samples from a data loader, because ``prepare`` has not split it."""
     is_plain = isinstance(loader, DataLoader) and not isinstance(loader, DataLoaderStateMixin)
     is_torch = type(getattr(loader, "sampler", None)).__module__ == Sampler.__module__
@@ -488,7 +488,7 @@ _CURRENT = threading.local()
 _REDUCE = accelerate.utils.reduce
 
 
-def _replace_reduce() -> None:
+def _patch_transformers_reduce() -> None:
     """Replace accelerate's ``reduce`` in every module of transformers that has imported it.
 
     Detection losses divide by the mean number of targets, such as boxes or masks. transformers computes this mean over
@@ -536,7 +536,7 @@ def _with_all_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, T
 
 def _example(model: nn.Module, loaders: Sequence[DataLoader[Any]]) -> Any:
     """Return example inputs for ``forward`` from the first data loader that provides any, or None."""
-    return next((found for each in loaders if (found := example_of_data(each, model)) is not None), None)
+    return next((found for each in loaders if (found := make_example_arguments(each, model)) is not None), None)
 
 
 def _is_unprepared_optimizer(value: Any) -> bool:

@@ -26,27 +26,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardformer.checkpoint.load import load_checkpoint
-from shardformer.checkpoint.plain_state import load_plain_optimizer_state
+from shardformer.checkpoint.plain_state import load_full_optimizer_state
 from shardformer.checkpoint.save import save_checkpoint
 from shardformer.comm.collective_call import collective_call
 from shardformer.comm.collectives import all_gather_numbers
 from shardformer.config import ParallelConfig
-from shardformer.errors import ConfigError, check_release
+from shardformer.errors import ConfigError, check_library_version
 from shardformer.filesystem.lock import release
-from shardformer.gradient_accumulation.label_tracing import LabelForm
+from shardformer.gradient_accumulation.label_tracing import LabelTransform
 from shardformer.gradient_accumulation.micro_batch_loss import LossWeights
 from shardformer.gradients.reducer import no_sync
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, metadata_of
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
 from shardformer.random_state import restore_cpu_generators
-from shardformer.training.data_loader import example_of_data
-from shardformer.training.initialize import make_context, shard_with_data
+from shardformer.training.data_loader import make_example_arguments
+from shardformer.training.initialize import make_context, make_engine_without_data
 
 is_standalone = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 pl: Any = importlib.import_module("pytorch_lightning" if is_standalone else "lightning.pytorch")
 """The package that the script uses. Lightning is published under two names, whose classes do not mix."""
-check_release("lightning", pl.__version__)
+check_library_version("lightning", pl.__version__)
 
 STATE_KEY = "lightning"
 """Key of Lightning's own state in ``extra`` of a checkpoint."""
@@ -104,7 +104,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             )
         super().__init__(**options)
         self.context: ParallelContext | None = None
-        self._label_forms: dict[int, LabelForm] = {}
+        self._label_transforms: dict[int, LabelTransform] = {}
 
     # --- setup
 
@@ -123,7 +123,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         if is_fitting:
             self.setup_optimizers(trainer)
         optimizers, example = self.optimizers if is_fitting else None, partial(self._example, trainer)
-        engine = shard_with_data(self.sharded_model, optimizers, self.parallel, context, self.policy, example)
+        engine = make_engine_without_data(self.sharded_model, optimizers, self.parallel, context, self.policy, example)
         self._move_others()
         # Lightning clips the parameters of the optimizer, which are slices of the model's under ZeRO
         self.precision_plugin.main_params = lambda _: engine.model.parameters()
@@ -141,7 +141,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         """Return example inputs from the training data, with which a policy can be derived, or None."""
         source = trainer.fit_loop._data_source
         with restore_cpu_generators():
-            return example_of_data(source.dataloader(), self.sharded_model) if source.is_defined() else None
+            return make_example_arguments(source.dataloader(), self.sharded_model) if source.is_defined() else None
 
     def _move_others(self) -> None:
         """Move all of the LightningModule except the sharded model to this rank's device."""
@@ -287,7 +287,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         if data.size == 1 or self.parallel.average_loss_over == "ranks":
             return super().training_step(*args, **kwargs)
         batch = {"args": args, "kwargs": kwargs}
-        weights = LossWeights([batch], [1], None, self._label_forms, (data, self.root_device))
+        weights = LossWeights([batch], [1], None, self._label_transforms, (data, self.root_device))
         weights.start(0)
         try:
             output = super().training_step(*args, **kwargs)
@@ -380,7 +380,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizer state that another Lightning strategy saved. ``load_checkpoint`` loads sharded states."""
         if any(checkpoint["optimizer_states"]):
-            load_plain_optimizer_state(self.sharded_model, self.optimizers[0], checkpoint["optimizer_states"][0])
+            load_full_optimizer_state(self.sharded_model, self.optimizers[0], checkpoint["optimizer_states"][0])
 
     def teardown(self) -> None:
         """Tear down Lightning's plugins, but leave the sharded model on its device."""

@@ -26,17 +26,22 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.checkpoint.plain_state import load_plain_optimizer_state, plain_optimizer_state
+from shardformer.checkpoint.plain_state import get_full_optimizer_state, load_full_optimizer_state
 from shardformer.comm.sharded_tensor import to_full_tensors
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError
-from shardformer.integrations.accelerate import Accelerator, DataRanks, repeats_samples, sharded_model_in
+from shardformer.integrations.accelerate import (
+    Accelerator,
+    DataParallelState,
+    find_sharded_model,
+    has_same_samples_on_all_ranks,
+)
 from shardformer.integrations.global_batch_loss import DataParallelSmoother, LossMean, WeightedMeanLosses
 from shardformer.layout.sharding_metadata import metadata_of
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.torch_patches import Patch, install, replace_attribute
-from shardformer.training.data_loader import example_of_data
-from shardformer.training.initialize import make_context, make_pipeline, shard_with_data
+from shardformer.training.data_loader import make_example_arguments
+from shardformer.training.initialize import make_context, make_engine_without_data, make_pipeline
 from shardformer.transformers_compat import is_cache, load_transformers
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.elementwise_trial import needs_full_matrices
@@ -118,7 +123,7 @@ class ShardedTrainer:
                 remedy="Pass the layout to only one of them.",
             )
         self.parallel, self.policy = ParallelConfig.of(of_arguments if parallel is None else parallel), policy
-        sharded = sharded_model_in(model)
+        sharded = find_sharded_model(model)
         self.context = make_context(context or (metadata_of(sharded).context if sharded else None), self.parallel)
         self._loss_mean = LossMean(self.context.data)
         check_arguments(args, self.parallel)
@@ -142,28 +147,28 @@ class ShardedTrainer:
 
     def _shard(self, model: Any) -> None:
         """Shard the model, together with its optimizer if the user passed one."""
-        is_stage = self.has_stages and sharded_model_in(model) is not None  # which knows only the total number
+        is_stage = self.has_stages and find_sharded_model(model) is not None  # which knows only the total number
         has_count = hasattr(model, "num_parameters")
         self._num_parameters = model.num_parameters(exclude_embeddings=not is_stage) if has_count else 0
         optimizer = self.optimizer
-        if sharded_model_in(model) is None:
-            engine = shard_with_data(model, optimizer, self.parallel, self.context, self.policy, self._example)
+        if find_sharded_model(model) is None:
+            engine = make_engine_without_data(model, optimizer, self.parallel, self.context, self.policy, self._example)
             self.optimizer = optimizer if optimizer is None else engine.optimizers[0]
             self.pipeline = engine.pipeline
         else:
             self.optimizer = None if optimizer is None else self._shard_optimizer(optimizer)
-            self.pipeline = make_pipeline(sharded_model_in(model), self.parallel, None, None)  # type: ignore[arg-type]
+            self.pipeline = make_pipeline(find_sharded_model(model), self.parallel, None, None)  # type: ignore[arg-type]
 
     def _example(self) -> Any:
         """Return example inputs for the model, from which a policy can be derived, or None."""
         data = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         collate = self._get_collator_with_removed_columns(copy.copy(self.data_collator), description="training")
-        return example_of_data(data, self.model, collate)
+        return make_example_arguments(data, self.model, collate)
 
     @property
     def sharded_model(self) -> nn.Module:
         """The sharded model, without wrappers such as ``torch.compile``."""
-        found = sharded_model_in(self.model)
+        found = find_sharded_model(self.model)
         assert found is not None
         return found
 
@@ -216,7 +221,7 @@ class ShardedTrainer:
         """Make ``args.world_size`` and ``args.process_index`` return these numbers inside the context."""
         args = self.args
         before = args.distributed_state
-        args.distributed_state = DataRanks(before, num_processes, process_index)
+        args.distributed_state = DataParallelState(before, num_processes, process_index)
         try:
             yield
         finally:
@@ -233,7 +238,7 @@ class ShardedTrainer:
 
     def _check_loader(self, loader: Any, method: str) -> None:
         """Raise ConfigError if all data-parallel ranks would read the same samples from a data loader."""
-        if self.context.data.size > 1 and repeats_samples(loader):
+        if self.context.data.size > 1 and has_same_samples_on_all_ranks(loader):
             raise ConfigError(
                 f"{method} of {type(self).__name__} returns a DataLoader that yields the same samples on all "
                 f"{self.context.data.size} data-parallel ranks.",
@@ -448,7 +453,7 @@ class ShardedTrainer:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the unsharded optimizer state, which any layout and the Trainer of transformers can load."""
         raw = getattr(self.optimizer, "optimizer", self.optimizer)
-        state = plain_optimizer_state(self.sharded_model, raw, output_dir)
+        state = get_full_optimizer_state(self.sharded_model, raw, output_dir)
         with self._replaced_optimizer(SavedState(state)):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
@@ -531,7 +536,7 @@ class LoadingState:
         self._model, self._optimizer = model, optimizer
 
     def load_state_dict(self, state_dict: Any) -> None:
-        load_plain_optimizer_state(self._model, self._optimizer, state_dict)
+        load_full_optimizer_state(self._model, self._optimizer, state_dict)
 
 
 def _is_any_matrix_sharded(model: nn.Module) -> bool:

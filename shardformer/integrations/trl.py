@@ -27,17 +27,17 @@ from shardformer.comm.collectives import all_gather_objects, all_reduce
 from shardformer.config import ParallelConfig
 from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
 from shardformer.discovery.token_dependence import check_packing
-from shardformer.errors import ConfigError, check_release
-from shardformer.integrations.accelerate import Accelerator, sharded_model_in
+from shardformer.errors import ConfigError, check_library_version
+from shardformer.integrations.accelerate import Accelerator, find_sharded_model
 from shardformer.integrations.transformers import ShardedTrainer, transformers
 from shardformer.layout.sharding_metadata import metadata_of
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, local_shard
+from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, get_local_shard
 from shardformer.tensor_parallel.vocab_parallel_statistics import vocab_parallel_statistics
 from shardformer.training.initialize import initialize
 
-check_release("trl", trl.__version__)
+check_library_version("trl", trl.__version__)
 
 # B batch, S sequence, T tokens, H hidden, V vocabulary
 
@@ -128,7 +128,7 @@ class ShardedTRLTrainer(ShardedTrainer):
 
     def _check_packing(self, model: Any) -> None:
         what = "padding_free=True, which packing sets,"
-        if sharded_model_in(model) is not None:
+        if find_sharded_model(model) is not None:
             raise ConfigError(
                 f"{what} cannot be checked on a sharded {type(model).__name__}.",
                 remedy="Pass the plain model to the trainer, and let parallel=ParallelConfig(...) shard it.",
@@ -136,7 +136,7 @@ class ShardedTRLTrainer(ShardedTrainer):
         check_packing(model, what, "Set packing=False and padding_free=False")
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        if sharded_model_in(self.model) is None:
+        if find_sharded_model(self.model) is None:
             self._shard(self.model)
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
@@ -162,7 +162,7 @@ class ModelSharder(Accelerator):
     trained: type
 
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
-        if evaluation_mode and sharded_model_in(model) is None and isinstance(model, transformers.PreTrainedModel):
+        if evaluation_mode and find_sharded_model(model) is None and isinstance(model, transformers.PreTrainedModel):
             with fused_heads_on_shards(model):
                 policy = self.policy if isinstance(model, self.trained) else None
                 initialize(model, None, parallel=self.config, policy=policy, context=self.context)
@@ -229,7 +229,7 @@ def gathers_over_data(accelerator: Accelerator) -> Iterator[None]:
         f"{__name__}.gathers_over_data of accelerator {id(accelerator)}",
         "they collect from all processes, even from those that have the same batch",
     )
-    with torch_patches.temporarily(patch, apply):
+    with torch_patches.temporary_patch(patch, apply):
         yield
 
 
@@ -357,7 +357,7 @@ def score_tokens(
     axis = Axis("tensor")  # of one rank, for a head that gathers its logits
     bounds: tuple[int, ...] = (0, logits_TV.shape[-1])
     if isinstance(logits_TV, VocabParallelLogits):
-        axis, bounds, logits_TV = logits_TV.axis, logits_TV.bounds, local_shard(logits_TV)
+        axis, bounds, logits_TV = logits_TV.axis, logits_TV.bounds, get_local_shard(logits_TV)
     if (scale, softcap, temperature) != (1.0, None, 1.0):
         logits_TV = logits_TV.float() * scale
         logits_TV = (logits_TV if softcap is None else softcap * torch.tanh(logits_TV / softcap)) / temperature

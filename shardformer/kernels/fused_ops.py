@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shardformer.comm.deferred_tensor import DeferredTensor, resolve_deferred
+from shardformer.comm.deferred_tensor import DeferredTensor, resolve_deferred_tensors
 from shardformer.comm.sharded_tensor import Args, Kwargs
 from shardformer.errors import ConfigError
 from shardformer.torch_compat import without_fake_tensors
@@ -397,7 +397,7 @@ class FusedActivation(DeferredTensor):
             if act is None and func in (F.gelu, F.silu, F.relu, torch.tanh) and not options.get("inplace"):
                 return cls.of(TANH if options.get("approximate") == "tanh" else func, y, bias)
             if act is not None and func is Tensor.mul:
-                gate = resolve_deferred(args[1] if args[0] is x else args[0])
+                gate = resolve_deferred_tensors(args[1] if args[0] is x else args[0])
                 if isinstance(gate, Tensor) and gate.shape == y.shape:
                     return get_compiled_kernel(y.device.type)(act, y, bias, gate)
         return super().__torch_function__(func, types, args, kwargs)

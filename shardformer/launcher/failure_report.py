@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardformer.errors import TRACEBACK_VARIABLE, format_error, wants_traceback
+from shardformer.errors import TRACEBACK_VARIABLE, format_error, is_traceback_enabled
 from shardformer.launcher.shutdown import STACK_LOCATIONS, STUCK_PROCESSES, describe_stack_locations, format_ranks
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[in
     ]
     if ours:
         lines += [line for line in (_extra_info(first).get("frame"), format_error(*ours)) if line]
-        more = "" if wants_traceback() else f" ({TRACEBACK_VARIABLE}=1 shows the traceback of each rank)"
+        more = "" if is_traceback_enabled() else f" ({TRACEBACK_VARIABLE}=1 shows the traceback of each rank)"
         # the launcher may have ended a rank that raised the same error
         left = next((failures[rank] for rank in same_error if failures[rank].exitcode > 0), first)
         lines.append(

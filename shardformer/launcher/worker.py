@@ -40,7 +40,7 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: types
         _record_location(path, kind.__name__, traceback.extract_tb(trace))
         return
     ours = _error_parts(error)
-    if not ours or not path or sys.modules["shardformer.errors"].wants_traceback():
+    if not ours or not path or sys.modules["shardformer.errors"].is_traceback_enabled():
         sys.__excepthook__(kind, error.with_traceback(trace), trace)
     if path and not issubclass(kind, KeyboardInterrupt):
         text = "".join(traceback.format_exception(kind, error, trace))

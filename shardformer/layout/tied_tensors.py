@@ -9,7 +9,7 @@ from math import inf
 import torch
 from torch import Tensor, nn
 
-from shardformer.torch_compat import has_data, is_wrapper_tensor, memory_of
+from shardformer.torch_compat import get_storage_id, has_data, is_wrapper_tensor
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class MemoryRange:
         begin = int(x.storage_offset()) * x.element_size()
         view = (x.dtype, tuple(x.shape), tuple(x.stride()))
         address = x.untyped_storage().data_ptr() if has_data(x) and not is_wrapper_tensor(x) else 0
-        return cls(address or memory_of(x), begin, begin + span * x.element_size(), view)
+        return cls(address or get_storage_id(x), begin, begin + span * x.element_size(), view)
 
 
 OverlapGroup = dict[str, MemoryRange]

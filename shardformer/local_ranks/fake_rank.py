@@ -28,7 +28,7 @@ from torch import Tensor
 from shardformer.local_ranks.threads import DeferredWork
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.rank_grid import RankGrid
-from shardformer.mesh.transport import AnnouncedCall, AnnouncedCalls, RankGroups, Transport, Work
+from shardformer.mesh.transport import AnnouncedCall, PeerCallStatus, RankGroups, Transport, Work
 from shardformer.torch_compat import (
     FakeCopyMode,
     FakeTensorMode,
@@ -37,7 +37,7 @@ from shardformer.torch_compat import (
     storage_id,
     tree_leaves,
 )
-from shardformer.torch_patches import Patch, Undo, temporarily
+from shardformer.torch_patches import Patch, Undo, temporary_patch
 
 
 def fake_context(
@@ -83,10 +83,10 @@ class FakeTransport:
     def __init__(self, world: FakeWorld, size: int) -> None:
         self.world, self._size = world, size
 
-    def exchanges_directly(self, x: Tensor) -> bool:
+    def prefers_direct_exchange(self, x: Tensor) -> bool:
         return self.world.backend == "gloo"
 
-    def sends_in_turn(self, device: torch.device) -> bool:
+    def serializes_sends(self, device: torch.device) -> bool:
         return self.world.backend == "nccl"
 
     def _do_nothing(self, *args: Any, **kwargs: Any) -> Work:
@@ -109,8 +109,8 @@ class FakeTransport:
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         return [[1] * len(numbers)] * self._size  # constant, so that the traces of all ranks are equal
 
-    def announce_call(self, call: str, *, waits: bool) -> AnnouncedCalls:
-        return AnnouncedCalls([AnnouncedCall(call, not waits)] * self._size)
+    def announce_call(self, call: str, *, waits: bool) -> PeerCallStatus:
+        return PeerCallStatus([AnnouncedCall(call, not waits)] * self._size)
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -185,7 +185,7 @@ def _without_masks() -> Iterator[None]:
     if find_spec("transformers") is None:
         yield
         return
-    with temporarily(MASK_PATCH, _patch_masks):
+    with temporary_patch(MASK_PATCH, _patch_masks):
         _THREAD.traces += 1
         try:
             yield

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardformer.errors import WorkerError
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.rank_grid import RankGrid
-from shardformer.mesh.transport import AnnouncedCall, AnnouncedCalls, RankGroups, Transport, Work
+from shardformer.mesh.transport import AnnouncedCall, PeerCallStatus, RankGroups, Transport, Work
 from shardformer.random_state import RandomStates, random_states, set_random_states
 
 EXCHANGE = 0
@@ -186,10 +186,10 @@ class ThreadTransport:
         self._channel = (line, number)
         self._counts: Counter[Hashable] = Counter()
 
-    def exchanges_directly(self, x: Tensor) -> bool:
+    def prefers_direct_exchange(self, x: Tensor) -> bool:
         return True
 
-    def sends_in_turn(self, device: torch.device) -> bool:
+    def serializes_sends(self, device: torch.device) -> bool:
         return False
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
@@ -240,7 +240,7 @@ class ThreadTransport:
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         return self._gather_values("gather_numbers", list(numbers))()
 
-    def announce_call(self, call: str, *, waits: bool) -> AnnouncedCalls:
+    def announce_call(self, call: str, *, waits: bool) -> PeerCallStatus:
         self._counts["calls"] += 1
         keys = self._make_keys("calls", ("calls", self._counts["calls"]))
         before = self._make_keys("calls", ("calls", self._counts["calls"] - 2))  # read by all ranks
@@ -249,10 +249,10 @@ class ThreadTransport:
         mailbox.remove(before[index])
         mailbox.put(keys[index], AnnouncedCall(call, not waits), len(keys))
         if not waits:
-            return AnnouncedCalls()
+            return PeerCallStatus()
         mailbox.wait_for_missing(self._me, keys, mailbox.timeout_s)
         announced = [mailbox.peek(key) for key in keys]
-        return AnnouncedCalls(
+        return PeerCallStatus(
             announced, {rank: "does not arrive" for rank, entry in zip(self._line, announced) if entry is None}
         )
 

@@ -29,8 +29,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardformer.mesh.rank_failures import MonitoredWork, ReceivedWork
-from shardformer.torch_compat import count_started_collectives, name_of_group
+from shardformer.mesh.rank_failures import MonitoredWork, ReceiveWork
+from shardformer.torch_compat import count_started_collectives, get_group_name
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ def _awaited_transfer(frame: FrameType) -> tuple[Any, int | None, str] | tuple[A
     names = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
     if frame.f_code is MonitoredWork.wait.__code__:
         work: MonitoredWork = frame.f_locals["self"]
-        return work.awaited if isinstance(work, ReceivedWork) else work.joined
+        return work.awaited_message if isinstance(work, ReceiveWork) else work.joined
     if "async_op" in names and "group" in names:
         return frame.f_locals.get("group"), None, _VARIANT_SUFFIX.sub("", frame.f_code.co_name)
     return None
@@ -320,7 +320,7 @@ def _build_report(
     begun: dict[str, int],
 ) -> Report:
     place = _format_user_line(call)
-    name = "" if joined is None else name_of_group(joined[0])
+    name = "" if joined is None else get_group_name(joined[0])
     if joined is None or name not in begun:
         return Report(seconds, place, begun=begun)
     group, number, what = joined

@@ -23,17 +23,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError
 
-from shardformer.errors import ConfigError, LaunchError, check_choice, check_number, did_you_mean, first_line
+from shardformer.errors import ConfigError, LaunchError, check_choice, check_number, did_you_mean, get_first_line
 from shardformer.mesh.parallel_context import (
     ParallelContext,
-    launcher_store,
-    local_device,
-    with_grid_axes,
-    with_ring_axes,
+    get_launcher_store,
+    get_local_device,
+    reshape_sequence_axis,
+    reshape_tensor_axis,
 )
 from shardformer.mesh.rank_failures import SAME_ADDRESS, LostPeerError, Rendezvous
-from shardformer.mesh.rank_grid import AXES, num_ranks
-from shardformer.mesh.tensor_grid import sizes_of_mode
+from shardformer.mesh.rank_grid import AXES, count_ranks
+from shardformer.mesh.tensor_grid import compute_grid_shape
 from shardformer.torch_compat import PrefixStore, TCPStore
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -90,13 +90,13 @@ def _report_missing_ranks(rank: int, size: int, timeout_s: float) -> Iterator[No
     advice = STARTED if _launchers_share_store() else SRUN if num_slurm_tasks() else SAME_ADDRESS
     rendezvous = Rendezvous(host, port, rank, size, "rank", _get_restart_count(), advice)
     try:
-        with rendezvous.report_missing():
+        with rendezvous.report_missing_processes():
             yield
     except DistError as error:
         missing = rendezvous.missing()
         raise LostPeerError(
             f"Rank {rank} could not connect to {missing or f'all {size} ranks'} at {host}:{port} "
-            f"({first_line(error):.160}).",
+            f"({get_first_line(error):.160}).",
             rule=f"All processes must call launch_from_torch within timeout_s={timeout_s:g} seconds.",
             remedy=f"{advice}. If a process needs more time before this call, increase timeout_s.",
         ) from error
@@ -181,10 +181,10 @@ def _record_exit_error() -> None:
 
     An error about a lost peer is skipped, because that peer may be the one with the store.
     """
-    error, store = getattr(sys, "last_value", None), launcher_store()
+    error, store = getattr(sys, "last_value", None), get_launcher_store()
     if error is not None and store is not None and not isinstance(error, LaunchError):
         with suppress(RuntimeError):  # the process with the store has exited
-            store.set(f"{ENDED}/{dist.get_rank()}", f"{type(error).__name__}: {first_line(error)}")
+            store.set(f"{ENDED}/{dist.get_rank()}", f"{type(error).__name__}: {get_first_line(error)}")
 
 
 def _another_thread_runs() -> bool:
@@ -220,7 +220,7 @@ def _set_environment_from_slurm() -> None:
     env = os.environ
     if "RANK" in env or not num_slurm_tasks():
         return
-    first_host = env.get("SLURM_LAUNCH_NODE_IPADDR") or first_slurm_host(env.get("SLURM_JOB_NODELIST", "127.0.0.1"))
+    first_host = env.get("SLURM_LAUNCH_NODE_IPADDR") or get_first_slurm_host(env.get("SLURM_JOB_NODELIST", "127.0.0.1"))
     env.setdefault("RANK", env["SLURM_PROCID"])
     env.setdefault("WORLD_SIZE", str(num_slurm_tasks()))
     env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
@@ -229,7 +229,7 @@ def _set_environment_from_slurm() -> None:
     env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
 
 
-def first_slurm_host(nodelist: str) -> str:
+def get_first_slurm_host(nodelist: str) -> str:
     """Return the first host of a SLURM node list, such as ``node03`` for ``node[03-05,9],gpu1``."""
     head, bracket, rest = nodelist.partition("[")
     if not bracket or "," in head:
@@ -283,10 +283,10 @@ def launch_from_torch(
             if sizes.get(name) is None:
                 sizes[name] = size
         _set_seed(settings.get("seed") if seed is None else seed)
-        return {name: num_ranks(n, name) if isinstance(n, tuple | list) else n for name, n in sizes.items()}
+        return {name: count_ranks(n, name) if isinstance(n, tuple | list) else n for name, n in sizes.items()}
 
     context = ParallelContext.from_world(read_sizes)
-    context = with_grid_axes(with_ring_axes(context, sizes["sequence"]), sizes["tensor"])
+    context = reshape_tensor_axis(reshape_sequence_axis(context, sizes["sequence"]), sizes["tensor"])
     _warn_cross_host_tensor_axis(context)
     return context
 
@@ -310,7 +310,7 @@ def _init_default_group(backend: str | None, timeout_s: float | None) -> None:
     if timeout_s is not None:
         check_number("timeout_s", timeout_s, below=math.inf, unit="seconds", example=600)
     if not dist.is_initialized():
-        init_process_group(local_device(), backend, TIMEOUT_S if timeout_s is None else float(timeout_s))
+        init_process_group(get_local_device(), backend, TIMEOUT_S if timeout_s is None else float(timeout_s))
         return
     for name, value in {"backend": backend, "timeout_s": timeout_s}.items():
         if value is not None:
@@ -404,5 +404,5 @@ def _read_parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
             )
         sizes[axis] = options.get("size", 1)
         if axis == "tensor" and options.get("mode") not in (None, "1d"):
-            sizes[axis] = sizes_of_mode(options["mode"], sizes[axis], options.get("depth"))
+            sizes[axis] = compute_grid_shape(options["mode"], sizes[axis], options.get("depth"))
     return sizes

@@ -20,20 +20,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardformer.errors import ConfigError, LaunchError
 from shardformer.mesh.deadlock_detection import DeadlockMonitor, get_deadlock_monitor, message_key, uncounted_key
-from shardformer.mesh.rank_failures import MonitoredWork, PeerRanks, ReceivedWork
+from shardformer.mesh.rank_failures import MonitoredWork, PeerRanks, ReceiveWork
 from shardformer.mesh.rank_grid import AXES, AxisSizes, RankGrid, RingUlyssesSize, TensorGridSize, build_rank_grid
 from shardformer.mesh.transport import (
     NO_TRANSPORT,
     AnnouncedCall,
-    AnnouncedCalls,
     CollectiveLog,
+    PeerCallStatus,
     RankGroups,
     Transport,
     Work,
     World,
 )
 from shardformer.public_names import renamed_arguments
-from shardformer.torch_compat import counts_all_collectives, get_default_store, name_of_group, num_started_collectives
+from shardformer.torch_compat import counts_all_collectives, get_collective_count, get_default_store, get_group_name
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.25
 ASK_AFTER_S = 5.0
@@ -53,7 +53,7 @@ class ProcessWorld:
     @property
     def store(self) -> Any:
         """Key-value store of the launcher, or None if there is only one process."""
-        return launcher_store()
+        return get_launcher_store()
 
     def connect(self, rank_groups: RankGroups) -> Transport:
         """Create a process group for each tuple of ranks, and return the transport over the group of this process."""
@@ -67,7 +67,7 @@ class ProcessWorld:
         return ProcessGroupTransport(group) if len(ranks) > 1 else NO_TRANSPORT
 
 
-def launcher_store() -> Any:
+def get_launcher_store() -> Any:
     """Return the key-value store of torch's default process group, or None if there is no other process."""
     launched = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return get_default_store() if launched else None
@@ -96,7 +96,7 @@ class ProcessGroupTransport:
 
     def count_messages(self) -> dict[str, int]:
         """Count the messages sent to each rank and all messages received, with the keys of ``Report.begun``."""
-        name = name_of_group(self.group)
+        name = get_group_name(self.group)
         sent = {message_key(name, rank): count for rank, count in zip(self._ranks, self._sent, strict=True) if count}
         if self._sends_uncounted:
             sent = {uncounted_key(name): 1}
@@ -107,7 +107,7 @@ class ProcessGroupTransport:
         """``ProcessWorld`` that contains the processes of this process group."""
         return ProcessWorld(tuple(self._ranks))
 
-    def _is_staged(self, x: Tensor) -> bool:
+    def _needs_staging(self, x: Tensor) -> bool:
         """Return whether a GPU tensor must be copied to host memory before gloo can send it.
 
         gloo accepts CUDA tensors in some collectives only, and not in sends and receives. Staging all of them allows
@@ -115,19 +115,19 @@ class ProcessGroupTransport:
         """
         return x.device.type != "cpu" and self._backends.get(x.device.type) == "gloo"
 
-    def exchanges_directly(self, x: Tensor) -> bool:
+    def prefers_direct_exchange(self, x: Tensor) -> bool:
         """Return whether ``x`` is sent over gloo, where a direct exchange is faster than a gather or scatter.
 
         gloo's reduce-scatter sends as many bytes as an all-reduce, and its small messages take two rounds.
         """
         return x.device.type == "cpu" or self._backends.get(x.device.type) == "gloo"
 
-    def sends_in_turn(self, device: torch.device) -> bool:
+    def serializes_sends(self, device: torch.device) -> bool:
         """Return whether tensors on ``device`` are sent over NCCL, which sends messages between two ranks in turn."""
         return self._backends.get(device.type) == "nccl"
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
-        if self._is_staged(x):
+        if self._needs_staging(x):
             host = _copy_to_host(x)
             return StagedWork([self.all_reduce(host, op)], [(x, host)])
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
@@ -141,20 +141,20 @@ class ProcessGroupTransport:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return self._start_collective(out, x, scatter, "a reduce-scatter")
 
-    def _start_collective(self, out: Tensor, x: Tensor, collective: Callable[..., Any], what: str) -> Work:
-        if self._is_staged(x):
-            host = _host_buffer(out)
-            return StagedWork([self._start_collective(host, _copy_to_host(x), collective, what)], [(out, host)])
-        return self._monitor_work(collective(out, x, group=self.group, async_op=True), what)
+    def _start_collective(self, out: Tensor, x: Tensor, collective: Callable[..., Any], description: str) -> Work:
+        if self._needs_staging(x):
+            host = _new_host_buffer(out)
+            return StagedWork([self._start_collective(host, _copy_to_host(x), collective, description)], [(out, host)])
+        return self._monitor_work(collective(out, x, group=self.group, async_op=True), description)
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
         """Send tensors to other ranks and receive tensors from them. Two ranks use one all-to-all.
 
         gloo does an all-to-all with less work than a send and a receive (measured: half the time during computation).
         """
-        if any(self._is_staged(x) for x in (*outgoing.values(), *arriving.values())):
+        if any(self._needs_staging(x) for x in (*outgoing.values(), *arriving.values())):
             sent = {id(x): _copy_to_host(x) for x in outgoing.values()}  # a tensor for several ranks is copied once
-            into = {rank: _host_buffer(x) for rank, x in arriving.items()}
+            into = {rank: _new_host_buffer(x) for rank, x in arriving.items()}
             works = self.exchange({rank: sent[id(x)] for rank, x in outgoing.items()}, into)
             return [StagedWork(works, [(arriving[rank], host) for rank, host in into.items()])]
         if len(self._ranks) == 2:
@@ -162,12 +162,12 @@ class ProcessGroupTransport:
         works = [self.receive(x, r, 0) for r, x in arriving.items() if x.numel()]
         return works + [self.send(x, r, 0) for r, x in outgoing.items() if x.numel()]
 
-    def _exchange_with_peer(self, out: Tensor | None, into: Tensor | None) -> Sequence[Work]:
-        like = out if out is not None else into
+    def _exchange_with_peer(self, outgoing: Tensor | None, incoming: Tensor | None) -> Sequence[Work]:
+        like = outgoing if outgoing is not None else incoming
         if like is None:
             return []
-        sent = like.new_empty(0) if out is None else out.view(-1)
-        received = like.new_empty(0) if into is None else into.view(-1)
+        sent = like.new_empty(0) if outgoing is None else outgoing.view(-1)
+        received = like.new_empty(0) if incoming is None else incoming.view(-1)
         if sent.numel() + received.numel() == 0:
             return []
         in_sizes, out_sizes = [received.numel(), 0], [sent.numel(), 0]
@@ -177,7 +177,7 @@ class ProcessGroupTransport:
         return [self._monitor_work(work, "an exchange", 1 - self._rank)]
 
     def send(self, x: Tensor, to: int, tag: int) -> Work:
-        if self._is_staged(x):
+        if self._needs_staging(x):
             return StagedWork([self.send(_copy_to_host(x), to, tag)])
         if torch.compiler.is_compiling():  # a counter would cause a recompilation at each message
             self._sends_uncounted = True
@@ -186,14 +186,14 @@ class ProcessGroupTransport:
         return MonitoredWork(dist.isend(x, self._ranks[to], group=self.group, tag=tag), self.peers, "a send", to)
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work:
-        if self._is_staged(x):
-            host = _host_buffer(x)
+        if self._needs_staging(x):
+            host = _new_host_buffer(x)
             return StagedWork([self.receive(host, source, tag)], [(x, host)])
         work = dist.irecv(x, self._ranks[source], group=self.group, tag=tag)
-        return ReceivedWork(work, self.peers, source, (self.group, 0, "") if self._is_counted else None, self._arrived)
+        return ReceiveWork(work, self.peers, source, (self.group, 0, "") if self._is_counted else None, self._arrived)
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        if self._is_staged(x):
+        if self._needs_staging(x):
             host = _copy_to_host(x)
             self.broadcast(host, source)
             x.data.copy_(host)
@@ -217,7 +217,7 @@ class ProcessGroupTransport:
         device = "cpu" if "cpu" in self._backends else next(iter(self._backends))
         local = torch.tensor([numbers], dtype=torch.int64, device=device)
         rows = [local if rank == self._rank else torch.empty_like(local) for rank in range(len(self._ranks))]
-        if self.exchanges_directly(local):
+        if self.prefers_direct_exchange(local):
             others = [rank for rank in range(len(rows)) if rank != self._rank]
             works = self.exchange(dict.fromkeys(others, local), {rank: rows[rank] for rank in others})
         else:
@@ -227,28 +227,28 @@ class ProcessGroupTransport:
         gathered: list[list[int]] = torch.cat(rows).tolist()
         return gathered
 
-    def announce_call(self, call: str, *, waits: bool) -> AnnouncedCalls:
+    def announce_call(self, call: str, *, waits: bool) -> PeerCallStatus:
         """Write the number and name of this rank's next collective call to the launcher's store, for other ranks."""
         store, rank = get_default_store(), dist.get_rank()
         reporter = get_deadlock_monitor(store, rank)
         name = f"shardformer/calls/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
         number = store.add(f"{name}/{rank}/count", 1)
         store.set(f"{name}/{rank}", json.dumps([number, call, not waits]))
-        return self._wait_for_peers(store, name, number, reporter) if waits else AnnouncedCalls()
+        return self._wait_for_peers(store, name, number, reporter) if waits else PeerCallStatus()
 
-    def _wait_for_peers(self, store: Any, name: str, number: int, reporter: DeadlockMonitor) -> AnnouncedCalls:
+    def _wait_for_peers(self, store: Any, name: str, number: int, reporter: DeadlockMonitor) -> PeerCallStatus:
         """Wait until every rank has announced this call, or is known to be unable to reach it."""
         begin, pause_s = time.monotonic(), FIRST_PAUSE_S
         first_request, ask_at = 0, begin + ASK_AFTER_S
         differs_since: float | None = None
         while True:
-            announced = self._peer_calls(store, name, number)
+            announced = self._get_announced_calls(store, name, number)
             if None not in announced:
-                return AnnouncedCalls(announced)
+                return PeerCallStatus(announced)
             now = time.monotonic()
             absent = [rank for rank, entry in zip(self._ranks, announced, strict=True) if entry is None]
             if store.check([f"{name}/failed/{number}"]):
-                return AnnouncedCalls(announced, dict.fromkeys(absent, "gave up"))
+                return PeerCallStatus(announced, dict.fromkeys(absent, "gave up"))
             if differs_since is None and len({entry.call for entry in announced if entry is not None}) > 1:
                 differs_since = now
             if now > ask_at:
@@ -258,11 +258,11 @@ class ProcessGroupTransport:
             is_late = now - begin > store.timeout.total_seconds()
             if is_late or len(missing) == len(absent) or (differs_since is not None and now - differs_since > REST_S):
                 store.set(f"{name}/failed/{number}", "")
-                return AnnouncedCalls(announced, missing)
+                return PeerCallStatus(announced, missing)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
-    def _peer_calls(self, store: Any, name: str, number: int) -> list[AnnouncedCall | None]:
+    def _get_announced_calls(self, store: Any, name: str, number: int) -> list[AnnouncedCall | None]:
         """Return the collective call that each rank announced as its call ``number``, or None if it announced none.
 
         A rank with a higher number has made this call too, unless the call failed.
@@ -280,11 +280,11 @@ class ProcessGroupTransport:
             announced.append(own if is_past else AnnouncedCall(call, is_step) if count == number else None)
         return announced
 
-    def _monitor_work(self, work: Any, what: str, peer: int | None = None) -> Work:
+    def _monitor_work(self, work: Any, description: str, peer: int | None = None) -> Work:
         joined = None
         if self._is_counted and not torch.compiler.is_compiling():
-            joined = self.group, num_started_collectives(self.group), what.partition(" ")[2].replace("-", "_")
-        return MonitoredWork(work, self.peers, what, peer, joined)
+            joined = self.group, get_collective_count(self.group), description.partition(" ")[2].replace("-", "_")
+        return MonitoredWork(work, self.peers, description, peer, joined)
 
 
 class StagedWork:
@@ -313,7 +313,7 @@ def _copy_to_host(x: Tensor) -> Tensor:
     return x.detach().to("cpu", copy=True)
 
 
-def _host_buffer(x: Tensor) -> Tensor:
+def _new_host_buffer(x: Tensor) -> Tensor:
     return torch.empty_like(x, device="cpu")
 
 
@@ -503,7 +503,7 @@ class ParallelContext:
         'tensor 3/4'
         """
         grid = RankGrid.of(sizes)
-        return cls(grid, grid.rank_at(coords or {}), {}, device or torch.device("cpu"), world)._with_axes(AXES)
+        return cls(grid, grid.rank_at(coords or {}), {}, device or torch.device("cpu"), world)._add_axes(AXES)
 
     @classmethod
     def from_group(cls, group: Axis | dist.ProcessGroup | None, device: torch.device | None = None) -> ParallelContext:
@@ -516,7 +516,7 @@ class ParallelContext:
         world = tensor.transport.world or ProcessWorld(tensor.ranks)
         by_lines = {grid.rank_groups("tensor"): tensor}
         axes["tensor"] = tensor
-        return cls(grid, rank, axes, device or local_device(), world, None, tensor.traffic, by_lines)
+        return cls(grid, rank, axes, device or get_local_device(), world, None, tensor.traffic, by_lines)
 
     @classmethod
     def from_world(
@@ -530,7 +530,7 @@ class ParallelContext:
         Raises ConfigError on every process if the sizes differ between processes or do not fit their number.
         Communicates one gather of the sizes and host names.
         """
-        grid, device = build_rank_grid(sizes), device or local_device()
+        grid, device = build_rank_grid(sizes), device or get_local_device()
         if device.type == "cuda" and not torch.cuda.is_initialized():  # DeviceMesh would select the LOCAL_RANK device
             torch.cuda.set_device(device)
             torch.cuda.init()
@@ -543,8 +543,8 @@ class ParallelContext:
                 # with a GPU, some versions of torch create NCCL groups for a mesh although the user chose gloo
                 is_chosen = dist.get_backend_config(group) == dist.get_backend_config()
                 transport = ProcessGroupTransport(group) if is_chosen else None
-                context._new_axis(name, grid.rank_groups(name), transport)
-        return context._with_axes(AXES)
+                context._create_axis(name, grid.rank_groups(name), transport)
+        return context._add_axes(AXES)
 
     def flatten(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> Axis:
         """Merge several mesh axes into one axis over the product of their ranks. Axes of size 1 are ignored.
@@ -562,7 +562,7 @@ class ParallelContext:
         if only is None and len(wide) <= 1:
             return self.axes[wide[0] if wide else names[0]]
         rank_groups = self.grid.rank_groups(*wide, only=only)
-        return self._by_rank_group.get(rank_groups) or self._new_axis("_".join(wide), rank_groups)
+        return self._by_rank_group.get(rank_groups) or self._create_axis("_".join(wide), rank_groups)
 
     def reshape_axis(self, of: str | Sequence[str], **sizes: int) -> ParallelContext:
         """Reshape a mesh axis, or the product of several axes, into named axes, which are added to the mesh.
@@ -572,17 +572,17 @@ class ParallelContext:
         if the product of the sizes is wrong.
         """
         grid = self.grid.add_view([of] if isinstance(of, str) else of, sizes)
-        return replace(self, grid=grid)._with_axes(sizes)
+        return replace(self, grid=grid)._add_axes(sizes)
 
-    def _with_axes(self, names: Sequence[str] | Mapping[str, int]) -> ParallelContext:
+    def _add_axes(self, names: Sequence[str] | Mapping[str, int]) -> ParallelContext:
         axes = dict(self.axes)
         for name in names:
             rank_groups = self.grid.rank_groups(name)
-            axis = self._by_rank_group.get(rank_groups) or self._new_axis(name, rank_groups)
+            axis = self._by_rank_group.get(rank_groups) or self._create_axis(name, rank_groups)
             axes[name] = axis if axis.name == name else replace(axis, name=name)
         return replace(self, axes=axes)
 
-    def _new_axis(self, name: str, rank_groups: RankGroups, transport: Transport | None = None) -> Axis:
+    def _create_axis(self, name: str, rank_groups: RankGroups, transport: Transport | None = None) -> Axis:
         line = next((line for line in rank_groups if self.rank in line), (self.rank,))
         if transport is None:
             transport = NO_TRANSPORT if self.world is None else self.world.connect(rank_groups)
@@ -603,7 +603,7 @@ class ParallelContext:
         return ", ".join(f"{a.name}={a.size}" for a in base if a.size > 1) or "one process"
 
 
-def with_ring_axes(context: ParallelContext, sequence: RingUlyssesSize | None) -> ParallelContext:
+def reshape_sequence_axis(context: ParallelContext, sequence: RingUlyssesSize | None) -> ParallelContext:
     """Reshape the sequence axis into a ring axis and a Ulysses axis if ``sequence`` is a pair of sizes."""
     if sequence is None or isinstance(sequence, int):
         return context
@@ -611,7 +611,7 @@ def with_ring_axes(context: ParallelContext, sequence: RingUlyssesSize | None) -
     return context.reshape_axis("sequence", ring=ring, ulysses=group)
 
 
-def with_grid_axes(context: ParallelContext, tensor: TensorGridSize | None) -> ParallelContext:
+def reshape_tensor_axis(context: ParallelContext, tensor: TensorGridSize | None) -> ParallelContext:
     """Reshape the tensor axis into row, column and depth axes if ``tensor`` is a tuple of two or three sizes."""
     if not isinstance(tensor, tuple | list) or len(tensor) == 1:
         return context
@@ -619,7 +619,7 @@ def with_grid_axes(context: ParallelContext, tensor: TensorGridSize | None) -> P
     return context.reshape_axis("tensor", row=row, column=column, depth=depth[0] if depth else 1)
 
 
-def local_device() -> torch.device:
+def get_local_device() -> torch.device:
     """Return the GPU of this process, which LOCAL_RANK selects, or the CPU if there is no GPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())

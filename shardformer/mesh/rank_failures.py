@@ -48,7 +48,7 @@ class PeerRanks:
     traffic: CollectiveLog = field(default_factory=CollectiveLog)
 
     @contextmanager
-    def report_lost_peer(self, what: str, peer: int | None = None) -> Iterator[None]:
+    def report_lost_peer(self, operation: str, peer: int | None = None) -> Iterator[None]:
         """Convert torch's errors about lost connections to a LostPeerError that identifies the lost rank.
 
         Args:
@@ -58,17 +58,17 @@ class PeerRanks:
             yield
         except RuntimeError as error:
             if any(pattern in str(error) for pattern in LOST_PEER_PATTERNS):
-                raise self._lost_peer_error(what, peer, error) from error
+                raise self._make_lost_peer_error(operation, peer, error) from error
             raise
 
-    def _lost_peer_error(self, what: str, peer: int | None, error: Exception) -> LostPeerError:
+    def _make_lost_peer_error(self, operation: str, peer: int | None, error: Exception) -> LostPeerError:
         others = [index for index in range(len(self.ranks)) if index != self.rank] if peer is None else [peer]
         who = " or ".join(map(self._describe_rank, others[:4])) + (" or another" if len(others) > 4 else "")
         axis = f" on the {self.axis} axis" if self.axis else ""
         when = f", after step {self.traffic.steps} of the optimizer" if self.traffic.steps else ""
         cause = re.sub(r"^(\[[^\]]*\]\s*)+", "", str(error).strip().partition(". This is")[0])
         return LostPeerError(
-            f"{self._describe_rank(self.rank).capitalize()} could not reach {who}{axis} in {what}{when} "
+            f"{self._describe_rank(self.rank).capitalize()} could not reach {who}{axis} in {operation}{when} "
             f"({cause[:120]}).",
             rule="A collective fails if a rank of the axis has exited, or does not join within timeout_s.",
             remedy="Check the last output of that rank. If it has none, check its host and the network.",
@@ -108,7 +108,7 @@ class MonitoredWork:
         return bool(self._work.is_completed())
 
 
-class ReceivedWork(MonitoredWork):
+class ReceiveWork(MonitoredWork):
     """Work handle of a receive operation, which counts the received messages.
 
     Args:
@@ -131,7 +131,7 @@ class ReceivedWork(MonitoredWork):
         return done
 
     @property
-    def awaited(self) -> tuple[Any, int, int] | None:
+    def awaited_message(self) -> tuple[Any, int, int] | None:
         """The message that this rank waits for: (process group, sender, number of messages from it), or None."""
         if self.joined is None or self._from < 0:
             return None
@@ -169,10 +169,10 @@ class Rendezvous:
     advice: str = SAME_ADDRESS
 
     @contextmanager
-    def report_missing(self) -> Iterator[None]:
+    def report_missing_processes(self) -> Iterator[None]:
         """While the ``with`` block waits for all processes, print from a thread which of them have not connected."""
         is_complete = threading.Event()
-        report = self._report_missing if self.place == 0 else self._report_unreachable
+        report = self._print_missing_processes if self.place == 0 else self._print_if_unreachable
         thread = threading.Thread(target=report, args=[is_complete], name="shardformer-rendezvous", daemon=True)
         thread.start()
         try:
@@ -187,32 +187,32 @@ class Rendezvous:
         Reliable once this process has waited for some seconds.
         """
         with suppress(RuntimeError):
-            store = self._store()
-            absent = [place for place in range(self.size) if not store.check([self._connected_key(place)])]
+            store = self._open_store()
+            absent = [place for place in range(self.size) if not store.check([self._get_connected_key(place)])]
             if absent and self.place not in absent:
                 shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
                 return f"{self.what}{'s' if len(absent) > 1 else ''} {shown} of {self.size}"
         return ""
 
-    def _report_missing(self, is_complete: threading.Event) -> None:
+    def _print_missing_processes(self, is_complete: threading.Event) -> None:
         if is_complete.wait(MARK_AFTER_S):
             return
-        if self._connection_error() is None:  # the store exists already if the launchers have connected
+        if self._get_connection_error() is None:  # the store exists already if the launchers have connected
             self._mark_connected()
         if is_complete.wait(SAY_AFTER_S - MARK_AFTER_S):
             return
-        if (error := self._connection_error()) is not None:
+        if (error := self._get_connection_error()) is not None:
             self._print_connection_error(error)
             return
         self._mark_connected()
         if (missing := self.missing()) and not is_complete.is_set():
             self._print(f"has waited for {SAY_AFTER_S:g} s at {self.host}:{self.port} for {missing}. {self.advice}")
 
-    def _report_unreachable(self, is_complete: threading.Event) -> None:
+    def _print_if_unreachable(self, is_complete: threading.Event) -> None:
         if is_complete.wait(MARK_AFTER_S):
             return
         end = time.monotonic() + SAY_AFTER_S - MARK_AFTER_S
-        while (error := self._connection_error()) is not None:
+        while (error := self._get_connection_error()) is not None:
             if time.monotonic() >= end:
                 self._print_connection_error(error)
                 return
@@ -222,7 +222,7 @@ class Rendezvous:
 
     def _mark_connected(self) -> None:
         with suppress(RuntimeError):
-            self._store().set(self._connected_key(self.place), platform.node())
+            self._open_store().set(self._get_connected_key(self.place), platform.node())
 
     def _print_connection_error(self, error: OSError) -> None:
         self._print(
@@ -235,17 +235,17 @@ class Rendezvous:
         name = f"{self.what} {self.place} ({platform.node()})"
         print(f"shardformer: {name} {text}.", file=sys.stderr, flush=True)
 
-    def _connection_error(self) -> OSError | None:
+    def _get_connection_error(self) -> OSError | None:
         try:
             with socket.create_connection((self.host, self.port), timeout=CONNECT_S):
                 return None
         except OSError as error:
             return error
 
-    def _store(self) -> Any:
+    def _open_store(self) -> Any:
         return TCPStore(
             self.host, self.port, None, False, timedelta(seconds=CONNECT_S), wait_for_workers=False, use_libuv=True
         )
 
-    def _connected_key(self, place: int) -> str:
-        return f"shardformer/here/{self.what}/{self.attempt}/{place}"
+    def _get_connected_key(self, index: int) -> str:
+        return f"shardformer/here/{self.what}/{self.attempt}/{index}"

@@ -82,7 +82,7 @@ class RankGrid:
 
     def coords(self, rank: int) -> dict[str, int]:
         """Return the coordinates of a global rank as a dict from axis names to indices, including the axes of views."""
-        return self._coords_of_index(self.ranks.index(rank))
+        return self._index_to_coords(self.ranks.index(rank))
 
     def rank_at(self, coords: Mapping[str, int]) -> int:
         """Return the global rank at ``coords``. The coordinate on a missing axis is 0."""
@@ -105,10 +105,10 @@ class RankGrid:
         Raises:
             ConfigError: the names overlap, such as an axis with part of its view, or two views of one axis.
         """
-        fixed = self._fixed_axes(names)
+        fixed = self._find_fixed_axes(names)
         found: dict[tuple[int, ...], list[int]] = {}
         for place, rank in enumerate(self.ranks):
-            at = self._coords_of_index(place)
+            at = self._index_to_coords(place)
             if all(at[name] in allowed for name, allowed in (only or {}).items()):
                 found.setdefault(tuple(at[name] for name in fixed), []).append(rank)
         return tuple(tuple(line) for line in found.values())
@@ -140,11 +140,11 @@ class RankGrid:
             )
         return replace(self, views=(*self.views, AxisView(tuple(of), dict(sizes))))
 
-    def crosses_hosts(self, line: Sequence[int]) -> bool | None:
-        """Return whether the ranks in ``line`` are on more than one host, or None if their hosts are unknown."""
-        return len({self.hosts[self.ranks.index(rank)] for rank in line}) > 1 if self.hosts else None
+    def crosses_hosts(self, ranks: Sequence[int]) -> bool | None:
+        """Return whether the ranks in ``ranks`` are on more than one host, or None if their hosts are unknown."""
+        return len({self.hosts[self.ranks.index(rank)] for rank in ranks}) > 1 if self.hosts else None
 
-    def _coords_of_index(self, place: int) -> dict[str, int]:
+    def _index_to_coords(self, place: int) -> dict[str, int]:
         coords = _unravel_index(place, self.sizes)
         for view in self.views:
             index = 0
@@ -153,7 +153,7 @@ class RankGrid:
             coords |= _unravel_index(index, view.sizes)
         return coords
 
-    def _fixed_axes(self, names: Sequence[str]) -> list[str]:
+    def _find_fixed_axes(self, names: Sequence[str]) -> list[str]:
         """Return the axes on which all ranks of each group along the axes ``names`` have the same coordinate."""
         self.check(*names)
         named = set(names)
@@ -172,10 +172,10 @@ def check_axis_size(name: str, size: object) -> None:
     check_int(name, size, unit="ranks")
 
 
-def _unravel_index(place: int, sizes: Mapping[str, int]) -> dict[str, int]:
+def _unravel_index(index: int, sizes: Mapping[str, int]) -> dict[str, int]:
     out = {}
     for name in reversed(list(sizes)):
-        place, out[name] = divmod(place, sizes[name])
+        index, out[name] = divmod(index, sizes[name])
     return {name: out[name] for name in sizes}
 
 
@@ -193,7 +193,7 @@ COMPOSITE_AXES = {
 }
 
 
-def num_ranks(sizes: TensorGridSize | None, axis: str = "sequence") -> int:
+def count_ranks(sizes: TensorGridSize | None, axis: str = "sequence") -> int:
     """Return the number of ranks on an axis whose size is a number or a tuple of factors.
 
     Raises ConfigError if the size is invalid.
@@ -218,7 +218,7 @@ def parse_axis_size(text: str, axis: str) -> int | tuple[int, ...]:
         raise ConfigError(f"{axis}={text} is not a positive number.", remedy=f"Use --{axis} 1 or more.")
     try:
         sizes = tuple(int(part) for part in text.split("x"))
-        total = num_ranks(sizes, axis)
+        total = count_ranks(sizes, axis)
     except (ValueError, ConfigError):
         _, meaning, example = COMPOSITE_AXES[axis]
         raise ConfigError(

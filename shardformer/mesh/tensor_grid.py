@@ -72,13 +72,13 @@ class TensorGrid:
         return f"{self.mode} {'x'.join(map(str, sizes))}"
 
 
-def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None) -> tuple[int, int, int]:
+def compute_grid_shape(mode: str, size: int | Sequence[int], depth: int | None = None) -> tuple[int, int, int]:
     """Compute the shape (rows, columns, depth) of a tensor parallel grid from its mode and its number of ranks.
 
     A single number becomes a square (2D), a stack of squares (2.5D) or a cube (3D). Raises ConfigError if the size does
     not fit the mode.
 
-    >>> sizes_of_mode("2.5d", 8)
+    >>> compute_grid_shape("2.5d", 8)
     (2, 2, 2)
 
     Args:
@@ -88,41 +88,45 @@ def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None
     if isinstance(size, tuple | list):
         row, column, third = (*size, 1)[:3]
         if mode == "2d" and third > 1:
-            raise _size_error(f"({row}, {column}, {third})", mode, f"Use tensor=({row}, {column * third})")
+            raise _make_size_error(f"({row}, {column}, {third})", mode, f"Use tensor=({row}, {column * third})")
         if mode != "2d" and third == 1 < row * column:
-            raise _size_error(f"({row}, {column})", mode, f"Pass three sizes, such as tensor=({row}, {column}, 2)")
+            raise _make_size_error(f"({row}, {column})", mode, f"Pass three sizes, such as tensor=({row}, {column}, 2)")
         return row, column, third
     assert isinstance(size, int), size
     if mode == "2.5d" and depth is not None:
         side = isqrt(size // depth) if depth else 0
         if side * side * depth != size:
-            raise _size_error(f"{size} and depth={depth}", mode, f"Use a size that is {depth} times a square number")
+            raise _make_size_error(
+                f"{size} and depth={depth}", mode, f"Use a size that is {depth} times a square number"
+            )
         return side, side, depth
     if mode == "2d":
         side = isqrt(size)
         if side * side != size:
-            raise _size_error(str(size), mode, f"Pass rows and columns, such as tensor={_factor_nearly_square(size)}")
+            raise _make_size_error(
+                str(size), mode, f"Pass rows and columns, such as tensor={_factor_nearly_square(size)}"
+            )
         return side, side, 1
     if mode == "3d":
         side = round(size ** (1 / 3))
         if side**3 != size:
-            raise _size_error(str(size), mode, "Pass three sizes, such as tensor=(2, 2, 2) or tensor=(4, 2, 2)")
+            raise _make_size_error(str(size), mode, "Pass three sizes, such as tensor=(2, 2, 2) or tensor=(4, 2, 2)")
         return side, side, side
     sides = [n for n in range(isqrt(size), 1, -1) if size % (n * n) == 0 and size > n * n]
     if not sides:
-        raise _size_error(str(size), mode, "Pass three sizes, such as tensor=(2, 2, 2)")
+        raise _make_size_error(str(size), mode, "Pass three sizes, such as tensor=(2, 2, 2)")
     return sides[0], sides[0], size // sides[0] ** 2
 
 
-def with_tensor_grid(context: ParallelContext, mode: str) -> ParallelContext:
+def reshape_tensor_axis_by_mode(context: ParallelContext, mode: str) -> ParallelContext:
     """Reshape the tensor axis of the mesh into row, column and depth axes. All processes must call this function.
 
     Raises ConfigError if the size of the tensor axis does not fit the mode.
     """
     if "row" in context.sizes:
-        sizes_of_mode(mode, [context.sizes[name] for name in GRID_AXIS_NAMES])
+        compute_grid_shape(mode, [context.sizes[name] for name in GRID_AXIS_NAMES])
         return context
-    sizes = sizes_of_mode(mode, context.tensor.size)
+    sizes = compute_grid_shape(mode, context.tensor.size)
     return context.reshape_axis("tensor", **dict(zip(GRID_AXIS_NAMES, sizes, strict=True)))
 
 
@@ -131,7 +135,7 @@ def _factor_nearly_square(size: int) -> tuple[int, int]:
     return size // small, small
 
 
-def _size_error(sizes: str, mode: str, remedy: str) -> ConfigError:
+def _make_size_error(sizes: str, mode: str, remedy: str) -> ConfigError:
     shapes = {"2d": "rows x columns", "2.5d": "rows x columns x copies", "3d": "rows x columns x depth"}
     alone = {"2d": "a square", "2.5d": "a stack of two or more squares", "3d": "a cube"}
     return ConfigError(
@@ -163,7 +167,7 @@ class GridShards:
 
 def describe_grid_shards(mode: str, sizes: int | tuple[int, ...]) -> list[GridShards]:
     """Describe the shards of each rank of a tensor parallel grid. Raises ConfigError for sizes that do not fit."""
-    row, column, depth = sizes_of_mode(mode, sizes)
+    row, column, depth = compute_grid_shape(mode, sizes)
     shards = []
     for rank in range(row * column * depth):
         context = ParallelContext.of({"tensor": row * column * depth}, {"tensor": rank})
@@ -178,13 +182,13 @@ def describe_grid_shards(mode: str, sizes: int | tuple[int, ...]) -> list[GridSh
     return shards
 
 
-def grid_communication(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[str, str]]:
+def compare_communication(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[str, str]]:
     """Compare how many elements a rank sends per layer in 1D tensor parallelism and on a grid.
 
     Counts the forward and backward pass of a layer with N tokens, H hidden features, W weights, V features inside its
     blocks, and E features at the end of its blocks.
     """
-    row, column, depth = sizes_of_mode(mode, sizes)
+    row, column, depth = compute_grid_shape(mode, sizes)
     ranks = row * column * depth
     copies, contraction = (1, depth) if mode == "3d" else (depth, 1)
 
@@ -201,10 +205,10 @@ def grid_communication(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[st
     return [(f"1D over {ranks}", f"{8 * fraction_sent(ranks):.3g} N H"), (f"{mode} over this grid", total)]
 
 
-def grid_summary(grid: TensorGrid) -> str:
+def summarize_grid(grid: TensorGrid) -> str:
     """Describe in words which shards each rank of a grid stores and how many elements it sends per layer."""
     sizes = (grid.row.size, grid.column.size, grid.depth.size)
-    (_, line), (_, own) = grid_communication(grid.mode, sizes)
+    (_, line), (_, own) = compare_communication(grid.mode, sizes)
     widths = ", V features inside its blocks and E features at their ends" if "V" in own else ""
     return (
         f"Tensor parallelism on a grid: {grid}. Between blocks, a rank has 1/{grid.batch.size} of the samples and "

@@ -123,7 +123,7 @@ class AnnouncedCall(NamedTuple):
     is_step: bool  # whether the ranks compare numbers at this call
 
 
-class AnnouncedCalls(NamedTuple):
+class PeerCallStatus(NamedTuple):
     """Collective calls that the ranks of an axis have announced, and the status of ranks that did not arrive.
 
     Args:
@@ -166,10 +166,10 @@ class Transport(Protocol):
     def group(self) -> dist.ProcessGroup | None:
         """Process group of torch.distributed that sends the messages, or None without process groups."""
 
-    def exchanges_directly(self, x: Tensor) -> bool:
+    def prefers_direct_exchange(self, x: Tensor) -> bool:
         """Return whether ``exchange`` is the fastest way to gather or scatter tensors like ``x``, as with gloo."""
 
-    def sends_in_turn(self, device: torch.device) -> bool:
+    def serializes_sends(self, device: torch.device) -> bool:
         """Return whether two ranks can send each other only one message at a time, as with NCCL."""
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
@@ -204,7 +204,7 @@ class Transport(Protocol):
         This is much faster than ``gather_objects``, and does not synchronize a device if host memory can be sent.
         """
 
-    def announce_call(self, call: str, *, waits: bool) -> AnnouncedCalls:
+    def announce_call(self, call: str, *, waits: bool) -> PeerCallStatus:
         """Announce to the other ranks that this rank has reached a collective call.
 
         Args:

@@ -79,7 +79,7 @@ class InitStep:
         return list({id(v.deferred): v.deferred for v in views}.values())
 
 
-def deferred_storage_of(tensor: Any) -> DeferredStorage | None:
+def get_deferred_storage(tensor: Any) -> DeferredStorage | None:
     """Return the ``DeferredStorage`` of a lazily built tensor, or None for any other tensor."""
     if not isinstance(tensor, Tensor):
         return None
@@ -102,7 +102,7 @@ def drop_recipe(tensor: Tensor) -> None:
 
 def get_view(tensor: Tensor) -> TensorView:
     """Return a view of a tensor's deferred storage that has the shape, strides and offset of the tensor."""
-    deferred = deferred_storage_of(tensor)
+    deferred = get_deferred_storage(tensor)
     assert deferred is not None
     return TensorView(deferred, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
@@ -126,7 +126,7 @@ def run_recipe(deferred: DeferredStorage) -> UntypedStorage:
     storages: dict[int, UntypedStorage] = {}
     with disable_current_modes(), torch.no_grad(), torch.device("cpu"):
         if not steps:
-            return _allocate(deferred)
+            return _allocate_storage(deferred)
         for step in steps:
             run_step(step, storages)
             for p in step.deferred_storages():
@@ -153,7 +153,7 @@ def run_step(step: InitStep, storages: dict[int, UntypedStorage]) -> None:
     def get_real_value(x: Any) -> Any:
         if isinstance(x, TensorView):
             if id(x.deferred) not in storages:  # will be overwritten, or was never written
-                storages[id(x.deferred)] = _allocate(x.deferred)
+                storages[id(x.deferred)] = _allocate_storage(x.deferred)
             return x.of(storages[id(x.deferred)])
         return x
 
@@ -164,7 +164,7 @@ def run_step(step: InitStep, storages: dict[int, UntypedStorage]) -> None:
         result = _rerun_random_op(step.func, step.state, args, kwargs)
     for view, value in zip(step.out, result if isinstance(result, tuple | list) else (result,), strict=False):
         if view is not None:
-            storages[id(view.deferred)] = _to_recorded_layout(value, view)
+            storages[id(view.deferred)] = _convert_to_recorded_layout(value, view)
 
 
 def _rerun_random_op(func: Any, state: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,7 +178,7 @@ def _rerun_random_op(func: Any, state: Tensor, args: tuple[Any, ...], kwargs: di
         return func(*args, **kwargs)
 
 
-def _allocate(deferred: DeferredStorage) -> UntypedStorage:
+def _allocate_storage(deferred: DeferredStorage) -> UntypedStorage:
     # large storages are mapped: on the heap, small shards would fill the gaps of freed full tensors, and the heap would
     # grow to the size of the full model
     if deferred.num_bytes < MAPPED_BYTES:
@@ -187,11 +187,11 @@ def _allocate(deferred: DeferredStorage) -> UntypedStorage:
     return torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
 
 
-def _to_recorded_layout(value: Tensor, view: TensorView) -> UntypedStorage:
+def _convert_to_recorded_layout(value: Tensor, view: TensorView) -> UntypedStorage:
     """Return the storage of a result, copied first if its strides or dtype differ from the recorded ones."""
     if (value.stride(), value.storage_offset(), value.dtype) == (view.stride, view.offset, view.dtype):
         return value.untyped_storage()
-    storage = _allocate(view.deferred)
+    storage = _allocate_storage(view.deferred)
     view.of(storage).copy_(value)
     return storage
 

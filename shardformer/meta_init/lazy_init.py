@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardformer.errors import ConfigError
 from shardformer.meta_init import init_recipe
-from shardformer.meta_init.init_recipe import DeferredStorage, InitStep, TensorView, deferred_storage_of, get_view
+from shardformer.meta_init.init_recipe import DeferredStorage, InitStep, TensorView, get_deferred_storage, get_view
 from shardformer.torch_compat import TorchDispatchMode, schema_of, tree_flatten, tree_map
 from shardformer.torch_patches import Patch, install
 
@@ -59,9 +59,9 @@ class ReportCpuDevice(TorchFunctionMode):
     """A function mode in which lazily built tensors report the CPU as their device, because init functions check it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == IS_META and deferred_storage_of(args[0]) is not None:
+        if func == IS_META and get_deferred_storage(args[0]) is not None:
             return False
-        if func == DEVICE and deferred_storage_of(args[0]) is not None:
+        if func == DEVICE and get_deferred_storage(args[0]) is not None:
             return torch.device("cpu")
         return func(*args, **(kwargs or {}))
 
@@ -94,33 +94,38 @@ class InitRecorder(TorchDispatchMode):
         if func is aten.scalar_tensor.default:  # the 2.0 of `weight[0] = 2.0`, on the device of the weight
             return func(*args, **{**kwargs, "device": torch.device("cpu")})
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        if not any(deferred_storage_of(x) for x in tensors):
-            if self.creates_lazily and func in FACTORIES and _creates_float(func, args, kwargs):
-                return self._create(func, args, dict(kwargs))
-            if self.creates_lazily and func is aten.empty_like.default and args[0].is_meta and not _is_to_meta(kwargs):
+        if not any(get_deferred_storage(x) for x in tensors):
+            if self.creates_lazily and func in FACTORIES and _creates_float_tensor(func, args, kwargs):
+                return self._create_deferred(func, args, dict(kwargs))
+            if (
+                self.creates_lazily
+                and func is aten.empty_like.default
+                and args[0].is_meta
+                and not _targets_meta(kwargs)
+            ):
                 like = {"dtype": kwargs.get("dtype") or args[0].dtype, "device": kwargs.get("device")}
                 return self.__torch_dispatch__(aten.empty.memory_format, types, (list(args[0].shape),), like)
             return func(*args, **kwargs)
-        if _is_to_meta(kwargs):
+        if _targets_meta(kwargs):
             return func(*args, **kwargs)
         written = _find_written_tensors(func, args, kwargs)
-        if any(x.is_meta and deferred_storage_of(x) is None for x in tensors):
+        if any(x.is_meta and get_deferred_storage(x) is None for x in tensors):
             for x in written:  # an input has unknown values, so the output has too
                 init_recipe.drop_recipe(x)
             return func(*_move_to_meta(args), **_move_to_meta(kwargs))
-        if any(deferred_storage_of(x) is None for x in written):  # writes to a tensor with values
-            return func(*_compute_values_in(args), **_compute_values_in(kwargs))
+        if any(get_deferred_storage(x) is None for x in written):  # writes to a tensor with values
+            return func(*_materialize_arguments(args), **_materialize_arguments(kwargs))
         try:
             result = func(*_move_to_meta(args), **_replace_device("meta", _move_to_meta(kwargs)))
         except RuntimeError:  # the result depends on values, or the call is invalid and raises below
-            result_with_values = func(*_compute_values_in(args), **_compute_values_in(kwargs))
+            result_with_values = func(*_materialize_arguments(args), **_materialize_arguments(kwargs))
             if not written:
                 return result_with_values
             result = written[0]
-        self._record(func, args, kwargs, written, result)
+        self._record_operation(func, args, kwargs, written, result)
         return result
 
-    def _create(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _create_deferred(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         device = torch.device(kwargs.get("device") or "cpu")
         if device.type != "cpu":
             if device.type == "meta" and not self.allows_meta:
@@ -134,7 +139,7 @@ class InitRecorder(TorchDispatchMode):
         if func in RANDOM_FACTORIES:
             fill, num_args = RANDOM_FACTORIES[func]
             generator = kwargs.pop("generator", None)
-            empty = self._create(aten.empty.memory_format, args[num_args:], kwargs)
+            empty = self._create_deferred(aten.empty.memory_format, args[num_args:], kwargs)
             return self.__torch_dispatch__(fill, (), (empty, *args[:num_args]), {"generator": generator})
         result = func(*args, **{**kwargs, "device": torch.device("meta")})
         deferred = init_recipe.defer_storage(result)
@@ -143,9 +148,9 @@ class InitRecorder(TorchDispatchMode):
             deferred.writer = InitStep(func, args, options, (get_view(result),))
         return result
 
-    def _record(self, func: Any, args: Any, kwargs: Any, written: list[Tensor], result: Any) -> None:
+    def _record_operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor], result: Any) -> None:
         results = list(result) if isinstance(result, tuple | list) else [result]
-        new = [x for x in results if isinstance(x, Tensor) and x.is_meta and deferred_storage_of(x) is None]
+        new = [x for x in results if isinstance(x, Tensor) and x.is_meta and get_deferred_storage(x) is None]
         for x in new:
             init_recipe.defer_storage(x)
         if not new and not written:
@@ -154,7 +159,7 @@ class InitRecorder(TorchDispatchMode):
             get_view(result).deferred.writer = steps
             return
         step = InitStep(
-            func, tree_map(_prepare_for_recipe, args), _replace_device("cpu", tree_map(_prepare_for_recipe, kwargs))
+            func, tree_map(_prepare_argument, args), _replace_device("cpu", tree_map(_prepare_argument, kwargs))
         )
         step.out = tuple(get_view(x) if any(x is n for n in new) else None for x in results)
         draws, generator = torch.Tag.nondeterministic_seeded in func.tags, kwargs.get("generator")
@@ -162,7 +167,7 @@ class InitRecorder(TorchDispatchMode):
             step.state = torch.get_rng_state() if generator is None else generator.get_state()
             step.kwargs.pop("generator", None)
         overwritten = _find_overwritten_storage(func, written)
-        step.before = _get_writers(p for p in step.deferred_storages() if p is not overwritten)
+        step.before = _list_writer_steps(p for p in step.deferred_storages() if p is not overwritten)
         if draws:
             _advance_generator(func, step, generator, overwritten is not None)
         for x in (*written, *new):
@@ -204,7 +209,7 @@ class LazyInit(InitRecorder):
         self._params.clear()
 
 
-def was_modified_unrecorded(param: nn.Parameter) -> bool:
+def was_modified_outside_lazy_init(param: nn.Parameter) -> bool:
     """Return whether a meta parameter was modified outside ``LazyInit``, where changes are not recorded."""
     return bool(param._version != vars(param).get(VERSION, param._version))
 
@@ -238,7 +243,7 @@ class LazyLoading(LazyInit):
     allows_meta = True
 
 
-def _creates_float(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+def _creates_float_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     if func is aten.full.default and kwargs.get("dtype") is None:
         return isinstance(args[1], float)
     dtype: torch.dtype = kwargs.get("dtype") or torch.get_default_dtype()
@@ -250,7 +255,7 @@ def _slice_before_cast(func: Any, args: Any, kwargs: dict[str, Any], result: Ten
     sources: list[TensorView] = []
 
     def to_source(x: Any) -> Any:
-        view = get_view(x) if isinstance(x, Tensor) and deferred_storage_of(x) is not None else None
+        view = get_view(x) if isinstance(x, Tensor) and get_deferred_storage(x) is not None else None
         source = _find_cast_source(view) if view is not None else None
         if view is None or source is None:
             return x
@@ -264,7 +269,7 @@ def _slice_before_cast(func: Any, args: Any, kwargs: dict[str, Any], result: Ten
     out, dtype = get_view(result), sources[0].dtype
     storage = DeferredStorage(out.deferred.num_bytes // out.dtype.itemsize * dtype.itemsize)
     part = TensorView(storage, dtype, out.size, out.stride, 0)
-    slice_step = InitStep(func, new_args, kwargs, (part,), _get_writers(view.deferred for view in sources))
+    slice_step = InitStep(func, new_args, kwargs, (part,), _list_writer_steps(view.deferred for view in sources))
     return InitStep(aten._to_copy.default, (part,), {"dtype": out.dtype}, (out,), (slice_step,))
 
 
@@ -277,10 +282,10 @@ def _find_cast_source(view: TensorView) -> TensorView | None:
     if not isinstance(source, TensorView) or out is None or out.deferred is not view.deferred:
         return None
     has_same_layout = (source.size, source.stride, source.offset) == (out.size, out.stride, out.offset)
-    return source if has_same_layout and cast.before == _get_writers([source.deferred]) else None
+    return source if has_same_layout and cast.before == _list_writer_steps([source.deferred]) else None
 
 
-def _is_to_meta(kwargs: dict[str, Any]) -> bool:
+def _targets_meta(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"
 
 
@@ -295,13 +300,13 @@ def _find_written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 def _find_overwritten_storage(func: Any, written: list[Tensor]) -> DeferredStorage | None:
     if len(written) == 1 and schema_of(func).name.partition("::")[2] in OVERWRITING_OPS:
-        deferred, target = deferred_storage_of(written[0]), written[0]
+        deferred, target = get_deferred_storage(written[0]), written[0]
         if deferred is not None and target.is_contiguous() and target.nbytes == deferred.num_bytes:
             return deferred
     return None
 
 
-def _get_writers(deferred_storages: Any) -> tuple[InitStep, ...]:
+def _list_writer_steps(deferred_storages: Any) -> tuple[InitStep, ...]:
     return tuple({id(p.writer): p.writer for p in deferred_storages if p.writer is not None}.values())
 
 
@@ -313,15 +318,15 @@ def _advance_generator(func: Any, step: InitStep, generator: Any, overwrites: bo
     init_recipe.run_step(probe, {id(deferred): init_recipe.run_recipe(deferred) for deferred in inputs})
 
 
-def _prepare_for_recipe(argument: Any) -> Any:
+def _prepare_argument(argument: Any) -> Any:
     """Prepare an argument for a recorded step: replace a meta tensor with a view, and copy a tensor with values."""
     if not isinstance(argument, Tensor):
         return argument
-    return get_view(argument) if deferred_storage_of(argument) is not None else argument.detach().clone()
+    return get_view(argument) if get_deferred_storage(argument) is not None else argument.detach().clone()
 
 
-def _compute_values_in(arguments: Any) -> Any:
-    return tree_map(lambda x: x if deferred_storage_of(x) is None else init_recipe.compute_values(x), arguments)
+def _materialize_arguments(arguments: Any) -> Any:
+    return tree_map(lambda x: x if get_deferred_storage(x) is None else init_recipe.compute_values(x), arguments)
 
 
 def _move_to_meta(arguments: Any) -> Any:
@@ -350,15 +355,15 @@ def record_weight_changes(model: nn.Module) -> Iterator[None]:
 
     Weights that were modified outside such a context remain invalid.
     """
-    modified = {id(p) for p in model.parameters() if was_modified_unrecorded(p)}
+    modified = {id(p) for p in model.parameters() if was_modified_outside_lazy_init(p)}
     with LazyInit():
         yield
     for p in model.parameters():
-        if deferred_storage_of(p) is not None and id(p) not in modified:
+        if get_deferred_storage(p) is not None and id(p) not in modified:
             p.__dict__[VERSION] = p._version
 
 
-def record_calls(model: nn.Module) -> None:
+def wrap_methods_for_recording(model: nn.Module) -> None:
     """Wrap the methods of a lazily built model so that they record how they change its weights.
 
     This wraps the public methods of the model's own classes except ``forward``, and torch's ``_apply`` and ``apply``.
@@ -372,8 +377,8 @@ def record_calls(model: nn.Module) -> None:
     vars(model).update({name: RecordedCall(model, name) for name in names - {"forward"} if name not in vars(model)})
 
 
-def end_recorded_calls(model: nn.Module) -> None:
-    """Restore the original methods of a model that ``record_calls`` has wrapped."""
+def restore_wrapped_methods(model: nn.Module) -> None:
+    """Restore the original methods of a model that ``wrap_methods_for_recording`` has wrapped."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, RecordedCall):

@@ -11,8 +11,13 @@ from torch import Tensor, UntypedStorage, nn
 
 from shardformer.errors import ConfigError, check_argument
 from shardformer.layout.sharding_metadata import check_module
-from shardformer.meta_init.init_recipe import DeferredStorage, defer_storage, deferred_storage_of, get_view, run_recipe
-from shardformer.meta_init.lazy_init import VERSION, InitRecorder, end_recorded_calls, was_modified_unrecorded
+from shardformer.meta_init.init_recipe import DeferredStorage, defer_storage, get_deferred_storage, get_view, run_recipe
+from shardformer.meta_init.lazy_init import (
+    VERSION,
+    InitRecorder,
+    restore_wrapped_methods,
+    was_modified_outside_lazy_init,
+)
 from shardformer.meta_init.safetensors_source import find_weight_files
 from shardformer.module_paths import list_named_tensors
 from shardformer.torch_compat import has_meta_tensors, tree_leaves, tree_map_only
@@ -22,19 +27,19 @@ NOTES = "_shardformer_loading"
 
 def is_lazy(model: nn.Module) -> bool:
     """Return whether a lazily built parameter or buffer of the model has no values yet."""
-    return has_meta_tensors(model) and any(deferred_storage_of(t) is not None for _, t in list_named_tensors(model))
+    return has_meta_tensors(model) and any(get_deferred_storage(t) is not None for _, t in list_named_tensors(model))
 
 
-def record_changes(model: nn.Module) -> AbstractContextManager[Any]:
+def record_if_lazy(model: nn.Module) -> AbstractContextManager[Any]:
     """Return a context that records changes to a lazily built model, or one without effect for other models."""
     return InitRecorder() if is_lazy(model) else nullcontext()
 
 
-def copy_materialized(model: nn.Module) -> nn.Module:
+def copy_and_materialize(model: nn.Module) -> nn.Module:
     """Copy a lazily built model, and compute the weights of the copy but not of the original."""
-    with record_changes(model):
+    with record_if_lazy(model):
         copied = copy.deepcopy(model)
-    end_recorded_calls(copied)  # they are bound to the original model
+    restore_wrapped_methods(copied)  # they are bound to the original model
     return materialize_parameters(copied)
 
 
@@ -52,7 +57,7 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     for value in (value for module in model.modules() for value in vars(module).values()):
         if isinstance(value, Tensor) and value.grad_fn is not None:  # set by torch.nn.utils.weight_norm and prune
             memo[id(value)] = value.detach().clone()
-    with record_changes(model):
+    with record_if_lazy(model):
         return copy.deepcopy(model, memo)
 
 
@@ -104,7 +109,7 @@ def materialize_parameters(model: nn.Module, device: torch.device | str | None =
     cpu = torch.device("cpu")
 
     def with_values(tensor: Tensor, target: torch.device) -> Tensor:
-        deferred = deferred_storage_of(tensor)
+        deferred = get_deferred_storage(tensor)
         if deferred is None and target in (tensor.device, cpu):
             return tensor
         if id(tensor) not in materialized:
@@ -126,11 +131,11 @@ def materialize_parameters(model: nn.Module, device: torch.device | str | None =
         for name, value in list(vars(module).items()):  # tensors in plain attributes do not move with the model
             if type(value) not in (Tensor, nn.Parameter, list, tuple, dict) or any(value is table for table in tables):
                 continue
-            if any(deferred_storage_of(x) is not None for x in tree_leaves(value)):
+            if any(get_deferred_storage(x) is not None for x in tree_leaves(value)):
                 vars(module)[name] = tree_map_only(Tensor, lambda x: with_values(x, cpu), value)
     for file in files:
         file.check()
-    end_recorded_calls(model)
+    restore_wrapped_methods(model)
     return model
 
 
@@ -141,7 +146,7 @@ def check_recipes(model: nn.Module) -> None:
         ConfigError: if a meta tensor has no recipe, a parameter was modified outside ``LazyInit``, or a weight file
             changed since it was loaded.
     """
-    empty = [name for name, t in list_named_tensors(model) if t.is_meta and deferred_storage_of(t) is None]
+    empty = [name for name, t in list_named_tensors(model) if t.is_meta and get_deferred_storage(t) is None]
     if empty:
         raise ConfigError(
             f"{len(empty)} tensors of this {type(model).__name__} are on the meta device and have no values. The first "
@@ -150,7 +155,7 @@ def check_recipes(model: nn.Module) -> None:
             remedy="Build the model inside `with LazyInit():` instead of torch.device('meta'), and call .to() and "
             ".half() in the same block. Or load the model with shardformer.from_pretrained.",
         )
-    changed = [name for name, p in model.named_parameters() if was_modified_unrecorded(p)]
+    changed = [name for name, p in model.named_parameters() if was_modified_outside_lazy_init(p)]
     if changed:
         raise ConfigError(
             f"The parameter {changed[0]!r} of this {type(model).__name__} was modified after the LazyInit block ended.",

@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from shardformer.errors import ConfigError, first_line
-from shardformer.meta_init.init_recipe import InitStep, defer_storage, deferred_storage_of, get_recipe, get_view
+from shardformer.errors import ConfigError, get_first_line
+from shardformer.meta_init.init_recipe import InitStep, defer_storage, get_deferred_storage, get_recipe, get_view
 
 LENGTH_BYTES = 8  # Size of the header length, which precedes the header
 MAX_HEADER_BYTES = 100_000_000  # Longest header that safetensors accepts
@@ -64,7 +64,7 @@ class WeightsFile:
         """
         try:
             stat = os.stat(self.path)
-            is_untouched = _get_stamp(stat) == self._stamp
+            is_untouched = _get_size_and_mtime(stat) == self._stamp
             if is_untouched and not reads:
                 return
             # an untouched file is not read completely a second time
@@ -104,10 +104,10 @@ def _compute_fingerprint(path: str, *, all_bytes: bool) -> tuple[FileFingerprint
             file.seek(0)
             full_hash = hashlib.file_digest(file, "sha256").hexdigest()
     contents = FileFingerprint(stat.st_size, hashlib.sha256(header).hexdigest(), sampled.hexdigest(), full_hash)
-    return contents, _get_stamp(stat)
+    return contents, _get_size_and_mtime(stat)
 
 
-def _get_stamp(stat: os.stat_result) -> tuple[int, int]:
+def _get_size_and_mtime(stat: os.stat_result) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
@@ -192,7 +192,7 @@ def load_lazy_tensors(path: str, *, all_bytes: bool = False) -> dict[str, Tensor
             }
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:  # or a shape is invalid in torch
         raise ConfigError(
-            f"The weight file {path!r} cannot be read: {first_line(error)}.",
+            f"The weight file {path!r} cannot be read: {get_first_line(error)}.",
             remedy="The file is truncated or not a safetensors file. Download or save it again.",
         ) from error
 
@@ -201,7 +201,7 @@ def find_weight_files(model: nn.Module) -> list[WeightsFile]:
     """Return the safetensors files from which the weights of a lazily built model will be read."""
     files: dict[int, WeightsFile] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        deferred = deferred_storage_of(tensor)
+        deferred = get_deferred_storage(tensor)
         for step in get_recipe(deferred) if deferred is not None else ():
             if isinstance(step.func, SafetensorsSource):
                 files[id(step.func.file)] = step.func.file

@@ -38,25 +38,25 @@ from shardformer.offload.saved_tensors import (
     SavedStorage,
     SavedTensorHandle,
     SavedTensorHooks,
-    check_version,
+    check_tensor_version,
+    get_storage_range,
     has_foreign_hooks,
     is_dense,
-    storage_range,
 )
 from shardformer.public_names import renamed_parameters
-from shardformer.tensor_parallel.sequence_parallel import first_tensor
+from shardformer.tensor_parallel.sequence_parallel import get_first_tensor
 
 PURPOSE = "activations"
 
 
-def partition_bytes(size: int, axis: Axis) -> int:
+def get_partition_size(size: int, axis: Axis) -> int:
     """Return the size of each rank's shard of a saved tensor of ``size`` bytes."""
     return -(-size // axis.size)
 
 
-def local_partition(full: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+def get_local_partition(full: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """Return a copy of this rank's shard of a saved tensor, and a checksum of the full tensor. Communicates nothing."""
-    each = partition_bytes(len(full), axis)
+    each = get_partition_size(len(full), axis)
     stored = full[axis.rank * each : (axis.rank + 1) * each]
     shard = stored.clone() if len(stored) == each else torch.cat([stored, full.new_zeros(each - len(stored))])
     return shard, digest(full)
@@ -74,11 +74,11 @@ def gather_partitions(shard: Tensor, checksum: Tensor, axis: Axis, tensor_name: 
     full, checksums = shard.new_empty(axis.size * len(shard)), checksum.new_empty(axis.size)
     pending = start_all_gather_into(checksums, checksum.view(1), axis, PURPOSE)
     start_all_gather_into(full, shard, axis, PURPOSE).wait()
-    check_replicated(torch_compat.to_list(pending.wait()), axis, tensor_name)
+    check_same_checksums(torch_compat.tolist_or_ones(pending.wait()), axis, tensor_name)
     return full
 
 
-def check_replicated(checksums: Sequence[int], axis: Axis, tensor_name: str) -> None:
+def check_same_checksums(checksums: Sequence[int], axis: Axis, tensor_name: str) -> None:
     if len(set(checksums)) > 1:
         usual = max(set(checksums), key=lambda checksum: (list(checksums).count(checksum), checksum == checksums[0]))
         others = [rank for rank, checksum in enumerate(checksums) if checksum != usual]
@@ -179,7 +179,7 @@ class ActivationStore:
             self._link = HostDeviceCopier(device or torch.device("cpu"))
         with torch_compat.DisableTorchFunctionSubclass():  # do not gather parameters
             tensors = [x for x in (*model.parameters(), *model.buffers()) if _is_plain(x)]
-            self._fixed = {torch_compat.memory_of(x) for x in tensors}
+            self._fixed = {torch_compat.get_storage_id(x) for x in tensors}
         self._hooks.enter()
 
     def leave(self, *_: Any) -> None:
@@ -187,7 +187,7 @@ class ActivationStore:
         if not self._hooks.is_entered:
             return
         self._hooks.leave()
-        self._offload_undecided(0)
+        self._offload_non_layer_inputs(0)
         self._inputs.clear()
         self._graph.fetched = len(self._graph.order)
         self._update_counts()
@@ -196,7 +196,7 @@ class ActivationStore:
         """Register a layer input, which is identical on all tensor ranks and can therefore be sharded over them."""
         if not self._hooks.is_entered or not _is_plain(x) or not is_dense(x):
             return
-        key, (start, end) = (torch_compat.memory_of(x), x._version), storage_range(x)
+        key, (start, end) = (torch_compat.get_storage_id(x), x._version), get_storage_range(x)
         if key in self._inputs:
             return
         self._inputs[key] = StorageWeakRef(x.untyped_storage()), (start, end), name
@@ -207,7 +207,7 @@ class ActivationStore:
                 self._possible_inputs.remove(item)
                 self._shard_layer_input(stored, name)
 
-    def _offload_undecided(self, keep_last: int) -> None:
+    def _offload_non_layer_inputs(self, keep_last: int) -> None:
         """Offload saved tensors that have not become layer inputs, except for the ``keep_last`` most recent ones."""
         while self._possible_inputs and self._possible_inputs[0][0] + keep_last <= len(self._graph.order):
             self._start_offload(self._possible_inputs.popleft()[1])
@@ -222,11 +222,11 @@ class ActivationStore:
             return None
         self._update_counts()
         _, input_range, name = self._inputs.get((memory, x._version), (None, (0, 0), ""))
-        start, end = storage_range(x)
+        start, end = get_storage_range(x)
         is_input = input_range[0] <= start and end <= input_range[1]
         if not is_input and 2 * (end - start) >= storage.nbytes():  # store views of the same memory once
             start, end = 0, storage.nbytes()
-        self._offload_undecided(MAX_POSSIBLE_INPUTS)
+        self._offload_non_layer_inputs(MAX_POSSIBLE_INPUTS)
         # Ranks of an axis must shard the same storages, but some also have storages of earlier forward passes.
         forward = 0 if self._axis is None else self._forward
         key = (memory, x._version, start, end, forward, is_input)
@@ -246,9 +246,9 @@ class ActivationStore:
         """Replace the saved input of a layer by this rank's shard of it."""
         assert self._axis is not None and stored.data is not None
         with torch.no_grad():
-            stored.data, stored.number = local_partition(stored.data, self._axis)
+            stored.data, stored.number = get_local_partition(stored.data, self._axis)
         stored.name, stored.base = name, stored.start
-        stored.count_data(PARTITIONED)
+        stored.set_data_kind(PARTITIONED)
         self._start_offload(stored)
 
     def _start_offload(self, stored: SavedStorage) -> None:
@@ -264,10 +264,10 @@ class ActivationStore:
             and sum(len(p.host) for p in self._copying_to_host if p.host is not None) + size > limit
         ):
             self._finish_offload(self._copying_to_host.popleft())
-        stored.host = self._link.new_host(size, torch.uint8)
-        self.counter.add_host(size)
+        stored.host = self._link.allocate_on_host(size, torch.uint8)
+        self.counter.add_host_bytes(size)
         stored.copy, stored.is_leaving = self._link.to_host(stored.host, stored.data), True
-        stored.count_data(COPYING_TO_HOST)
+        stored.set_data_kind(COPYING_TO_HOST)
         self._copying_to_host.append(stored)
 
     def _finish_offload(self, stored: SavedStorage) -> None:
@@ -277,10 +277,10 @@ class ActivationStore:
         stored.copy, stored.is_leaving = None, False
         if stored.is_wanted:
             stored.count(COPYING_TO_HOST, -len(stored.data))
-            self._count_fetched(stored, len(stored.data))
+            self._count_fetched_bytes(stored, len(stored.data))
         else:
             stored.data = None
-            stored.count_data(COPYING_TO_HOST)
+            stored.set_data_kind(COPYING_TO_HOST)
 
     def _update_counts(self) -> None:
         """Update the byte counters after copies to the host have completed or device memory has been freed."""
@@ -299,20 +299,20 @@ class ActivationStore:
 
     def _unpack(self, handle: SavedTensorHandle) -> Tensor:
         stored = handle.stored
-        check_version(stored.version_tensor, stored.version, handle.shape)
+        check_tensor_version(stored.version_tensor, stored.version, handle.shape)
         self._update_counts()
-        self._register_end_callback(handle.graph)
+        self._register_backward_end_callback(handle.graph)
         self._prefetched.pop(stored, None)
         stored.unread_handles.discard(id(handle))
         self._fetch(stored)
         if stored.copy is not None and not stored.is_leaving:
             stored.copy.wait()
             stored.copy = None
-        full = self._gather_full(stored) if stored.is_sharded else stored.data
+        full = self._gather_full_input(stored) if stored.is_sharded else stored.data
         assert full is not None
         out = handle.tensor(full, stored.base)
         if not stored.unread_handles:
-            self._transfer_to_backward(stored)
+            self._release_fetched_memory(stored)
         self._prefetch(handle.graph, handle.place)
         return out
 
@@ -324,13 +324,13 @@ class ActivationStore:
         assert stored.host is not None and self._link is not None
         stored.data = torch.empty(len(stored.host), dtype=torch.uint8, device=self._link.device)
         stored.base, stored.copy = stored.start, self._link.to_device(stored.data, stored.host)
-        self._count_fetched(stored, len(stored.data))
+        self._count_fetched_bytes(stored, len(stored.data))
 
-    def _count_fetched(self, stored: SavedStorage, size: int) -> None:
+    def _count_fetched_bytes(self, stored: SavedStorage, size: int) -> None:
         stored.count(FETCHED, size)
         self._fetched.add(stored)
 
-    def _gather_full(self, stored: SavedStorage) -> Tensor:
+    def _gather_full_input(self, stored: SavedStorage) -> Tensor:
         """Return the full input of a layer, whose shards are all-gathered in the first call."""
         if stored.gathered is None:
             assert self._axis is not None and stored.data is not None and stored.number is not None
@@ -338,10 +338,10 @@ class ActivationStore:
                 stored.gathered = gather_partitions(
                     stored.data, stored.number, self._axis, f"The input of layer {stored.name}"
                 )
-            self._count_fetched(stored, len(stored.gathered))
+            self._count_fetched_bytes(stored, len(stored.gathered))
         return stored.gathered
 
-    def _transfer_to_backward(self, stored: SavedStorage) -> None:
+    def _release_fetched_memory(self, stored: SavedStorage) -> None:
         """Drop this store's references to fetched memory, so that autograd frees the memory after use."""
         fetched_memory = [stored.gathered]
         stored.gathered, stored.is_wanted = None, False
@@ -350,7 +350,7 @@ class ActivationStore:
             stored.data = None
         for x in fetched_memory:
             if x is not None:
-                stored.keep_count_in_model(FETCHED, len(x))
+                stored.keep_count_after_deletion(FETCHED, len(x))
                 self._read.append((StorageWeakRef(x.untyped_storage()), len(x)))
         del fetched_memory
         self._fetched.discard(stored)
@@ -373,7 +373,7 @@ class ActivationStore:
             at -= 1
         graph.fetched = at
 
-    def _register_end_callback(self, graph: ForwardRecord) -> None:
+    def _register_backward_end_callback(self, graph: ForwardRecord) -> None:
         task = torch_compat.current_graph_task_id()
         if task < 0:
             return
@@ -387,7 +387,7 @@ class ActivationStore:
         self._task = -1
         self._prefetched.clear()
         for stored in list(self._fetched):
-            self._transfer_to_backward(stored)
+            self._release_fetched_memory(stored)
         for graph in self._graphs:
             graph.fetched = len(graph.order)
         self._graphs.clear()
@@ -482,7 +482,7 @@ def _register_store_hooks(model: nn.Module, store: ActivationStore, layers: dict
 
 
 def _register_layer_input(store: ActivationStore, path: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
-    store.register_layer_input(path, first_tensor(args, kwargs))
+    store.register_layer_input(path, get_first_tensor(args, kwargs))
 
 
 def _find_replicated_layers(model: nn.Module, to: str) -> dict[str, nn.Module]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collective_call import all_gather_from_grid
+from shardformer.comm.collective_call import all_gather_from_mesh
 from shardformer.errors import InputError
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.host import HostMemory, HostShard, OffloadConfig
@@ -66,26 +66,26 @@ class OffloadFile:
         self._end += size
         return at
 
-    def read(self, at: int, out: Tensor) -> Future[None]:
-        return self._workers[READ].submit(self._transfer, READ, at, [out])
+    def read(self, offset: int, out: Tensor) -> Future[None]:
+        return self._workers[READ].submit(self._transfer, READ, offset, [out])
 
-    def write(self, at: int, tensors: Sequence[Tensor], buffer: Tensor | None) -> None:
+    def write(self, offset: int, tensors: Sequence[Tensor], buffer: Tensor | None) -> None:
         """Start writing tensors to the file, and release their buffer when the write is complete."""
-        self._writing.append((self._workers[WRITE].submit(self._transfer, WRITE, at, tensors), buffer))
+        self._writing.append((self._workers[WRITE].submit(self._transfer, WRITE, offset, tensors), buffer))
 
-    def _transfer(self, way: str, at: int, tensors: Sequence[Tensor]) -> None:
-        begin, total, call = time.perf_counter(), 0, os.preadv if way == READ else self.write_call
+    def _transfer(self, direction: str, offset: int, tensors: Sequence[Tensor]) -> None:
+        begin, total, call = time.perf_counter(), 0, os.preadv if direction == READ else self.write_call
         for tensor in tensors:
             numbers: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
             view, done = memoryview(numbers), 0
             while done < len(view):
-                step = call(self._file.fileno(), [view[done:]], at + total + done)
+                step = call(self._file.fileno(), [view[done:]], offset + total + done)
                 if step == 0:
                     raise OSError(f"The offload file is truncated: {len(view) - done} bytes are missing at its end")
                 done += step
             total += round_up_to_block(len(view))
-        size, seconds = self.moved[way]
-        self.moved[way] = size + total, seconds + time.perf_counter() - begin
+        size, seconds = self.moved[direction]
+        self.moved[direction] = size + total, seconds + time.perf_counter() - begin
 
     def acquire_buffer(self, size: int) -> Tensor:
         """Return a free buffer in host memory. If all buffers are in use, wait until a write is complete."""
@@ -93,9 +93,9 @@ class OffloadFile:
             self._finish_oldest_write()
         if not self._free:
             self._num_made += 1
-            return self._host.link.new_host(size, torch.uint8)
+            return self._host.link.allocate_on_host(size, torch.uint8)
         buffer = self._free.pop()
-        return buffer if buffer.numel() >= size else self._host.link.new_host(size, torch.uint8)
+        return buffer if buffer.numel() >= size else self._host.link.allocate_on_host(size, torch.uint8)
 
     def release_buffer(self, buffer: Tensor) -> None:
         if len(self._free) < self.buffers:
@@ -142,7 +142,7 @@ class FileStore(HostMemory):
     def part(self, length: int, dtype: torch.dtype) -> FileShard:
         return FileShard(self.disk, self, length, dtype)
 
-    def end_writing(self, context: ParallelContext) -> None:
+    def wait_for_writes(self, context: ParallelContext) -> None:
         """Wait until all ranks have written their files, and raise InputError on all ranks if one of them failed."""
         if failure := self.end_step([], context):
             raise InputError(
@@ -150,15 +150,15 @@ class FileStore(HostMemory):
                 remedy="Free some disk space, and then load the optimizer state again.",
             )
 
-    def end_step(self, parts: Sequence[HostShard], context: ParallelContext) -> str | None:
+    def end_step(self, shards: Sequence[HostShard], context: ParallelContext) -> str | None:
         """Commit the written shards if all ranks succeeded, or else roll them back to the previous step.
 
         Return a description of the first error on any rank, or None. Communicates one object over each axis.
         """
         self.disk.flush()
         failure = None if self.disk.error is None else f"{self.disk.error} (rank {context.rank})"
-        failure = next((other for _, other in all_gather_from_grid(failure, context) if other is not None), None)
-        for part in parts:
+        failure = next((other for _, other in all_gather_from_mesh(failure, context) if other is not None), None)
+        for part in shards:
             if isinstance(part, FileShard):
                 part.commit() if failure is None else part.roll_back()
         self.disk.error = None
@@ -292,7 +292,7 @@ class FileShard(HostShard):
     def evict(self) -> None:
         """Start writing the updated tensors to the file without overwriting the previous version, and release them."""
         self.wait()
-        record, tensors = self._layout_and_tensors()
+        record, tensors = self._get_layout_and_tensors()
         try:
             if self._other is None or self._other.capacity < record.size:
                 self._other = FileSlot(self._disk.reserve(record.size), record.size, record)
@@ -304,7 +304,7 @@ class FileShard(HostShard):
             self._disk.write(self._other.at, tensors, buffer)
         self.discard()
 
-    def _layout_and_tensors(self) -> tuple[FileLayout, list[Tensor]]:
+    def _get_layout_and_tensors(self) -> tuple[FileLayout, list[Tensor]]:
         record, tensors = FileLayout([(-1, "", self.dtype, self.values.shape)]), [self.values]
         for number, (value, _) in enumerate(self._slices):
             for name, x in self._states(value).items():

@@ -95,17 +95,17 @@ class HostDeviceCopier:
         else:
             self._workers = {way: ThreadPoolExecutor(1, f"copies {way}") for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)}
 
-    def new_host(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate_on_host(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate a tensor in host memory, which is pinned if the device is a GPU."""
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._is_cuda)
 
     def to_host(self, target: Tensor, source: Tensor) -> AsyncCopy:
         """Start copying a tensor to the host. The tensor must not change until the copy is complete."""
-        return self._start(DEVICE_TO_HOST, target, source)
+        return self._start_copy(DEVICE_TO_HOST, target, source)
 
     def to_device(self, target: Tensor, source: Tensor) -> AsyncCopy:
         """Start copying a tensor to the device. The tensor must not change until the copy is complete."""
-        return self._start(HOST_TO_DEVICE, target, source)
+        return self._start_copy(HOST_TO_DEVICE, target, source)
 
     def bandwidth(self, way: str) -> float | None:
         """Return the measured bytes per second in one direction, or None before the first copy."""
@@ -116,28 +116,30 @@ class HostDeviceCopier:
         seconds = sum(copied.end - copied.begin for copied in done)
         return sum(copied.size for copied in done) / seconds if seconds else None
 
-    def _start(self, way: str, target: Tensor, source: Tensor) -> AsyncCopy:
+    def _start_copy(self, direction: str, target: Tensor, source: Tensor) -> AsyncCopy:
         source = source.detach()
         return (
-            self._start_on_stream(way, target, source) if self._is_cuda else self._start_on_thread(way, target, source)
+            self._start_on_stream(direction, target, source)
+            if self._is_cuda
+            else self._start_on_thread(direction, target, source)
         )
 
-    def _start_on_thread(self, way: str, target: Tensor, source: Tensor) -> AsyncCopy:
+    def _start_on_thread(self, direction: str, target: Tensor, source: Tensor) -> AsyncCopy:
         if not has_data(source):  # fake tensors; threads cannot trace concurrently
             target.copy_(source)
             return AsyncCopy(target, source, bool, bool, lambda: True)
-        future: Future[None] = self._workers[way].submit(self._copy, way, target, source)
+        future: Future[None] = self._workers[direction].submit(self._copy, direction, target, source)
         return AsyncCopy(target, source, future.result, future.result, future.done)
 
-    def _copy(self, way: str, target: Tensor, source: Tensor) -> None:
+    def _copy(self, direction: str, target: Tensor, source: Tensor) -> None:
         begin = time.perf_counter()
         target.copy_(source)
         if self._bandwidth is not None:
             time.sleep(max(0.0, begin + source.nbytes / self._bandwidth - time.perf_counter()))
-        self.log.append(FinishedCopy(way, source.nbytes, begin, time.perf_counter()))
+        self.log.append(FinishedCopy(direction, source.nbytes, begin, time.perf_counter()))
 
-    def _start_on_stream(self, way: str, target: Tensor, source: Tensor) -> AsyncCopy:
-        stream, on_device = self._streams[way], source if way == DEVICE_TO_HOST else target
+    def _start_on_stream(self, direction: str, target: Tensor, source: Tensor) -> AsyncCopy:
+        stream, on_device = self._streams[direction], source if direction == DEVICE_TO_HOST else target
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
@@ -145,12 +147,14 @@ class HostDeviceCopier:
             target.copy_(source, non_blocking=True)
             end.record(stream)
         on_device.record_stream(stream)
-        self._timed.append((way, source.nbytes, begin, end))
+        self._timed.append((direction, source.nbytes, begin, end))
 
         def wait() -> None:
             torch.cuda.current_stream(self.device).wait_event(end)
 
-        return AsyncCopy(target, source, end.synchronize if way == DEVICE_TO_HOST else wait, end.synchronize, end.query)
+        return AsyncCopy(
+            target, source, end.synchronize if direction == DEVICE_TO_HOST else wait, end.synchronize, end.query
+        )
 
 
 FREE_MEMORY, TO_CPU, TO_NVME = "free", "cpu", "nvme:"
@@ -232,7 +236,7 @@ class HostMemory:
         self._under_way: deque[AsyncCopy] = deque()
         self._threads = config.threads
         if config.threads is None and device.type != "cpu":
-            self._threads = max(1, len(os.sched_getaffinity(0)) // _processes_on_host())
+            self._threads = max(1, len(os.sched_getaffinity(0)) // _get_local_world_size())
 
     def copy_to_host(self, target: Tensor, source: Tensor) -> AsyncCopy:
         """Start copying a gradient to the host. If too many copies are in progress, wait for an earlier one."""
@@ -247,7 +251,7 @@ class HostMemory:
         return HostShard(self, length, dtype)
 
     @contextmanager
-    def use_update_threads(self) -> Iterator[None]:
+    def use_optimizer_threads(self) -> Iterator[None]:
         """Use several CPU threads for the optimizer step inside this context, even if the launcher set only one."""
         before = torch.get_num_threads()
         try:
@@ -258,7 +262,7 @@ class HostMemory:
             torch.set_num_threads(before)
 
 
-def _processes_on_host() -> int:
+def _get_local_world_size() -> int:
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
@@ -303,7 +307,7 @@ class HostShard(WeightStore):
 
     def __init__(self, host: HostMemory, length: int, dtype: torch.dtype) -> None:
         self.host, self.length, self.dtype = host, length, dtype
-        self.values = host.link.new_host(length, dtype).zero_()
+        self.values = host.link.allocate_on_host(length, dtype).zero_()
         self._sum: Tensor | None = None
         self._has_sum = False
         self._staging: Tensor | None = None
@@ -316,21 +320,21 @@ class HostShard(WeightStore):
 
     def receive(self, reduced: Tensor, scale: float) -> None:
         """Start copying reduced gradients to the host, where they are divided by the loss scale and accumulated."""
-        self._accumulate_copied()
-        self._arriving = self.host.copy_to_host(self._staging_buffer(reduced.dtype), reduced), scale
+        self._accumulate_copied_grads()
+        self._arriving = self.host.copy_to_host(self._get_staging_buffer(reduced.dtype), reduced), scale
 
-    def _staging_buffer(self, dtype: torch.dtype) -> Tensor:
+    def _get_staging_buffer(self, dtype: torch.dtype) -> Tensor:
         if self._staging is None or self._staging.dtype != dtype:
-            self._staging = self.host.link.new_host(self.length, dtype)
+            self._staging = self.host.link.allocate_on_host(self.length, dtype)
         return self._staging
 
-    def _accumulate_copied(self) -> None:
+    def _accumulate_copied_grads(self) -> None:
         if self._arriving is None:
             return
         (copy, scale), self._arriving = self._arriving, None
         part = copy.finish()
         if self._sum is None:
-            self._sum = self.host.link.new_host(part.numel(), self.dtype)
+            self._sum = self.host.link.allocate_on_host(part.numel(), self.dtype)
         if scale != 1:
             part = part.to(self.dtype) / scale
         self._sum = self._sum.add_(part) if self._has_sum else self._sum.copy_(part)
@@ -339,12 +343,12 @@ class HostShard(WeightStore):
     @property
     def sum(self) -> Tensor | None:
         """The reduced gradients in host memory, or None if there are none. Reading it waits for running copies."""
-        self._accumulate_copied()
+        self._accumulate_copied_grads()
         return self._sum if self._has_sum else None
 
     def clear_gradients(self) -> None:
         """Discard the accumulated gradients of this shard."""
-        self._accumulate_copied()
+        self._accumulate_copied_grads()
         self._has_sum = False
 
     def copy_to_device(self, local_params: Tensor) -> AsyncCopy:
@@ -356,7 +360,7 @@ class HostShard(WeightStore):
         values = (
             self.values
             if local_params.dtype == self.dtype
-            else self._staging_buffer(local_params.dtype).copy_(self.values)
+            else self._get_staging_buffer(local_params.dtype).copy_(self.values)
         )
         self._leaving = self.host.link.to_device(local_params, values)
         return self._leaving

@@ -87,7 +87,7 @@ def has_foreign_hooks() -> bool:
     return top is not None and _get_hooks_object(top) is None
 
 
-def check_version(x: Tensor, version: int, shape: torch.Size | None = None) -> None:
+def check_tensor_version(x: Tensor, version: int, shape: torch.Size | None = None) -> None:
     """Raise the same RuntimeError as autograd if a saved tensor was modified in place."""
     if x._version != version:
         raise RuntimeError(
@@ -99,7 +99,7 @@ def check_version(x: Tensor, version: int, shape: torch.Size | None = None) -> N
 
 def _unpack_plain(packed: tuple[Tensor, int]) -> Tensor:
     x, version = packed
-    check_version(x, version)
+    check_tensor_version(x, version)
     return x
 
 
@@ -159,7 +159,7 @@ class ActivationCounter:
         self.now[kind] += size
         self.most = max(self.most, self.device)
 
-    def add_host(self, size: int) -> None:
+    def add_host_bytes(self, size: int) -> None:
         self.host += size
         self.most_host = max(self.most_host, self.host)
 
@@ -219,14 +219,14 @@ class SavedStorage:
         self._counted[kind] += size
         self.counter.add(kind, size)
 
-    def count_data(self, kind: str) -> None:
+    def set_data_kind(self, kind: str) -> None:
         """Count the stored bytes on the device as a different kind, for example as being copied to the host."""
         size = 0 if self.data is None else len(self.data)
         for was in (ON_DEVICE, COPYING_TO_HOST, PARTITIONED):
             self.count(was, -self._counted[was])
         self.count(kind, size)
 
-    def keep_count_in_model(self, kind: str, size: int) -> None:
+    def keep_count_after_deletion(self, kind: str, size: int) -> None:
         """Keep counting ``size`` fetched bytes for the model even after this storage is deleted."""
         self._counted[kind] -= size
 
@@ -262,17 +262,17 @@ class SavedTensorHandle:
         graph.order.append(ReferenceType(stored))
         stored.unread_handles.add(id(self))
 
-    def tensor(self, full: Tensor, base: int) -> Tensor:
-        """Return the saved tensor as a view of ``full``, which starts at byte ``base`` of the original storage."""
-        out = torch.empty(0, dtype=self.dtype, device=full.device)
+    def tensor(self, storage: Tensor, base: int) -> Tensor:
+        """Return the saved tensor as a view of ``storage``, which starts at byte ``base`` of the original storage."""
+        out = torch.empty(0, dtype=self.dtype, device=storage.device)
         offset = (self.offset - base) // out.element_size()
-        return out.set_(full.untyped_storage(), offset, self.shape, self.stride)
+        return out.set_(storage.untyped_storage(), offset, self.shape, self.stride)
 
     def __del__(self) -> None:
         self.stored.unread_handles.discard(id(self))
 
 
-def storage_range(x: Tensor) -> tuple[int, int]:
+def get_storage_range(x: Tensor) -> tuple[int, int]:
     """Return the range of bytes that a tensor uses in its storage, as (first byte, end)."""
     start = int(x.storage_offset())
     last = start + sum((int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True))
@@ -281,5 +281,5 @@ def storage_range(x: Tensor) -> tuple[int, int]:
 
 def is_dense(x: Tensor) -> bool:
     """Return whether a tensor uses a contiguous range of its storage without gaps or repeated elements."""
-    start, end = storage_range(x)
+    start, end = get_storage_range(x)
     return end - start == x.nbytes and 0 not in x.stride()

@@ -34,7 +34,7 @@ from shardformer.gradient_accumulation.micro_batch_loss import (
     LossWeights,
     is_mean_or_sum,
 )
-from shardformer.gradient_accumulation.micro_batches import Ids, batch_size_of, merge_outputs, split_batch
+from shardformer.gradient_accumulation.micro_batches import Ids, get_batch_size, merge_outputs, split_batch
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.runtime import Batch, LastStageOutputs, LossFn
 from shardformer.pipeline.stage_forward import StageForward
@@ -96,7 +96,7 @@ class _GatherSamples(Function):
         return summed[begin : begin + ctx.lengths[ctx.axis.rank]], None, None
 
 
-class Finding(IntEnum):
+class TrialResult(IntEnum):
     """The result of one rank's trial, which shows whether the loss compares the samples of a batch."""
 
     INDEPENDENT = 0
@@ -106,7 +106,7 @@ class Finding(IntEnum):
     COMPARES = 4  # the loss compares the samples of a batch
 
 
-def merge_findings(rank_results: Sequence[Sequence[int]]) -> list[int] | None:
+def merge_trial_results(rank_results: Sequence[Sequence[int]]) -> list[int] | None:
     """Combine the trial results of all ranks, or return None if the results are inconclusive due to a random loss.
 
     A loss that is not repeatable and draws no random numbers reads samples of other data ranks, which differ between
@@ -116,9 +116,9 @@ def merge_findings(rank_results: Sequence[Sequence[int]]) -> list[int] | None:
         rank_results: the finding of each rank, and whether it drew random numbers.
     """
     found = [finding for finding, _ in rank_results]
-    if Finding.NOT_REPEATABLE not in found:
+    if TrialResult.NOT_REPEATABLE not in found:
         return found
-    return None if any(drew for _, drew in rank_results) else [*found, Finding.GATHERS]
+    return None if any(drew for _, drew in rank_results) else [*found, TrialResult.GATHERS]
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Trial:
         """
         return [*self.parts, *self.parts, self.both, self.parts[min(data_rank, 1)]]
 
-    def classify(self, losses: Sequence[float], *, data_rank: int, eps: float) -> Finding:
+    def classify(self, losses: Sequence[float], *, data_rank: int, eps: float) -> TrialResult:
         """Decide from the losses of the trial's micro-batches whether the loss function compares samples.
 
         Args:
@@ -155,15 +155,15 @@ class Trial:
         """
         weighted, first, second, both, repeated = losses
         if not all(map(math.isfinite, (first, second, both, repeated))):
-            return Finding.INCONCLUSIVE
+            return TrialResult.INCONCLUSIVE
         tolerance = ABSOLUTE + max(RELATIVE, DTYPE_ROUNDINGS * eps) * max(map(abs, (first, second, both)))
         if abs(repeated - (second if data_rank else first)) > REPEAT_TOLERANCE * tolerance:
-            return Finding.NOT_REPEATABLE
+            return TrialResult.NOT_REPEATABLE
         if math.isfinite(weighted):
-            return Finding.INDEPENDENT if abs(weighted - both) <= tolerance else Finding.COMPARES
+            return TrialResult.INDEPENDENT if abs(weighted - both) <= tolerance else TrialResult.COMPARES
         if self.rejects_unknown:
-            return Finding.INCONCLUSIVE
-        return Finding.INDEPENDENT if is_mean_or_sum((first, second), both, tolerance) else Finding.COMPARES
+            return TrialResult.INCONCLUSIVE
+        return TrialResult.INDEPENDENT if is_mean_or_sum((first, second), both, tolerance) else TrialResult.COMPARES
 
 
 def make_trial(
@@ -178,7 +178,7 @@ def make_trial(
         uses_counts, rejects_unknown: as in ``Trial``.
     """
     try:
-        size = batch_size_of(batch, main)
+        size = get_batch_size(batch, main)
         each = min(SAMPLES_PER_PART, size // 2)
         if each == SAMPLES_PER_PART or (each and not needs_full_samples):
             cuts = [each, each, size - 2 * each]
@@ -199,7 +199,7 @@ class TrialOutputs(LastStageOutputs):
     def __init__(
         self, trial: Trial, parts: Sequence[Batch], stage_forward: StageForward, loss_fn: LossFn | None
     ) -> None:
-        self._trial_weights = _DeferredLossWeights(trial.parts, trial.sizes) if trial.uses_counts else None
+        self._trial_weights = _DeferredErrorLossWeights(trial.parts, trial.sizes) if trial.uses_counts else None
         super().__init__(parts, [1] * len(parts), stage_forward, self._trial_weights, loss_fn)
         self._losses_seen = [math.nan] * len(parts)
         self.has_gathered = False
@@ -238,7 +238,7 @@ class TrialOutputs(LastStageOutputs):
         return [self._losses_seen[0] + self._losses_seen[1], *self._losses_seen[2:]]
 
 
-class _DeferredLossWeights(LossWeights):
+class _DeferredErrorLossWeights(LossWeights):
     """Loss weights whose errors are raised only at the end of the model's forward pass."""
 
     _first_error: Exception | None = None
@@ -302,7 +302,7 @@ def _is_user_hook(hook: Any) -> bool:
     return root != package and not any(file.startswith(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 
 
-def warn_of_batch_statistics(division: str) -> None:
+def warn_about_batch_statistics(division: str) -> None:
     """Warn that BatchNorm computes separate statistics for each part of a batch."""
     warnings.warn(
         "The model computes statistics over the batch (BatchNorm in training mode), but the batch is divided "
@@ -313,23 +313,23 @@ def warn_of_batch_statistics(division: str) -> None:
     )
 
 
-def report_finding(
-    findings: Sequence[int], division: str, is_exact: bool, allows_gather: bool, only_normalizes: bool
+def report_trial_results(
+    results: Sequence[int], division: str, is_exact: bool, allows_gather: bool, only_normalizes: bool
 ) -> None:
     """Raise ConfigError or warn if the loss compares samples in different micro-batches or on different data ranks.
 
     Args:
-        findings: findings of all ranks.
+        results: findings of all ranks.
         division: how the batch is divided, as part of a sentence.
         is_exact: whether the loss must equal that of the full batch: the user did not choose a mean of the parts.
         allows_gather: whether a loss may gather the samples of all data ranks, which needs one micro-batch.
         only_normalizes: whether samples interact only in training mode, by batch statistics.
     """
-    is_gathered = Finding.GATHERS in findings
-    if (is_gathered and allows_gather) or not (is_gathered or Finding.COMPARES in findings):
+    is_gathered = TrialResult.GATHERS in results
+    if (is_gathered and allows_gather) or not (is_gathered or TrialResult.COMPARES in results):
         return
     if only_normalizes and is_exact:
-        warn_of_batch_statistics(division)
+        warn_about_batch_statistics(division)
     if only_normalizes:
         return
     how = "the loss of four samples differs from the losses of two and two"

@@ -209,7 +209,7 @@ class LayerSequence:
         begins = layer == self.starts[index]
         return (() if begins and has_context else ("hidden",)) + (("context",) if has_context else ())
 
-    def stage_ranges(self, bounds: Sequence[int]) -> list[LayerRange]:
+    def get_stage_ranges(self, bounds: Sequence[int]) -> list[LayerRange]:
         """Convert the stage bounds of a partition to one range of layers per pipeline stage."""
         return [LayerRange(a, b) for a, b in pairwise(bounds)]
 
@@ -282,7 +282,7 @@ def _is_inside(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
-def no_layers_error(model: nn.Module, size: str, notes: Sequence[str] = ()) -> ConfigError:
+def make_no_layers_error(model: nn.Module, size: str, notes: Sequence[str] = ()) -> ConfigError:
     """Return the error for pipeline parallelism with a model whose policy describes no stack of layers.
 
     Args:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardformer.comm.collectives import PendingCollective, all_gather
-from shardformer.comm.recorder import bytes_of, record
+from shardformer.comm.recorder import get_num_bytes, record
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.shard_spec import even_bounds
 from shardformer.mesh.parallel_context import Axis, ParallelContext
@@ -36,18 +36,18 @@ class PointToPoint:
     def __init__(self, context: ParallelContext) -> None:
         self.axis = context.pipe
         self._transports = {TO_NEXT_STAGE: self.axis.transport, TO_PREVIOUS_STAGE: self.axis.transport}
-        if self.axis.size > 1 and context.world is not None and self.axis.transport.sends_in_turn(context.device):
+        if self.axis.size > 1 and context.world is not None and self.axis.transport.serializes_sends(context.device):
             self._transports[TO_PREVIOUS_STAGE] = context.world.connect(context.grid.rank_groups("pipe"))
 
     def send(self, x: Tensor, to: int, purpose: str) -> PendingCollective:
         """Send a contiguous tensor asynchronously. The tensor must not change until the send completes."""
         tag = TO_NEXT_STAGE if to > self.axis.rank else TO_PREVIOUS_STAGE
-        event = record("send", self.axis, bytes_of(x), purpose, ranks=2)
+        event = record("send", self.axis, get_num_bytes(x), purpose, ranks=2)
         return PendingCollective([self._transports[tag].send(x, to, tag)], lambda: x, event)
 
     def receive(self, x: Tensor, source: int, purpose: str) -> PendingCollective:
         tag = TO_NEXT_STAGE if source < self.axis.rank else TO_PREVIOUS_STAGE
-        event = record("receive", self.axis, bytes_of(x), purpose, ranks=2)
+        event = record("receive", self.axis, get_num_bytes(x), purpose, ranks=2)
         return PendingCollective([self._transports[tag].receive(x, source, tag)], lambda: x, event)
 
 
@@ -145,7 +145,7 @@ class StageExchange:
         Only tensors that require a gradient have an entry in a list of gradients. An entry of None means zero.
         """
         receiver = self._schedule.placement[action.receiver_stage]
-        key = self._boundary_key(action)
+        key = self._get_boundary_key(action)
         if action.kind is ActionKind.FORWARD:
             parts = [t for t in tensors if t is not None]
             metas = tuple(
@@ -169,16 +169,16 @@ class StageExchange:
                 for t, s in zip(tensors, metas, strict=True)
             ]
         if receiver == self._rank:
-            self._arrived[_result_key(action)] = parts
+            self._arrived[_get_result_key(action)] = parts
             return
         for part, shape in zip(parts, metas, strict=True):
             if shape.is_sharded:
-                start, end = self._local_bounds(shape)
+                start, end = self._get_local_bounds(shape)
                 part = part.reshape(-1)[start:end]
             self._start_send(part.contiguous(), receiver, _describe_purpose(action))
 
-    def _local_bounds(self, shape: TensorMeta) -> list[int]:
-        return even_bounds(shape.numel, self._tensor.size)[self._tensor.rank : self._tensor.rank + 2]
+    def _get_local_bounds(self, meta: TensorMeta) -> list[int]:
+        return even_bounds(meta.numel, self._tensor.size)[self._tensor.rank : self._tensor.rank + 2]
 
     def _start_send(self, x: Tensor, receiver: int, purpose: str) -> None:
         if x.numel():
@@ -202,14 +202,14 @@ class StageExchange:
 
     def _receive(self, action: Action) -> list[Tensor]:
         began = time.perf_counter()
-        while _result_key(action) not in self._arrived:
+        while _get_result_key(action) not in self._arrived:
             incoming = self._incoming[self._schedule.placement[action.stage]]
             self._post_next_receives(incoming)
             posted = incoming.posted.popleft()
-            self._arrived[_result_key(posted.action)] = self._complete_receive(incoming, posted)
+            self._arrived[_get_result_key(posted.action)] = self._complete_receive(incoming, posted)
             self._post_next_receives(incoming)
         self.seconds_waited += time.perf_counter() - began
-        return self._arrived.pop(_result_key(action))
+        return self._arrived.pop(_get_result_key(action))
 
     def _post_next_receives(self, incoming: _MessageQueue) -> None:
         posted = incoming.posted
@@ -227,7 +227,7 @@ class StageExchange:
 
     def _post_tensor_receives(self, source: int, posted: _PostedMessage, metas: TensorMetas) -> None:
         for shape in metas:
-            start, end = self._local_bounds(shape)
+            start, end = self._get_local_bounds(shape)
             sizes = (end - start,) if shape.is_sharded else shape.sizes
             part = torch.empty(sizes, dtype=shape.dtype, device=self.device)
             posted.parts.append(part)
@@ -235,12 +235,12 @@ class StageExchange:
                 posted.works.append(self._point_to_point.receive(part, source, _describe_purpose(posted.action)))
 
     def _get_metas(self, action: Action) -> TensorMetas | None:
-        metas = self.known.get(self._boundary_key(action))
+        metas = self.known.get(self._get_boundary_key(action))
         if metas is None or action.kind is ActionKind.FORWARD:
             return metas
         return tuple(s for s in metas if s.requires_grad)
 
-    def _boundary_key(self, action: Action) -> tuple[int, Hashable]:
+    def _get_boundary_key(self, action: Action) -> tuple[int, Hashable]:
         return max(action.stage, action.receiver_stage), self._keys[action.micro_batch]
 
     def _complete_receive(self, incoming: _MessageQueue, posted: _PostedMessage) -> list[Tensor]:
@@ -248,7 +248,7 @@ class StageExchange:
         if posted.header is not None:
             header, work = posted.header
             work.wait()
-            key = self._boundary_key(action)
+            key = self._get_boundary_key(action)
             self.known[key] = pickle.loads(bytes(header.tolist())) if has_data(header) else self._infer_metas(*key)
             self._post_tensor_receives(incoming.source, posted, self.known[key])
         for work in posted.works:
@@ -256,7 +256,7 @@ class StageExchange:
         self.waiting_for = None
         metas = self._get_metas(action)
         assert metas is not None
-        return [self._gather_full(part, shape) for part, shape in zip(posted.parts, metas, strict=True)]
+        return [self._gather_full_tensor(part, shape) for part, shape in zip(posted.parts, metas, strict=True)]
 
     def _infer_metas(self, boundary: int, key: Hashable) -> TensorMetas:
         """Use the activation shapes of the nearest earlier stage, because a rank traced alone receives no messages."""
@@ -270,7 +270,7 @@ class StageExchange:
             )
         return earlier[max(earlier)]
 
-    def _gather_full(self, part: Tensor, shape: TensorMeta) -> Tensor:
+    def _gather_full_tensor(self, part: Tensor, shape: TensorMeta) -> Tensor:
         if not shape.is_sharded:
             return part
         lengths = [b - a for a, b in pairwise(even_bounds(shape.numel, self._tensor.size))]
@@ -283,7 +283,7 @@ class StageExchange:
             work.wait()
 
 
-def _result_key(action: Action) -> tuple[bool, int, int]:
+def _get_result_key(action: Action) -> tuple[bool, int, int]:
     return action.kind is ActionKind.FORWARD, action.receiver_stage, action.micro_batch
 
 

@@ -56,11 +56,11 @@ def partition_balanced(costs: Sequence[float], num_stages: int) -> list[int]:
 
     Raises ConfigError if there are more stages than layers, or a cost is invalid.
     """
-    _check_counts(len(costs), num_stages)
+    _check_num_stages(len(costs), num_stages)
     _check_costs(costs)
     sums = [0, *accumulate(_scale_to_integers(costs))]  # rounding must not decide between two partitions
-    peak = _minimize_partition(sums, num_stages, math.inf, 0, lambda cost, count, after: max(cost, after))
-    _, counts = _minimize_partition(
+    peak = _find_best_partition(sums, num_stages, math.inf, 0, lambda cost, count, after: max(cost, after))
+    _, counts = _find_best_partition(
         sums, num_stages, peak, (0, ()), lambda _, count, after: (after[0] + count**2, (count, *after[1]))
     )
     return [0, *accumulate(counts)]
@@ -80,7 +80,7 @@ def partition_uniform(layers: int, num_stages: int) -> list[int]:
 
     Raises ConfigError if there are more stages than layers.
     """
-    _check_counts(layers, num_stages)
+    _check_num_stages(layers, num_stages)
     each, extra = divmod(layers, num_stages)
     order = [*range(num_stages - 2, 0, -1), 0, num_stages - 1]
     counts = [each] * num_stages
@@ -98,7 +98,7 @@ def partition_explicit(counts: Sequence[int], layers: int, num_stages: int) -> l
     Raises ConfigError unless there is one positive count per stage and the counts sum to the number of layers.
     """
     shown = f"partition={list(counts)}"
-    _check_counts(layers, num_stages)
+    _check_num_stages(layers, num_stages)
     example = [b - a for a, b in zip(partition_uniform(layers, num_stages), partition_uniform(layers, num_stages)[1:])]
     remedy = f"Pass {num_stages} counts that sum to {layers}, such as {example}"
     if len(counts) != num_stages:
@@ -129,7 +129,7 @@ def _format_layers(start: int, end: int) -> str:
     return f"layers {start} {'and' if end - start == 2 else 'to'} {end - 1}"
 
 
-def _check_counts(layers: int, num_stages: int) -> None:
+def _check_num_stages(layers: int, num_stages: int) -> None:
     if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
         raise ConfigError(
             f"The number of pipeline stages is {num_stages!r}, but it must be a positive int.",
@@ -161,7 +161,7 @@ def _scale_to_integers(numbers: Sequence[float]) -> list[int]:
     return [n * (unit // d) for n, d in ratios]
 
 
-def _minimize_partition(
+def _find_best_partition(
     sums: Sequence[int], num_stages: int, limit: float, empty_value: Any, extend: Callable[[int, int, Any], Any]
 ) -> Any:
     """Find the best partition whose stages cost at most ``limit`` by dynamic programming, and return its value.

@@ -20,19 +20,19 @@ from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of, 
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
 from shardformer.pipeline import contrastive_losses as trials
-from shardformer.pipeline.contrastive_losses import Finding, Trial
+from shardformer.pipeline.contrastive_losses import Trial, TrialResult
 from shardformer.pipeline.p2p_communication import StageExchange
-from shardformer.pipeline.runtime import Batch, LastStageOutputs, LossFn, NoOutput, Runtime, RunTrace, StepInputs
+from shardformer.pipeline.runtime import Batch, LastStageOutputs, LossFn, MissingOutput, Runtime, RunTrace, StepInputs
 from shardformer.pipeline.schedules import LOSS_AVERAGES, Schedule, drop_backward, make_schedule, round_up_micro_batches
-from shardformer.pipeline.stage_forward import list_dtypes
+from shardformer.pipeline.stage_forward import get_parameter_dtypes
 from shardformer.pipeline.stage_manager import PipelineStageManager, Stages, build_stages
 from shardformer.public_names import renamed_arguments
 from shardformer.random_state import RandomUseDetector, fork_random_state, uses_dropout
-from shardformer.torch_compat import has_data, is_compiled_in_place, to_list, wrapped_module_attribute
-from shardformer.transformers_compat import accepted_keywords, prepare_batch_without_cache
+from shardformer.torch_compat import get_wrapped_module_attribute, has_data, is_compiled_in_place, tolist_or_ones
+from shardformer.transformers_compat import get_accepted_keywords, prepare_batch_without_cache
 
 
-def start_training(model: nn.Module) -> nn.Module:
+def ensure_training_mode(model: nn.Module) -> nn.Module:
     """Put a model into training mode, unless some of its modules are already in training mode. Returns the model.
 
     ``from_pretrained`` returns models in eval mode. If some modules are in training mode, the user has chosen the modes
@@ -45,13 +45,13 @@ def start_training(model: nn.Module) -> nn.Module:
     return model
 
 
-def modes_of(model: nn.Module) -> dict[str, bool]:
+def get_training_modes(model: nn.Module) -> dict[str, bool]:
     """Return whether each module is in training mode, by the path of the module."""
     return {path: module.training for path, module in model.named_modules()}
 
 
-def set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
-    """Restore the training or eval mode of each module from the result of ``modes_of``."""
+def set_training_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
+    """Restore the training or eval mode of each module from the result of ``get_training_modes``."""
     modules = [(module, modes[path]) for path, module in model.named_modules() if path in modes]
     for module, mode in modules:  # parents first: ``train`` also sets their submodules
         if module.training != mode:
@@ -63,12 +63,12 @@ def set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Context manager that puts a model into eval mode, and restores the previous mode of each module on exit."""
-    before = modes_of(model)
+    before = get_training_modes(model)
     try:
         model.eval()
         yield
     finally:
-        set_modes(model, before)
+        set_training_modes(model, before)
 
 
 RENAMED_ARGUMENTS = {"average_over_data": "average_loss_over", "takes_short_batches": "allow_short_batches"}
@@ -133,7 +133,7 @@ class Pipeline:
         self._loss_fn, self._loss_weight = loss_fn, loss_weight
         self._averages_tokens, self._allows_short_batches = average_loss_over == "tokens", allow_short_batches
         self._stages: Stages = state.stages or _make_single_stage(self._sharded, state)
-        self._label_forms: dict[int, Any] = {}
+        self._label_transforms: dict[int, Any] = {}
         self._checked_modes: set[bool] = set()  # training flags for which the trial has run
         self._is_checkpointed = False  # gradient_checkpointing_enable() of transformers was called
         self.checkpointed: set[str] = set()  # paths of those layers
@@ -222,7 +222,7 @@ class Pipeline:
         axis, last = self._manager.axis, self._manager.last_stage
         if gather:
             return collectives.broadcast_object(output, axis, last)
-        return output if axis.rank == last else NoOutput(axis.rank)
+        return output if axis.rank == last else MissingOutput(axis.rank)
 
     @contextmanager
     def trace(self) -> Iterator[RunTrace]:
@@ -252,16 +252,16 @@ class Pipeline:
         if not backward:
             schedule = drop_backward(schedule)
         self._check_not_compiled()
-        draws = self._check_data_ranks(batches)
+        draws = self._check_same_batch(batches)
         runs_trial = not wants_output and self._must_run_trial(len(parts), backward=backward)
         with fork_random_state(self._context.device):
-            keys, seed = self._compare_stages(parts, backward, _draw_seed() if draws else 0)
+            keys, seed = self._check_stages_agree(parts, backward, _draw_seed() if draws else 0)
             seeds = [(seed + 7919 * i) % 2**62 if seed else None for i in range(len(parts))]
-            self._adopt_gradient_checkpointing()
+            self._apply_gradient_checkpointing()
             weights = None
             if not wants_output:
                 over = (self._context.data, self._context.device) if self._averages_tokens else None
-                weights = LossWeights(parts, sizes, self._loss_weight, self._label_forms, over, counts=counts)
+                weights = LossWeights(parts, sizes, self._loss_weight, self._label_transforms, over, counts=counts)
             head = LastStageOutputs(parts, sizes, self._stage_forward, weights, self._loss_fn)
             head.checks_comparison = runs_trial and self._manager.num_stages > 1
             try:
@@ -269,16 +269,16 @@ class Pipeline:
                     self._runtime.run(StepInputs(schedule, inputs, keys, seeds, head, loss_scale))
             finally:
                 head.close()
-        if draws and self._uses_random():
+        if draws and self._uses_random_numbers():
             _draw_seed()
         head.finish()
         if not wants_output:
             loss, *noted = self._broadcast_loss(head, runs_trial)
             if self._must_check_factors:
-                _check_factors_agree(*noted[:2])
+                _check_loss_factors_equal(*noted[:2])
                 self._must_check_factors = False
             if runs_trial and has_data(loss):
-                self._check_samples_are_independent(batches, len(parts), *map(bool, to_list(noted[-1] > 0)))
+                self._check_samples_are_independent(batches, len(parts), *map(bool, tolist_or_ones(noted[-1] > 0)))
             in_fp64 = any(p.dtype == torch.float64 for p in self._model.parameters())
             head.loss = loss if in_fp64 else loss.float()
         return head
@@ -295,7 +295,7 @@ class Pipeline:
                     "layer.mlp.compile().",
                 )
 
-    def _check_data_ranks(self, batches: Sequence[Batch]) -> bool:
+    def _check_same_batch(self, batches: Sequence[Batch]) -> bool:
         """Check that ranks received the same batch if the layout requires them to process the same batch.
 
         Returns whether any of these ranks uses random numbers in training.
@@ -306,7 +306,7 @@ class Pipeline:
         elif not training:
             return False
         tensors = [x for batch in batches for _, x in iterate_named_tensors(batch)]
-        return sync_and_check_ranks(self._state, tensors, self._uses_random()) and training
+        return sync_and_check_ranks(self._state, tensors, self._uses_random_numbers()) and training
 
     def _broadcast_loss(self, head: LastStageOutputs, runs_trial: bool) -> list[Tensor]:
         """Broadcast the loss of a batch and statistics about the loss from the last pipeline stage to all stages.
@@ -363,12 +363,12 @@ class Pipeline:
         """
         size, mode = self._context.data.size, self._model.training
         divisions = [f"into {num_parts} micro-batches"] * (num_parts > 1) + [f"over {size} data ranks"] * (size > 1)
-        findings: Sequence[int] | None = [Finding.COMPARES] if compares else []
+        findings: Sequence[int] | None = [TrialResult.COMPARES] if compares else []
         is_exact, only_normalizes = self._requires_exact_loss(num_parts), False
         if may_compare:
             trial = trials.make_trial(
                 batches[0],
-                *self._input_names(),
+                *self._get_main_input_and_token_ids(),
                 needs_full_samples=self._state.parameter_owner is not None,
                 uses_counts=self._loss_weight is None,
                 rejects_unknown=is_exact,
@@ -379,12 +379,12 @@ class Pipeline:
                     for module in buffer_writers:
                         module.training = True
                     findings, _ = self._run_trial_on_all_ranks(trial)
-            if mode and findings is not None and Finding.COMPARES in findings:
+            if mode and findings is not None and TrialResult.COMPARES in findings:
                 with evaluating(self._model):
                     in_eval, _ = self._run_trial_on_all_ranks(trial)
-                only_normalizes = in_eval is not None and {*in_eval} == {Finding.INDEPENDENT}
+                only_normalizes = in_eval is not None and {*in_eval} == {TrialResult.INDEPENDENT}
         division, allows_gather = " and ".join(divisions), num_parts == 1
-        trials.report_finding(findings or (), division, is_exact, allows_gather, only_normalizes)
+        trials.report_trial_results(findings or (), division, is_exact, allows_gather, only_normalizes)
         self._checked_modes.add(mode)
 
     def _run_trial_on_all_ranks(self, trial: Trial | None) -> tuple[Sequence[int] | None, list[nn.Module]]:
@@ -396,7 +396,7 @@ class Pipeline:
         if not all(has_one for (has_one,) in collectives.all_gather_numbers([trial is not None], world)):
             return (), []
         assert trial is not None
-        found, draws = Finding.INCONCLUSIVE, RandomUseDetector(self._context.device)
+        found, draws = TrialResult.INCONCLUSIVE, RandomUseDetector(self._context.device)
         buffer_writers: list[nn.Module] = []
         try:
             with trials.restore_after_trial(self._model, self._context.device) as buffer_writers:
@@ -404,16 +404,16 @@ class Pipeline:
                 found = self._run_trial(trial)
                 draws.end()
         except Exception:  # no error, no finding
-            found = Finding.INCONCLUSIVE
-        return trials.merge_findings(
+            found = TrialResult.INCONCLUSIVE
+        return trials.merge_trial_results(
             collectives.all_gather_numbers([int(found), bool(draws.seen)], world)
         ), buffer_writers
 
-    def _run_trial(self, trial: Trial) -> Finding:
+    def _run_trial(self, trial: Trial) -> TrialResult:
         data_rank, compares, trace = self._context.data.rank, self._must_compare_batches, self._runtime.trace
         parts = trial.list_micro_batches(data_rank)
         inputs, head = self._select_inputs(parts), trials.TrialOutputs(trial, parts, self._stage_forward, self._loss_fn)
-        keys, _ = self._compare_stages(inputs, False, 0)
+        keys, _ = self._check_stages_agree(inputs, False, 0)
         self._runtime.trace = None
         try:
             with self._stages.installed(self._sharded):
@@ -425,40 +425,40 @@ class Pipeline:
         dtypes = {p.dtype for p in self._model.parameters() if p.is_floating_point()}
         dtypes |= {autocast} if (autocast := _get_autocast_dtype(self._context.device)) is not None else set()
         eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-        return Finding.GATHERS if head.has_gathered else trial.classify(head.losses(), data_rank=data_rank, eps=eps)
+        return TrialResult.GATHERS if head.has_gathered else trial.classify(head.losses(), data_rank=data_rank, eps=eps)
 
-    def _uses_random(self) -> bool:
+    def _uses_random_numbers(self) -> bool:
         """Return whether the layers of this rank may draw random numbers in training.
 
-        Ranks of a stage may return different values if another thread draws numbers. ``_check_data_ranks`` combines
+        Ranks of a stage may return different values if another thread draws numbers. ``_check_same_batch`` combines
         them.
         """
         return self._stages.uses_random or self._stage_forward.draws.seen is not False
 
-    def _input_names(self) -> tuple[str | None, dict[str, int]]:
+    def _get_main_input_and_token_ids(self) -> tuple[str | None, dict[str, int]]:
         config = getattr(self._model, "config", None)
-        return getattr(self._model, "main_input_name", None), splitting.special_token_ids(config)
+        return getattr(self._model, "main_input_name", None), splitting.get_special_token_ids(config)
 
     def _split_batches(self, batches: Sequence[Batch]) -> tuple[list[dict[str, Any]], list[int]]:
-        main, ids = self._input_names()
+        main, ids = self._get_main_input_and_token_ids()
         parts: list[dict[str, Any]] = []
         sizes: list[int] = []
         for batch in batches:
             count = self._micro_batches
             if count is not None and len(batches) > 1:
                 count = -(-count // len(batches))
-            size = splitting.batch_size_of(batch, main)
+            size = splitting.get_batch_size(batch, main)
             if count is not None and self._allows_short_batches:
                 count = min(count, max(size, 1))
-            each = splitting.micro_batch_sizes(size, count, self._micro_batch_size)
+            each = splitting.compute_micro_batch_sizes(size, count, self._micro_batch_size)
             if self._micro_batch_size is not None and len(batches) == 1:
-                each = self._fit_to_schedule(size, each)
+                each = self._fit_sizes_to_schedule(size, each)
             parts += splitting.split_batch(batch, each, main, ids)
             sizes += each
         return parts, sizes
 
     def _select_inputs(self, parts: Sequence[Batch]) -> Sequence[Batch]:
-        names = accepted_keywords(self._model) if self._loss_fn is not None else None
+        names = get_accepted_keywords(self._model) if self._loss_fn is not None else None
         parts = [
             {n: x for n, x in p.items() if n != splitting.TARGET_KEY and (names is None or n in names)} for p in parts
         ]
@@ -468,16 +468,18 @@ class Pipeline:
             )
         return [prepare_batch_without_cache(p, self._model, is_checkpointed=self._is_checkpointed) for p in parts]
 
-    def _fit_to_schedule(self, size: int, each: list[int]) -> list[int]:
+    def _fit_sizes_to_schedule(self, size: int, sizes: list[int]) -> list[int]:
         manager = self._manager
-        count = round_up_micro_batches(manager.schedule, manager.num_stages, manager.num_model_chunks, len(each))
-        return splitting.micro_batch_sizes(size, count, None) if count != len(each) and count <= size else each
+        count = round_up_micro_batches(manager.schedule, manager.num_stages, manager.num_model_chunks, len(sizes))
+        return (
+            splitting.compute_micro_batch_sizes(size, count, None) if count != len(sizes) and count <= size else sizes
+        )
 
     def _make_schedule(self, micro_batches: int) -> Schedule:
         manager = self._manager
         return make_schedule(manager.schedule, manager.num_stages, micro_batches, manager.num_model_chunks)
 
-    def _compare_stages(self, parts: Sequence[Batch], backward: bool, seed: int) -> tuple[list[Hashable], int]:
+    def _check_stages_agree(self, parts: Sequence[Batch], backward: bool, seed: int) -> tuple[list[Hashable], int]:
         """Check that all stages received the same batch; return a shape key per micro-batch and a common random seed.
 
         Micro-batches with equal activation shapes have equal keys.
@@ -503,11 +505,11 @@ class Pipeline:
         modes = backward, training, _hash_repr(autocast)
         local = (_hash_repr(shapes), len(parts), *modes, seen, steps, options, _hash_repr(kinds), seed)
         with self._runtime.annotate_errors("before a step"):
-            rows = self._mask_incomparable(collectives.all_gather_numbers(local, axis))
+            rows = self._mask_allowed_differences(collectives.all_gather_numbers(local, axis))
         if watch is not None:
             watch.rounds_of_stages = max(row[STEPS] for row in rows)
         if any(row[:-2] != rows[0][:-2] for row in rows):
-            raise _stage_mismatch_error(rows, axis)
+            raise _make_stage_mismatch_error(rows, axis)
         stages = tuple(row[-2] for row in rows)
         self._update_placeholder_dtypes(stages)
         return [(s, (*modes, stages)) for s in shapes], next((row[-1] for row in rows if row[-1]), 0)
@@ -519,7 +521,7 @@ class Pipeline:
         """
         if stages == self._stage_dtypes_hash:
             return
-        everywhere = collectives.all_gather_objects(list_dtypes(self._sharded), self._manager.axis)
+        everywhere = collectives.all_gather_objects(get_parameter_dtypes(self._sharded), self._manager.axis)
         known: dict[str, tuple[int, torch.dtype]] = {}
         for stage, dtypes in enumerate(everywhere):
             for name, dtype in dtypes.items():
@@ -533,7 +535,7 @@ class Pipeline:
         self._stages.placeholders.convert_dtypes(self._sharded, {n: d for each in everywhere for n, d in each.items()})
         self._stage_dtypes_hash = stages
 
-    def _mask_incomparable(self, gathered: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _mask_allowed_differences(self, gathered: Sequence[Sequence[int]]) -> list[list[int]]:
         """Copy the gathered values of all stages, and remove the differences between stages that are allowed."""
         rows = [list(row) for row in gathered]
         are_known = all(row[OPTIONS] for row in rows)
@@ -546,12 +548,12 @@ class Pipeline:
                 row[STEPS] = trained[0]
         return rows
 
-    def _adopt_gradient_checkpointing(self) -> None:
+    def _apply_gradient_checkpointing(self) -> None:
         if self._manager.num_stages > 1:
             self._stage_forward.move_overrides_to_wrappers(self._sharded)
         for path in dict.fromkeys(self._stages.chain.layer_calls):
             layer: Any = self._sharded.get_submodule(path)
-            while (name := wrapped_module_attribute(layer)) is not None:
+            while (name := get_wrapped_module_attribute(layer)) is not None:
                 layer = layer._modules[name]
             if getattr(layer, "gradient_checkpointing", False) is True:
                 layer.gradient_checkpointing, self._is_checkpointed = False, True
@@ -584,10 +586,10 @@ def _get_autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def _draw_seed() -> int:
-    return 1 + int(to_list(torch.randint(2**62 - 1, (), device="cpu")))
+    return 1 + int(tolist_or_ones(torch.randint(2**62 - 1, (), device="cpu")))
 
 
-def _stage_mismatch_error(rows: Sequence[Sequence[int]], axis: Axis) -> InputError:
+def _make_stage_mismatch_error(rows: Sequence[Sequence[int]], axis: Axis) -> InputError:
     other = next(stage for stage, row in enumerate(rows) if row[:-2] != rows[0][:-2])
     what = ("batch shapes", "numbers of micro-batches", "calls", "training modes", "autocast settings", "batches")
     names = (*what, *OPTIMIZER_VALUES)
@@ -613,8 +615,8 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
 
 
-def _check_factors_agree(mean: Tensor, mean_square: Tensor) -> None:
-    if has_data(mean) and not to_list(mean_square - mean.square() <= 1e-11 * mean_square):
+def _check_loss_factors_equal(mean: Tensor, mean_square: Tensor) -> None:
+    if has_data(mean) and not tolist_or_ones(mean_square - mean.square() <= 1e-11 * mean_square):
         raise not_sum_of_means_error(
             "The model multiplies its mean losses by different factors on different data ranks"
         )

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, InputError, LaunchError
-from shardformer.gradient_accumulation.micro_batch_loss import LossWeights, is_comparing_samples
+from shardformer.gradient_accumulation.micro_batch_loss import LossWeights, loss_compares_samples
 from shardformer.gradient_accumulation.micro_batches import iterate_named_tensors, merge_outputs
 from shardformer.mesh.rank_failures import LostPeerError
 from shardformer.pipeline.p2p_communication import StageExchange
 from shardformer.pipeline.schedules import Action, ActionKind, Schedule
-from shardformer.pipeline.split_backward import WeightBackward, backward_of_inputs
-from shardformer.pipeline.stage_forward import StageActivations, StageForward, StagePass, is_placeholder
+from shardformer.pipeline.split_backward import WeightBackward, run_input_backward
+from shardformer.pipeline.stage_forward import StageActivations, StageForward, StageForwardState, is_placeholder
 from shardformer.pipeline.stage_manager import Stages
 from shardformer.torch_compat import tree_map_only
 
@@ -75,7 +75,7 @@ class LastStageOutputs:
         self._check_first_loss(loss, output)
         if self.checks_comparison and self._loss_fn is not None:
             part, size = self._parts[micro_batch], self.sizes[micro_batch]
-            self.compares_samples = is_comparing_samples(self._loss_fn, output, part, size, len(self._parts))
+            self.compares_samples = loss_compares_samples(self._loss_fn, output, part, size, len(self._parts))
             self.checks_comparison = False
         loss = self._weights.scale_loss(micro_batch, loss)
         value = loss.detach().double()
@@ -159,7 +159,7 @@ def _describe_output(output: Any) -> str:
     return f"a {type(output).__name__}{shape}"
 
 
-class NoOutput:
+class MissingOutput:
     """A placeholder that ``Pipeline.forward`` returns on stages without an output. Raises ConfigError on access."""
 
     def __init__(self, stage: int) -> None:
@@ -168,12 +168,12 @@ class NoOutput:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise self._error(name)
+        raise self._make_error(name)
 
     def __getitem__(self, key: Any) -> Any:
-        raise self._error(repr(key))
+        raise self._make_error(repr(key))
 
-    def _error(self, name: str) -> ConfigError:
+    def _make_error(self, name: str) -> ConfigError:
         return ConfigError(
             f"Stage {self._stage} has no output, so {name} is not available.",
             remedy="Call forward(batch, gather=True) on all stages, or use the output on the last stage only.",
@@ -304,7 +304,7 @@ class Runtime:
         names = self._chain.list_received_states(span.start)
         # non-leaf views: autocast would cache 16-bit copies of leaves, as of weights, and accumulate gradients in them
         states = [x.view_as(x) for x in received]
-        run = StagePass(span, dict(zip(names, states, strict=True)), step.seeds[index])
+        run = StageForwardState(span, dict(zip(names, states, strict=True)), step.seeds[index])
         if is_last:
             run.at_end = lambda: step.head.begin_head(index)
         output, payload = self._stage_forward.run(self._model, run, lambda: self._model(**step.batches[index]))
@@ -314,11 +314,11 @@ class Runtime:
         else:
             assert payload is not None
             live.sent = list(payload.values())
-            self._exchange.send(action, [*live.sent], self._list_replicated(span.stop, payload))
+            self._exchange.send(action, [*live.sent], self._get_replicated_flags(span.stop, payload))
         if torch.is_grad_enabled():
             self._in_flight[stage, index] = live
 
-    def _list_replicated(self, layer: int, activations: StageActivations) -> list[bool]:
+    def _get_replicated_flags(self, layer: int, activations: StageActivations) -> list[bool]:
         is_sharded = (
             self._chain.stacks[self._chain.find_stack_index(layer)].get_activation_layout(self._stream).shards_stacks
         )
@@ -343,7 +343,7 @@ class Runtime:
     ) -> list[Tensor | None]:
         pairs = [(y, g) for y, g in zip(outputs, grads, strict=False) if y.requires_grad]
         if action.kind is ActionKind.INPUT:
-            input_grads, weight_backward = backward_of_inputs([y for y, _ in pairs], [g for _, g in pairs], inputs)
+            input_grads, weight_backward = run_input_backward([y for y, _ in pairs], [g for _, g in pairs], inputs)
             self._weights[action.stage, action.micro_batch] = weight_backward
             return input_grads
         if pairs:
@@ -362,7 +362,7 @@ class Runtime:
             yield
         except Exception as error:
             if isinstance(error, LostPeerError) and self._exchange.waiting_for is not None:
-                raise _lost_stage_error(self._exchange.waiting_for, where, error) from error
+                raise _make_lost_stage_error(self._exchange.waiting_for, where, error) from error
             error.add_note(f"In {where}.")
             raise
 
@@ -377,7 +377,7 @@ def _describe_action(action: Action) -> str:
     return f"action {action} ({kind} of micro-batch {action.micro_batch} in virtual stage {action.stage})"
 
 
-def _lost_stage_error(stage: int, where: str, error: LostPeerError) -> LostPeerError:
+def _make_lost_stage_error(stage: int, where: str, error: LostPeerError) -> LostPeerError:
     return LostPeerError(
         f"The process of stage {stage} ended while {where} waited for its message. {error.what}.",
         remedy="Read the error of the stage that ended first.",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardformer.errors import ConfigError
 from shardformer.filesystem.atomic_write import replace_atomically
-from shardformer.pipeline.schedules import Action, ActionKind, Schedule, Timeline, bubble_formula
+from shardformer.pipeline.schedules import Action, ActionKind, Schedule, Timeline, compute_bubble
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,7 @@ _COLUMN_AND_MAX_WIDTH = 0.3, 40.0  # inches
 _FONT_SIZE_RANGE = 3.0, 9.0  # points
 
 
-def schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None = None) -> str:
+def format_schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None = None) -> str:
     """Draw a pipeline schedule as a text grid with a legend, the bubble, and the micro-batches in flight.
 
     The grid has a row per rank and a column per unit of time, which is the duration of the shortest action. ``F3`` is
@@ -45,7 +45,7 @@ def schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None =
         width: maximum line length, or None for no limit. A longer grid is split into bands. If there are more than five
             bands, only the first two and the last two are printed, because the pattern repeats.
     """
-    rows, unit = _layout_cells(schedule, timeline), _shortest_action(timeline)
+    rows, unit = _compute_grid_cells(schedule, timeline), _get_shortest_duration(timeline)
     cell = 1 + max(len(text) for row in rows for text in row)
     row_labels = [f"rank {rank} |".rjust(len(f"rank {len(rows) - 1} |")) for rank in range(len(rows))]
     columns = len(rows[0])
@@ -66,7 +66,7 @@ def schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None =
     return "\n".join([*lines, *_format_legend(schedule, timeline), *summarize_schedule(schedule, timeline)])
 
 
-def timeline_as_json(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
+def timeline_to_dict(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
     """Convert a simulated schedule to a dict for JSON, with its statistics and the start and end of each action."""
     ranks = [[{"action": str(s.action), "start": s.start, "end": s.end} for s in spans] for spans in timeline.spans]
     return {
@@ -78,8 +78,10 @@ def timeline_as_json(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
 
 def summarize_schedule(schedule: Schedule, timeline: Timeline) -> list[str]:
     """Return two lines of text with the bubble of a schedule and its number of micro-batches in flight."""
-    form = bubble_formula(schedule.name, schedule.stages, schedule.micro_batches, schedule.num_model_chunks)
-    by_formula = "" if form is None or _list_kinds(schedule) == [ActionKind.FORWARD] else f" (formula: {form:.1%})"
+    form = compute_bubble(schedule.name, schedule.stages, schedule.micro_batches, schedule.num_model_chunks)
+    by_formula = (
+        "" if form is None or _list_action_kinds(schedule) == [ActionKind.FORWARD] else f" (formula: {form:.1%})"
+    )
     in_flight = ", ".join(map(str, timeline.in_flight))
     on = f" on ranks 0 to {schedule.stages - 1}" if schedule.stages > 1 else ""
     return [
@@ -97,14 +99,14 @@ def _format_row(label: str, cells: Sequence[str], cell: int) -> str:
 
 
 def _format_legend(schedule: Schedule, timeline: Timeline) -> list[str]:
-    kinds = ", ".join(f"{kind} {ACTION_STYLES[kind][0]}" for kind in _list_kinds(schedule))
+    kinds = ", ".join(f"{kind} {ACTION_STYLES[kind][0]}" for kind in _list_action_kinds(schedule))
     lines = [f"{kinds}; the number is the micro-batch"]
     if schedule.num_model_chunks > 1:
         size = schedule.stages
         of = [f"s {c * size}-{c * size + size - 1}" if size > 1 else f" {c}" for c in range(schedule.num_model_chunks)]
         shown = [f"{_format_chunk_suffix(schedule, chunk)} virtual stage{which}" for chunk, which in enumerate(of)]
         lines.append(f"chunk: {', '.join(shown)}")
-    unit = _shortest_action(timeline)
+    unit = _get_shortest_duration(timeline)
     if any(abs(span.start / unit - round(span.start / unit)) > 1e-6 for row in timeline.spans for span in row):
         lines.append(f"a column is {unit:g} units of time; times are rounded to columns")
     return lines
@@ -112,7 +114,7 @@ def _format_legend(schedule: Schedule, timeline: Timeline) -> list[str]:
 
 def format_action(schedule: Schedule, action: Action) -> str:
     """Format an action as text with its kind, micro-batch and chunk, such as ``F3b``."""
-    return f"{action.kind}{action.micro_batch}{_format_chunk_suffix(schedule, schedule.chunk_index(action.stage))}"
+    return f"{action.kind}{action.micro_batch}{_format_chunk_suffix(schedule, schedule.get_chunk_index(action.stage))}"
 
 
 def _format_chunk_suffix(schedule: Schedule, chunk: int) -> str:
@@ -121,18 +123,18 @@ def _format_chunk_suffix(schedule: Schedule, chunk: int) -> str:
     return ascii_lowercase[chunk] if schedule.num_model_chunks <= len(ascii_lowercase) else f".{chunk}"
 
 
-def _list_kinds(schedule: Schedule) -> list[ActionKind]:
+def _list_action_kinds(schedule: Schedule) -> list[ActionKind]:
     found = {action.kind for order in schedule.actions for action in order}
     return [kind for kind in ActionKind if kind in found]
 
 
-def _shortest_action(timeline: Timeline) -> float:
+def _get_shortest_duration(timeline: Timeline) -> float:
     return min(span.end - span.start for row in timeline.spans for span in row)
 
 
-def _layout_cells(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
+def _compute_grid_cells(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
     """Return the cells of the text grid, one list per rank. Every action has at least one cell."""
-    unit = _shortest_action(timeline)
+    unit = _get_shortest_duration(timeline)
     if not 0 < timeline.makespan < MAX_COLUMNS * unit:
         raise ConfigError(
             f"A chart of {timeline.makespan:g} time units is too wide. A column has the duration of the shortest "
@@ -163,10 +165,10 @@ def check_chart_file(path: Path) -> None:
     check_matplotlib(f"The chart {str(path)!r}")
 
 
-def check_matplotlib(what: str) -> None:
-    """Raise ConfigError if matplotlib, which ``what`` needs, is not installed."""
+def check_matplotlib(feature: str) -> None:
+    """Raise ConfigError if matplotlib, which ``feature`` needs, is not installed."""
     if find_spec("matplotlib") is None:
-        raise ConfigError(f"{what} needs matplotlib.", remedy="Run pip install 'shardformer[plot]'.")
+        raise ConfigError(f"{feature} needs matplotlib.", remedy="Run pip install 'shardformer[plot]'.")
 
 
 @contextmanager
@@ -191,7 +193,7 @@ def save_chart(schedule: Schedule, timeline: Timeline, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    num_columns = timeline.makespan / _shortest_action(timeline)
+    num_columns = timeline.makespan / _get_shortest_duration(timeline)
     size = min(max(7.5, _COLUMN_AND_MAX_WIDTH[0] * num_columns), _COLUMN_AND_MAX_WIDTH[1]), 1.7 + 0.42 * schedule.stages
     # a fixed salt makes the ids in the SVG reproducible
     with matplotlib.rc_context({"svg.hashsalt": "shardformer", "svg.fonttype": "none"}):
@@ -210,7 +212,7 @@ def _draw_boxes(axes: Axes, schedule: Schedule, timeline: Timeline, points_per_u
     from matplotlib.patches import Rectangle
 
     digits = len(str(schedule.micro_batches - 1))
-    column = _shortest_action(timeline) * points_per_unit
+    column = _get_shortest_duration(timeline) * points_per_unit
     points = min(_FONT_SIZE_RANGE[1], column / (0.62 * digits + 0.5))
     for rank, row in enumerate(timeline.spans):
         axes.add_patch(Rectangle((0, rank - 0.4), timeline.makespan, 0.8, color=_IDLE_COLOR, linewidth=0))
@@ -250,7 +252,7 @@ def _draw_legend(axes: Axes, schedule: Schedule) -> None:
     from matplotlib.patches import Patch
 
     patches = []
-    for kind in _list_kinds(schedule):
+    for kind in _list_action_kinds(schedule):
         for chunk in range(schedule.num_model_chunks):
             face = choose_colors(schedule, Action(kind, chunk * schedule.stages, 0))[0]
             of = f", chunk {_format_chunk_suffix(schedule, chunk)}" if schedule.num_model_chunks > 1 else ""
@@ -264,7 +266,7 @@ def _draw_legend(axes: Axes, schedule: Schedule) -> None:
 
 def choose_colors(schedule: Schedule, action: Action) -> tuple[str, str]:
     """Return the colors of an action's box and text in a chart. Later chunks have lighter shades."""
-    share = 0.55 * schedule.chunk_index(action.stage) / max(1, schedule.num_model_chunks - 1)
+    share = 0.55 * schedule.get_chunk_index(action.stage) / max(1, schedule.num_model_chunks - 1)
     full = (int(ACTION_STYLES[action.kind][1][i : i + 2], 16) for i in (1, 3, 5))
     red, green, blue = (round(part + (255 - part) * share) for part in full)
     is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 125

@@ -73,7 +73,7 @@ RankActions = tuple[Action, ...]
 _IN_FLIGHT_CHANGE = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT: -1}
 
 
-class _PipelineState:
+class _PipelineSimulator:
     """Simulates a pipeline step by step, and records the actions that each rank has run."""
 
     def __init__(self, ranks: int, last: int) -> None:
@@ -102,7 +102,7 @@ class _PipelineState:
         return tuple(map(tuple, self.orders))
 
 
-def split_backwards(orders: Sequence[RankActions], last: int) -> tuple[RankActions, ...]:
+def split_backward_passes(orders: Sequence[RankActions], last: int) -> tuple[RankActions, ...]:
     """Split every backward pass (B) into an input part (I) and a later weight part (W), to reduce idle time.
 
     I replaces B. W runs where the rank would otherwise be idle.
@@ -118,8 +118,8 @@ def split_backwards(orders: Sequence[RankActions], last: int) -> tuple[RankActio
     as_input = {ActionKind.BACKWARD: ActionKind.INPUT}
     wanted = [deque(replace(a, kind=as_input.get(a.kind, a.kind)) for a in order) for order in orders]
     weights: list[deque[Action]] = [deque() for _ in orders]
-    limit = max(max_in_flight(order) for order in orders)
-    state = _PipelineState(len(orders), last)
+    limit = max(compute_max_in_flight(order) for order in orders)
+    state = _PipelineSimulator(len(orders), last)
 
     def choose(rank: int) -> Action | None:
         first = wanted[rank][0] if wanted[rank] else None
@@ -135,7 +135,7 @@ def split_backwards(orders: Sequence[RankActions], last: int) -> tuple[RankActio
     return state.run(3 * num_backwards, choose)
 
 
-def max_in_flight(order: Sequence[Action]) -> int:
+def compute_max_in_flight(order: Sequence[Action]) -> int:
     """Return the peak number of micro-batches whose activations a rank keeps, counted separately per virtual stage."""
     return max(accumulate((_IN_FLIGHT_CHANGE.get(action.kind, 0) for action in order), initial=0))
 
@@ -189,7 +189,7 @@ def _build_zbv_few_micro_batches(stages: int, micro_batches: int) -> tuple[RankA
     slots is reserved for the second chunk, because a rank filled with activations of the first chunk would deadlock.
     """
     last, limit = 2 * stages - 1, 2 * stages
-    state = _PipelineState(stages, last)
+    state = _PipelineSimulator(stages, last)
     next_micro_batch = {(kind, stage): 0 for kind in ActionKind for stage in range(last + 1)}
 
     def choose(rank: int) -> Action | None:
@@ -238,7 +238,7 @@ class Schedule:
         """The index of the last virtual stage, which computes the loss."""
         return self.stages * self.num_model_chunks - 1
 
-    def chunk_index(self, stage: int) -> int:
+    def get_chunk_index(self, stage: int) -> int:
         """Return the position of a virtual stage among the virtual stages (chunks) of its rank."""
         return stage // self.stages
 
@@ -256,7 +256,7 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
 
     Raises ConfigError if the schedule does not exist or does not support these numbers.
     """
-    chunks = default_chunks(name) if chunks is None else chunks
+    chunks = get_default_chunks(name) if chunks is None else chunks
     check_schedule_name(name, stages, chunks)
     _check_micro_batches(name, stages, micro_batches, chunks)
     if stages * chunks * micro_batches > MAX_ACTIONS:
@@ -273,7 +273,7 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
     elif name == "interleaved":
         orders = _build_interleaved(stages, micro_batches, chunks)
     elif name == "interleaved_zb":
-        orders = split_backwards(_build_interleaved(stages, micro_batches, chunks), last=stages * chunks - 1)
+        orders = split_backward_passes(_build_interleaved(stages, micro_batches, chunks), last=stages * chunks - 1)
     else:
         orders = _build_zbv(stages, micro_batches)
     return Schedule(name, stages, micro_batches, chunks, placement, orders)
@@ -316,7 +316,7 @@ def assign_virtual_stages(name: str, stages: int, chunks: int) -> tuple[int, ...
     return tuple(range(stages)) * chunks
 
 
-def default_chunks(name: str) -> int:
+def get_default_chunks(name: str) -> int:
     """Return how many chunks (virtual stages) each rank has by default in a schedule."""
     check_choice("schedule", name, SCHEDULES)
     return _CHUNKS.get(name, 2)
@@ -331,7 +331,7 @@ def check_schedule_name(name: str, stages: int, chunks: int) -> None:
             f"schedule={name!r} requires num_model_chunks={_CHUNKS[name]}, but num_model_chunks={chunks} was passed.",
             remedy=f"Use num_model_chunks={_CHUNKS[name]}, or schedule='interleaved' for more chunks per rank.",
         )
-    if chunks < default_chunks(name):
+    if chunks < get_default_chunks(name):
         raise ConfigError(
             f"schedule={name!r} requires at least 2 chunks per rank, but num_model_chunks={chunks} was passed.",
             remedy="Use num_model_chunks=2 or more" + (", or schedule='1f1b'" if chunks == 1 else ""),
@@ -502,11 +502,11 @@ def simulate(schedule: Schedule, durations: Durations = DURATIONS, send: float =
         makespan=makespan,
         idle=idle,
         bubble=sum(idle) / (len(idle) * makespan) if makespan else 0.0,
-        in_flight=tuple(max_in_flight(order) for order in schedule.actions),
+        in_flight=tuple(compute_max_in_flight(order) for order in schedule.actions),
     )
 
 
-def bubble_formula(name: str, stages: int, micro_batches: int, chunks: int) -> float | None:
+def compute_bubble(name: str, stages: int, micro_batches: int, chunks: int) -> float | None:
     """Compute the bubble of a schedule (its share of idle time) by formula, or return None if there is no formula.
 
     Assumes free communication and equal durations of F, I and W.

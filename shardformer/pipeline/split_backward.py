@@ -29,17 +29,17 @@ from torch.utils.checkpoint import CheckpointFunction
 from shardformer.torch_compat import (
     Node,
     as_tuple,
-    custom_function_of,
-    gradient_shape,
+    copy_sequence_number,
+    get_autograd_function,
+    get_gradient_shape,
     has_unpack_hooks,
     release_saved_tensors,
-    run_at_position_of,
 )
 
 Grads = tuple[Tensor | None, ...]
 
 
-def backward_of_inputs(
+def run_input_backward(
     outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], WeightBackward]:
     """Compute the gradients of the inputs only; return them and a ``WeightBackward`` that you can run later.
@@ -62,7 +62,7 @@ def backward_of_inputs(
     ]
     input_edges = {i: get_gradient_edge(x) for i, x in enumerate(inputs) if x.requires_grad}
     starts, ends = [edge.node for edge, _ in output_grads], {edge.node for edge in input_edges.values()}
-    chain, branches, is_ordered = _find_chain(starts, ends)
+    chain, branches, is_ordered = _find_nodes_between(starts, ends)
     other_outputs = [(edge, grad) for edge, grad in output_grads if edge.node not in chain]
     output_grads = [(edge, grad) for edge, grad in output_grads if edge.node in chain]
     input_grads: list[Tensor | None] = [None] * len(inputs)
@@ -108,7 +108,7 @@ class WeightBackward:
         branches, output_grads, output_edges = self._branches, self._other_outputs, self._output_edges
         self._branches, self._other_outputs, self._output_edges = [], [], []
         if called := [branch for branch in branches if branch.results is None]:
-            _run_branches(called)
+            _compute_branch_grads(called)
         for branch in branches:
             output_grads.extend(branch.pop_exit_grads())
         if output_grads:
@@ -136,15 +136,15 @@ class _BranchNode:
     needed_grads: tuple[bool, ...] | None = None
     handles: list[Any] = field(default_factory=list)
 
-    def add_hooks(self, ran: list[_BranchNode]) -> None:
+    def add_hooks(self, executed: list[_BranchNode]) -> None:
         """Register hooks that store the incoming gradients of this autograd node for the backward pass of the weights.
 
         Args:
-            ran: a list to which the hooks append this node when it runs.
+            executed: a list to which the hooks append this node when it runs.
         """
 
         def prehook(grads: Grads) -> None:
-            ran.append(self)
+            executed.append(self)
             self.grads = grads
             if self._supports_partial_grads():
                 self.needed_grads = self.node.needs_input_grad
@@ -160,7 +160,7 @@ class _BranchNode:
         def posthook(results: Grads, _: Grads) -> None:
             # a custom function that ignores needs_input_grad computes all gradients now, and must not run again
             exit_grads = {k: results[k] for k in self.exits}
-            must_run_once = custom_function_of(self.node) is not None and self.needed_grads is None
+            must_run_once = get_autograd_function(self.node) is not None and self.needed_grads is None
             if must_run_once or any(grad is not None for grad in exit_grads.values()):
                 self.results, self.grads = exit_grads, ()
 
@@ -175,7 +175,7 @@ class _BranchNode:
             self.node.__dict__.pop("apply", None)
 
     def _supports_partial_grads(self) -> bool:
-        function = custom_function_of(self.node)
+        function = get_autograd_function(self.node)
         if function is None or getattr(function, "boxed_grads_call", False):
             return False
         needs: tuple[bool, ...] = self.node.needs_input_grad
@@ -209,7 +209,7 @@ class _BranchNode:
         for k, grad in results.items():
             if grad is not None:
                 edge = self.exits[k]
-                shape = gradient_shape(edge)
+                shape = get_gradient_shape(edge)
                 yield self._delay_accumulation(edge, grad), grad if grad.shape == shape else grad.sum_to_size(shape)
 
     def _delay_accumulation(self, edge: GradientEdge, grad: Tensor) -> GradientEdge:
@@ -224,11 +224,11 @@ class _BranchNode:
             return edge
         with torch.enable_grad():
             view: Node = leaf.view_as(leaf).grad_fn
-        run_at_position_of(view, self.node)
+        copy_sequence_number(view, self.node)
         return GradientEdge(view, 0)
 
 
-def _find_chain(starts: Iterable[Node], ends: set[Node]) -> tuple[set[Node], list[_BranchNode], bool]:
+def _find_nodes_between(starts: Iterable[Node], ends: set[Node]) -> tuple[set[Node], list[_BranchNode], bool]:
     """Find the autograd nodes between ``starts`` and ``ends``, and those among them that lead to weights.
 
     Also returns whether a split backward pass accumulates gradients in the same order as a full one.
@@ -266,7 +266,7 @@ def _find_chain(starts: Iterable[Node], ends: set[Node]) -> tuple[set[Node], lis
     return chain, branches, is_ordered
 
 
-def _run_branches(branches: Sequence[_BranchNode]) -> None:
+def _compute_branch_grads(branches: Sequence[_BranchNode]) -> None:
     """Compute the gradients that flow to the weights, inside a backward pass that requests only these gradients.
 
     Such a backward pass is needed because a node queries it for the gradients to compute.
@@ -300,5 +300,5 @@ def _run_full_backward(
 
 
 def _requires_full_backward(node: Node) -> bool:
-    function = custom_function_of(node)  # reentrant checkpointing and torch.compile
+    function = get_autograd_function(node)  # reentrant checkpointing and torch.compile
     return function is CheckpointFunction or hasattr(function, "_aot_id")

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.context_parallel.sequence_sharded_tensor import shard_like, to_local
+from shardformer.context_parallel.sequence_sharded_tensor import to_local, wrap_shard_like
 from shardformer.errors import ConfigError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, StackDescription
 from shardformer.random_state import SPLITMIX64, RandomUseDetector, seed_random
-from shardformer.tensor_parallel.sequence_parallel import first_tensor
+from shardformer.tensor_parallel.sequence_parallel import get_first_tensor
 from shardformer.torch_compat import has_data, tree_leaves
 
 
@@ -62,7 +62,7 @@ class ParameterPlaceholders:
                     del module._parameters[name]
                     module.__dict__[name] = _make_placeholder(param)
                     self._placeholders.append((module, name, names[id(module), name]))
-        self._local_dtypes = list_dtypes(model)
+        self._local_dtypes = get_parameter_dtypes(model)
         incomplete = {id(module) for module, _, _ in self._placeholders}
         for _, module in modules:
             if any(id(inner) in incomplete for inner in module.modules()):
@@ -74,7 +74,7 @@ class ParameterPlaceholders:
         self._local_dtypes = {rename(name): dtype for name, dtype in self._local_dtypes.items()}
 
     @contextmanager
-    def included_in_parameters(self) -> Iterator[None]:
+    def include_in_parameters(self) -> Iterator[None]:
         """Context manager within which ``module.parameters()`` includes the placeholders."""
         before, self.is_visible = self.is_visible, True
         try:
@@ -106,7 +106,7 @@ class ParameterPlaceholders:
             dtypes: dtypes of the parameters of all stages, by name. A missing parameter (in a trace of a single rank)
                 is converted like this rank's parameters of the same dtype.
         """
-        before, self._local_dtypes = self._local_dtypes, list_dtypes(model)
+        before, self._local_dtypes = self._local_dtypes, get_parameter_dtypes(model)
         converted = {before[name]: dtype for name, dtype in self._local_dtypes.items() if name in before}
         for module, name, names in self._placeholders:
             known = next((dtypes[n] for n in names if n in dtypes), None)
@@ -139,9 +139,9 @@ class _NamedParameters:
         module = self._module
         if not self._placeholders.is_visible:
             return type(module).named_parameters(module, prefix, recurse, remove_duplicate)
-        return self._list_with_placeholders(prefix, recurse, remove_duplicate)
+        return self._iter_params_and_placeholders(prefix, recurse, remove_duplicate)
 
-    def _list_with_placeholders(
+    def _iter_params_and_placeholders(
         self, prefix: str, recurse: bool, remove_duplicate: bool
     ) -> Iterator[tuple[str, nn.Parameter]]:
         module, seen = self._module, set[int]()
@@ -155,7 +155,7 @@ class _NamedParameters:
                     yield f"{path}.{name}" if path else name, value
 
 
-def list_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+def get_parameter_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     """Return the dtype of each parameter that this rank stores. A tied parameter has an entry for each of its names."""
     return {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
 
@@ -207,7 +207,7 @@ StageActivations = dict[str, Tensor]
 
 
 @dataclass
-class StagePass:
+class StageForwardState:
     """The state of one forward pass of a micro-batch through a pipeline stage.
 
     Args:
@@ -270,7 +270,7 @@ class StageForward:
         self._patched_layers: dict[str, tuple[nn.Module, int, int]] = {}
         self._checked_layers: set[int] = set()
         self.is_last_layer_valid: bool | None = None  # whether its first output was free of NaN
-        self.now: StagePass | None = None
+        self.now: StageForwardState | None = None
         self.boundary_callbacks: list[Callable[[StageActivations], None]] = []  # called at the stage boundary
         self.draws = RandomUseDetector(device or torch.device("cpu"))
         self._overridden: dict[nn.Module, Any] = {}  # instance attribute ``forward`` of each module before
@@ -310,7 +310,7 @@ class StageForward:
             if id(module) not in in_layers and type(module) in (*self._embedding_types, nn.Linear):
                 outside[module] = outside.get(module, frozenset()) | self._owners.get(f"{path}.weight", frozenset())
         for module, layer_indices in outside.items():
-            self._override_unowned(module, layer_indices)
+            self._override_unneeded_module(module, layer_indices)
 
     def _override_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._overridden.setdefault(module, module.__dict__.get("forward"))
@@ -343,7 +343,7 @@ class StageForward:
             self._override_layer(current, index, layer_index)
 
     def run(
-        self, model: nn.Module, stage_pass: StagePass, forward: Callable[[], Any]
+        self, model: nn.Module, stage_pass: StageForwardState, forward: Callable[[], Any]
     ) -> tuple[Any, StageActivations | None]:
         """Run the model's forward pass up to the last layer of the pipeline stage.
 
@@ -352,11 +352,11 @@ class StageForward:
         """
         self._placeholders.move_to_device_of(model)
         self.now = stage_pass
-        self._seed_segment(stage_pass, 0)
+        self._seed_rng(stage_pass, 0)
         if not self._num_layers and stage_pass.at_end is not None:
             stage_pass.at_end()
         try:
-            with self._placeholders.included_in_parameters():
+            with self._placeholders.include_in_parameters():
                 return forward(), None
         except StageBoundaryReached as reached:  # forward hooks do not run in this case
             for end in self.boundary_callbacks:
@@ -366,7 +366,7 @@ class StageForward:
             self.now = None
             self.draws.end()
 
-    def _seed_segment(self, stage_pass: StagePass, segment: int) -> None:
+    def _seed_rng(self, stage_pass: StageForwardState, segment: int) -> None:
         """Seed the random generators for a layer, so that dropout does not depend on the number of pipeline stages."""
         self.draws.end()
         if stage_pass.seed is not None:
@@ -392,12 +392,12 @@ class StageForward:
                 )
             stage_pass.calls.append(at)
             if at < stage_pass.span.start:
-                hidden, returns = first_tensor(args, kwargs), stack.stages.num_outputs
+                hidden, returns = get_first_tensor(args, kwargs), stack.stages.num_outputs
                 return (hidden, *[None] * (returns - 1)) if returns else hidden
             if at >= stage_pass.span.stop:
                 raise StageBoundaryReached(self._collect_activations(stage_pass, at, args, kwargs))
             if at == stage_pass.span.start and "hidden" in stage_pass.received:
-                before, hidden = first_tensor(args, kwargs), stage_pass.received["hidden"]
+                before, hidden = get_first_tensor(args, kwargs), stage_pass.received["hidden"]
                 args = tuple(hidden if value is before else value for value in args)
                 kwargs = {name: hidden if value is before else value for name, value in kwargs.items()}
             return self._run_layer(stage_pass, at, stack, original, args, kwargs)
@@ -406,57 +406,62 @@ class StageForward:
 
     def _run_layer(
         self,
-        stage_pass: StagePass,
-        at: int,
+        stage_pass: StageForwardState,
+        layer_index: int,
         stack: StackDescription,
         original: Callable[..., Any],
         args: Any,
         kwargs: Any,
     ) -> Any:
-        self._seed_segment(stage_pass, at + 1 + (self._num_layers + 2) * self._random_stream(stack))
-        is_first = at not in self._checked_layers
+        self._seed_rng(stage_pass, layer_index + 1 + (self._num_layers + 2) * self._random_stream(stack))
+        is_first = layer_index not in self._checked_layers
         if is_first:
-            self._checked_layers.add(at)
-            self._check_arguments(stage_pass, at, original, args, kwargs)
-        if at in self._checkpointed and torch.is_grad_enabled():
+            self._checked_layers.add(layer_index)
+            self._check_arguments(stage_pass, layer_index, original, args, kwargs)
+        if layer_index in self._checkpointed and torch.is_grad_enabled():
             output = checkpoint(original, *args, use_reentrant=False, **kwargs)
         else:
             output = original(*args, **kwargs)
         if is_first:
             stage_pass.is_computed = not any(map(has_nan, tree_leaves(output)))
-        if at == self._num_layers - 1:
+        if layer_index == self._num_layers - 1:
             if is_first:
                 self.is_last_layer_valid = stage_pass.is_computed
-            self._seed_segment(stage_pass, self._num_layers + 1)
+            self._seed_rng(stage_pass, self._num_layers + 1)
             if stage_pass.at_end is not None:
                 stage_pass.at_end()
         return output
 
     def _check_arguments(
-        self, stage_pass: StagePass, at: int, original: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+        self,
+        stage_pass: StageForwardState,
+        layer_index: int,
+        original: Callable[..., Any],
+        args: Any,
+        kwargs: Mapping[str, Any],
     ) -> None:
         """Raise ConfigError if a layer receives an argument that only another pipeline stage can compute."""
-        path = self._chain.layer_calls[at]
+        path = self._chain.layer_calls[layer_index]
         names = list(inspect.signature(original).parameters)
         arguments = [*zip([*names, *(f"argument {i}" for i in range(len(names), len(args)))], args), *kwargs.items()]
-        hidden = first_tensor(args, kwargs)
+        hidden = get_first_tensor(args, kwargs)
         for name, value in arguments:
             may_be_nan = value is hidden and (
-                not stage_pass.is_computed or at == stage_pass.span.start > 0 or not self._placeholders
+                not stage_pass.is_computed or layer_index == stage_pass.span.start > 0 or not self._placeholders
             )
             if not may_be_nan and any(map(has_nan, tree_leaves(value))):
-                raise _missing_argument_error(path, name)
+                raise _make_missing_argument_error(path, name)
 
     def _collect_activations(
-        self, stage_pass: StagePass, at: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, stage_pass: StageForwardState, layer_index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> StageActivations:
         def state(name: str) -> Tensor:
             if name == "hidden":
-                return first_tensor(args, kwargs)
+                return get_first_tensor(args, kwargs)
             assert stage_pass.context is not None
             return to_local(stage_pass.context)
 
-        return {name: state(name) for name in self._chain.list_received_states(at)}
+        return {name: state(name) for name in self._chain.list_received_states(layer_index)}
 
     def _override_context_argument(self, module: nn.Module, stack: StackDescription, start: int) -> None:
         assert stack.context is not None
@@ -472,7 +477,7 @@ class StageForward:
             if stage_pass.span.start >= start and "context" in stage_pass.received:
                 if stage_pass.span.start >= start + len(stack.layer_calls):
                     return None
-                stage_pass.context = shard_like(stage_pass.received["context"], value)
+                stage_pass.context = wrap_shard_like(stage_pass.received["context"], value)
                 if name in kwargs:
                     return args, {**kwargs, name: stage_pass.context}
                 return (*args[:position], stage_pass.context, *args[position + 1 :]), kwargs
@@ -490,7 +495,7 @@ class StageForward:
         remove = register_forward_hooks(module, HookOrder.STAGE_INPUT, replace_context, with_kwargs=True)
         self._remove_hooks.append(remove)
 
-    def _override_unowned(self, module: nn.Module, owners: frozenset[int]) -> None:
+    def _override_unneeded_module(self, module: nn.Module, owners: frozenset[int]) -> None:
         """Skip an embedding or linear layer outside the stacks of layers on stages that do not need its output."""
         original = module.forward
 
@@ -521,7 +526,7 @@ class _ForwardOverride:
         )
 
 
-def _missing_argument_error(path: str, name: str) -> ConfigError:
+def _make_missing_argument_error(path: str, name: str) -> ConfigError:
     return ConfigError(
         f"The argument {name} of the layer {path} contains NaN, because another stage has the parameters that compute "
         "it, or because the batch contains NaN.",

@@ -16,13 +16,13 @@ from shardformer.errors import ConfigError
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
 from shardformer.layout.packed_weights import count_values, find_packed_weights
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.module_paths import find_configs, parent_of
+from shardformer.module_paths import find_configs, get_parent
 from shardformer.pipeline.layer_sequence import (
     LayerRange,
     LayerSequence,
     StackDescription,
     estimate_layer_costs,
-    no_layers_error,
+    make_no_layers_error,
     owner_layers,
     owner_stages,
 )
@@ -34,7 +34,7 @@ from shardformer.pipeline.partition import (
     partition_explicit,
     partition_uniform,
 )
-from shardformer.pipeline.schedules import assign_virtual_stages, check_schedule_name, default_chunks
+from shardformer.pipeline.schedules import assign_virtual_stages, check_schedule_name, get_default_chunks
 from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward
 from shardformer.public_names import renamed_arguments
 from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
@@ -70,7 +70,7 @@ class PipelineStageManager:
                 remedy="Pass the context that launch_from_torch(pipe=...) returned.",
             )
         self.context, self.schedule = context, schedule
-        self.num_model_chunks = default_chunks(schedule) if num_model_chunks is None else num_model_chunks
+        self.num_model_chunks = get_default_chunks(schedule) if num_model_chunks is None else num_model_chunks
         check_schedule_name(schedule, self.axis.size, self.num_model_chunks)
         self.placement = assign_virtual_stages(schedule, self.axis.size, self.num_model_chunks)
         self.partition, self.layer_costs, self.recompute_layers = partition, layer_costs, recompute_layers
@@ -98,9 +98,9 @@ class PipelineStageManager:
     @property
     def virtual_stages(self) -> tuple[int, ...]:
         """The indices of this process's virtual stages, in the order in which a micro-batch passes them."""
-        return self.virtual_stages_of(self.stage)
+        return self.get_virtual_stages(self.stage)
 
-    def virtual_stages_of(self, stage: int) -> tuple[int, ...]:
+    def get_virtual_stages(self, stage: int) -> tuple[int, ...]:
         return tuple(v for v, rank in enumerate(self.placement) if rank == stage)
 
     @property
@@ -182,13 +182,13 @@ class Stages:
     def is_running(self) -> bool:
         return self.stage_forward is not None and self.stage_forward.now is not None
 
-    def stages_of(self, name: str) -> tuple[int, ...]:
+    def find_owner_ranks(self, name: str) -> tuple[int, ...]:
         """Return the ranks on the pipe axis whose stages store the parameter or buffer ``name``."""
         return tuple(sorted({self.manager.placement[v] for v in self.owner_stages[name]}))
 
     def is_here(self, name: str) -> bool:
         """Return whether this rank stores the parameter or buffer ``name``."""
-        return self.manager.stage in self.stages_of(name)
+        return self.manager.stage in self.find_owner_ranks(name)
 
     @property
     def num_parameters(self) -> int:
@@ -201,7 +201,7 @@ class Stages:
         positions = [at for at, unit in enumerate(units) if path == unit or path.startswith(f"{unit}.")]
         return bool(positions) and not any(at in span for at in positions for span in self._list_local_spans())
 
-    def first_names(self, prefix: str = "") -> dict[str, str]:
+    def get_first_names(self, prefix: str = "") -> dict[str, str]:
         """Map each name in the full model's state dict to the first name of the same tensor, in the model's order.
 
         Tied weights have several names.
@@ -225,14 +225,14 @@ class Stages:
         self.owner_layers[name], self.owner_stages[name] = self.owner_layers[owner], self.owner_stages[owner]
         self.state[name], self.parameters[name] = (name, shape), (name, prod(shape))
 
-    def drop_tensors(self, is_gone: Callable[[str], bool]) -> None:
+    def drop_tensors(self, is_removed: Callable[[str], bool]) -> None:
         """Remove the entries of parameters and buffers that the model no longer has."""
         tables: list[dict[str, Any]] = [self.owner_layers, self.owner_stages, self.state, self.parameters, self.shared]
         for table in tables:
-            for name in [name for name in table if is_gone(name)]:
+            for name in [name for name in table if is_removed(name)]:
                 del table[name]
 
-    def describe_lines(self) -> list[str]:
+    def describe_partition(self) -> list[str]:
         """Describe the partition in lines of text that must be the same on all ranks."""
         return [str(self.manager.options()), str(self.spans), *(f"{n}: {v}" for n, v in self.shared.items())]
 
@@ -266,8 +266,8 @@ class Stages:
             self.placeholders,
             self.owner_layers,
             (nn.Embedding, *(layers.embedding for layers in LAYERS_BY_MODE.values())),
-            self._recomputed_layers(),
-            partial(_random_stream_index, stream=stream, context=context),
+            self._find_recomputed_layers(),
+            partial(_get_random_stream_index, stream=stream, context=context),
             context.device,
             wrappers,
             permanent=self.manager.num_stages > 1,
@@ -278,7 +278,7 @@ class Stages:
         assert self.stage_forward is not None
         return nullcontext() if self.manager.num_stages > 1 else self.stage_forward.installed(model)
 
-    def _recomputed_layers(self) -> frozenset[int]:
+    def _find_recomputed_layers(self) -> frozenset[int]:
         counts = self.manager.count_recomputed_layers([len(span) for span in self.spans])
         return frozenset(u for span, n in zip(self.spans, counts, strict=True) for u in span[:n])
 
@@ -289,7 +289,7 @@ class Stages:
                 self.shared_params.append(dict.fromkeys(self.shared[name], param))
 
 
-def _random_stream_index(stack: StackDescription, stream: ActivationLayout, context: ParallelContext) -> int:
+def _get_random_stream_index(stack: StackDescription, stream: ActivationLayout, context: ParallelContext) -> int:
     layout = stack.get_activation_layout(stream)
     is_replicated = stack.whole_sequence is not None and not layout.shards_stacks
     return 0 if is_replicated else layout.random_stream_index(ModelRegion.STACK, context.coords, context.sizes)
@@ -319,7 +319,7 @@ def build_stages(model: nn.Module, policy: LayerSequencePolicy, manager: Pipelin
         names.setdefault(first, []).append(name)
     # keep the names of a parameter adjacent: stages use different ones, and fill buckets in this order
     for tied_names in names.values():
-        ranks = sorted({rank for name in tied_names for rank in stages.stages_of(name)})
+        ranks = sorted({rank for name in tied_names for rank in stages.find_owner_ranks(name)})
         if len(ranks) > 1:
             stages.shared |= dict.fromkeys(tied_names, tuple(ranks))
     return stages
@@ -337,7 +337,7 @@ def partition_model(
     count = manager.num_virtual_stages
     chain = policy.layer_sequence()
     if count > 1 and not chain.stacks:
-        raise no_layers_error(model, str(manager.num_stages), policy.notes)
+        raise make_no_layers_error(model, str(manager.num_stages), policy.notes)
     if manager.num_stages > 1:
         _check_config(model)
         if reason := policy.no_pipeline_reason():
@@ -365,7 +365,7 @@ def partition_model(
         bounds = partition_uniform(len(costs), count) if is_uniform else partition_balanced(costs, count)
     else:
         bounds = partition_explicit(manager.partition, len(costs), count)
-    return chain, owners, costs, chain.stage_ranges(bounds)
+    return chain, owners, costs, chain.get_stage_ranges(bounds)
 
 
 def _map_to_first_name(tensors: Mapping[str, Any]) -> dict[str, tuple[str, Tensor]]:
@@ -381,8 +381,8 @@ def copy_shared_attributes(model: nn.Module, chain: LayerSequence, spans: Sequen
             at = max(span.start, start)
             is_copied = start < at < min(span.stop, start + len(stack.layer_calls))
             for path in stack.stages.shared_from_first if is_copied else ():
-                first, name = parent_of(model.get_submodule(stack.layer_calls[0]), path)
-                owner, _ = parent_of(model.get_submodule(stack.layer_calls[at - start]), path)
+                first, name = get_parent(model.get_submodule(stack.layer_calls[0]), path)
+                owner, _ = get_parent(model.get_submodule(stack.layer_calls[at - start]), path)
                 owner.__dict__[name] = getattr(first, name)  # not registered: the module would have two names
 
 

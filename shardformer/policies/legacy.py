@@ -10,7 +10,7 @@ from torch import nn
 
 from shardformer.errors import PolicyError, did_you_mean
 from shardformer.mesh.parallel_context import Axis
-from shardformer.module_paths import parent_of
+from shardformer.module_paths import get_parent
 from shardformer.policies.module_descriptions import (
     ModulePolicyDescription,
     SubModuleReplacementDescription,
@@ -196,7 +196,7 @@ def bind_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, s
                 f"{tuple(model.get_parameter(target).shape)}, but their shapes on this rank differ.",
                 remedy="Shard both parameters in the same way, or shard neither.",
             )
-        setattr(*parent_of(model, target), source_param)
+        setattr(*get_parent(model, target), source_param)
         tied.append((target, source))
     return tied
 

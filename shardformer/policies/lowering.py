@@ -69,7 +69,7 @@ class LayerLowering:
         if has and role.optional and (out := get_exit_path(role)) is not None:
             has = paths.find_module(self.layer, out) is not None
         if not has and not role.optional:
-            raise paths.module_not_found_error(self.path, role.at, self.layer)
+            raise paths.make_module_not_found_error(self.path, role.at, self.layer)
         return has
 
     def describe_mlps(self, mlp: MLP) -> ModulePolicyDescription:
@@ -80,7 +80,7 @@ class LayerLowering:
         return merge_descriptions([self._describe_mlp(replace(mlp, at=at)) for at in found])
 
     def _describe_mlp(self, mlp: MLP) -> ModulePolicyDescription:
-        ups = paths.existing_paths(paths.as_path_list(mlp.up), mlp.at, self.layer, self.path)
+        ups = paths.list_existing_paths(paths.as_path_list(mlp.up), mlp.at, self.layer, self.path)
         down = paths.resolve_path(mlp.at, mlp.down)
         width = self.count_features(down, out=False)
         fused = mlp.fused or max(self.count_features(ups[0], out=True) // width, 1)
@@ -118,7 +118,7 @@ class LayerLowering:
         return ModulePolicyDescription(sub_module_replacement=subs, blocks=[block]), block
 
     def count_features(self, name: str, *, out: bool) -> int:
-        return paths.num_features(paths.get_linear(self.layer, name, self.path), out=out)
+        return paths.get_num_features(paths.get_linear(self.layer, name, self.path), out=out)
 
 
 def check_width(width: int, axis: Axis, path: str) -> None:
@@ -345,7 +345,9 @@ class AttentionLowering:
         return heads if heads is not None and heads < self.layer.axis.size and self.layer.is_stage else None
 
     def _head_count(self, source: int | str | None) -> int | None:
-        count = paths.get_at(self._find_owner(source), source.removeprefix(".")) if isinstance(source, str) else source
+        count = (
+            paths.get_by_path(self._find_owner(source), source.removeprefix(".")) if isinstance(source, str) else source
+        )
         return count if isinstance(count, int) and count > 0 else None
 
     def _find_owner(self, source: str) -> Any:
@@ -413,7 +415,7 @@ class AttentionLowering:
         subs, classes, queries = description.sub_module_replacement or [], self.layer.classes, self.layout.query_split()
         for name, counted in self.role.local_attrs.items():
             path = self._path(name.rstrip("?"))
-            thing = paths.get_at(self.layer.layer, path)
+            thing = paths.get_by_path(self.layer.layer, path)
             if isinstance(thing, Tensor):
                 self._local_attr_kind(name, "parameter")
                 parameters[path] = self.layout.parameter_split(path, thing, counted)

@@ -77,7 +77,7 @@ class Policy(LegacyPolicy):
         """Set the sharding config, and check that the policy supports it."""
         self.shard_config = shard_config
         # without tensor parallelism the policy describes the model as for a single rank
-        self.axis = shard_config.head_axis() if shard_config.enable_tensor_parallelism else Axis("tensor")
+        self.axis = shard_config.get_head_axis() if shard_config.enable_tensor_parallelism else Axis("tensor")
         self.config_sanity_check()
 
     def config_sanity_check(self) -> None:

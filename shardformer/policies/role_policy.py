@@ -173,7 +173,7 @@ class RolePolicy(Policy):
     ) -> dict[ModuleKey, ModulePolicyDescription]:
         layers = dict((module := paths.get_module(self.model, path)).named_children())
         if not layers:
-            raise paths.module_not_found_error(path, "0", module)
+            raise paths.make_module_not_found_error(path, "0", module)
         return {
             f"{path}.{name}": self._describe_roles(
                 blocks, LayerLowering(layer, f"{path}.*", self.axis, is_stage, self._parallel_classes)
@@ -230,7 +230,7 @@ class RolePolicy(Policy):
                 continue
             found = paths.match_paths(path.rstrip("?"), known)
             if not path.endswith("?") and not found:
-                raise paths.module_not_found_error(self.base, path, base)
+                raise paths.make_module_not_found_error(self.base, path, base)
             out += [paths.join_path(self.base, name) for name in found]
         names = [name for name, _ in self.model.named_modules()]
         out += [name for path in self._replicated_paths for name in paths.match_paths(path, names)]
@@ -247,7 +247,7 @@ class RolePolicy(Policy):
         for stack in [self.stack] if isinstance(self.stack, LayerStack) else self.stack:
             found = paths.match_paths(stack.layers, names)
             if not found and not stack.optional:
-                raise paths.module_not_found_error(self.base, stack.layers, base)
+                raise paths.make_module_not_found_error(self.base, stack.layers, base)
             layers = [layer for path in found for layer in paths.get_module(base, path).children()]
             check_exits(stack, paths.join_path(self.base, stack.layers), layers)
             out += [(stack if path == stack.layers else replace(stack, layers=path), len(found) > 1) for path in found]

@@ -15,7 +15,11 @@ from torch import Tensor, nn
 
 from shardformer.comm.collective_call import collective_call
 from shardformer.config import ShardConfig
-from shardformer.consistency.initial_weights import broadcast_random_state, model_fingerprint, sync_initial_weights
+from shardformer.consistency.initial_weights import (
+    broadcast_random_state,
+    compute_model_fingerprint,
+    sync_initial_weights,
+)
 from shardformer.consistency.rank_divergence import ConsistencyMonitor
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.kernels.attention_registration import use_flash_attention
@@ -26,9 +30,9 @@ from shardformer.layout.sharding_metadata import ShardingMetadata, ShardingReque
 from shardformer.layout.tied_tensors import group_overlapping
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import Axis
-from shardformer.mesh.tensor_grid import TensorGrid, grid_summary
-from shardformer.meta_init.materialization import is_lazy, list_lazy_notes, materialize_parameters, record_changes
-from shardformer.module_paths import get_at, join_path, parent_of
+from shardformer.mesh.tensor_grid import TensorGrid, summarize_grid
+from shardformer.meta_init.materialization import is_lazy, list_lazy_notes, materialize_parameters, record_if_lazy
+from shardformer.module_paths import get_by_path, get_parent, join_path
 from shardformer.pipeline.layer_sequence import owner_layers
 from shardformer.pipeline.stage_manager import PipelineStageManager, build_stages
 from shardformer.policies import legacy
@@ -43,7 +47,7 @@ from shardformer.sharding.plan import ShardingPlan, qualified_name
 from shardformer.tensor_parallel.layers import Linear1D_Col
 from shardformer.tensor_parallel.parallel_module import ParallelModule, move_hooks, shard_parameter
 from shardformer.tensor_parallel.quantized_linear import UnalignedSliceError
-from shardformer.torch_compat import has_meta_tensors, is_compiled_wrapper, wrapped_module_attribute
+from shardformer.torch_compat import get_wrapped_module_attribute, has_meta_tensors, is_compiled_wrapper
 from shardformer.torch_patches import install_all
 from shardformer.zero.torch_optimizer_patches import TRAINING_PATCHES
 
@@ -152,7 +156,7 @@ class Sharder:
             manager = config.pipeline_stage_manager or PipelineStageManager(self.context)
             state.stages = build_stages(self.model, policy, manager)
             state.stages.uses_random = uses_dropout(self.model)
-            checks.check_tied_stages(self._ties, state.stages.stages_of)
+            checks.check_tied_stages(self._ties, state.stages.find_owner_ranks)
         state.unproven = self._find_unsupported_inputs()
         checks.check_packed_weights(self.model, plan, self.context)
         checks.check_no_hooks(self.model, plan)
@@ -166,8 +170,8 @@ class Sharder:
         config, state = self.config, self.state
         settings = [state.request.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
         settings += [str(state.activations), f"check_consistency={config.check_consistency}"]
-        stages = state.stages.describe_lines() if state.stages is not None else []
-        return [*settings, *model_fingerprint(self.model), *plan.fingerprint(), *stages]
+        stages = state.stages.describe_partition() if state.stages is not None else []
+        return [*settings, *compute_model_fingerprint(self.model), *plan.fingerprint(), *stages]
 
     def shard(self, plan: ShardingPlan) -> list[dict[int, Tensor]]:
         """Apply the sharding plan to the model in place. The plan must be identical on every rank.
@@ -216,7 +220,7 @@ class Sharder:
         """
         if has_meta_tensors(self.model) and is_lazy(self.model):
             self.state.notes += list_lazy_notes(self.model)
-            with record_changes(self.model):
+            with record_if_lazy(self.model):
                 blocks = self._apply(plan)
             materialize_parameters(self.model, self.context.device)
         else:
@@ -253,7 +257,7 @@ class Sharder:
         if config.enable_jit_fused:
             fuse_activations(self.model, plan, state)
         if self.grid is not None:
-            state.notes.append(grid_summary(self.grid))
+            state.notes.append(summarize_grid(self.grid))
         uses_random = uses_dropout(self.model)
         if config.uses_context_parallel:
             apply_context_parallel.install_context_attention(
@@ -292,7 +296,7 @@ class Sharder:
             self.state.note(path, module, made[id(module)])
         _replace_module_references(self.model, made)
         for path, splits in plan.parameters.items():
-            module, name = parent_of(self.model, path)
+            module, name = get_parent(self.model, path)
             if splits and (id(module), name) not in done:
                 done.add((id(module), name))
                 named = {split.axes[0] for split in splits.values()} & {"row", "column", "depth"}
@@ -361,7 +365,7 @@ class Sharder:
             function(self.model.get_submodule(path))
             self.state.note(path, "parameters", function, kind="parameters")
         for path, method in plan.methods.items():
-            owner, name = parent_of(self.model, path)
+            owner, name = get_parent(self.model, path)
             before = getattr(owner, name)
             setattr(owner, name, method.__get__(owner))
             self.state.note(path, before, method, kind="method")
@@ -369,10 +373,10 @@ class Sharder:
 
 def _get_modifiable_owner(model: nn.Module, path: str) -> Any:
     """Return the module at ``path``, or a copy of the config at ``path``, because modules share configs."""
-    owner = get_at(model, path)
+    owner = get_by_path(model, path)
     if not isinstance(owner, nn.Module):
         owner = copy.copy(owner)
-        setattr(*parent_of(model, path), owner)
+        setattr(*get_parent(model, path), owner)
     return owner
 
 
@@ -469,12 +473,12 @@ def _temporarily_unwrap(model: nn.Module, *, num_stages: int = 1) -> Iterator[Ma
     found: list[tuple[nn.Module, str, str, nn.Module, str, nn.Module]] = []
     outermost: dict[int, nn.Module] = {}
     replaced: list[str] = []
-    has_wrappers = any(map(wrapped_module_attribute, {type(module): module for module in model.modules()}.values()))
+    has_wrappers = any(map(get_wrapped_module_attribute, {type(module): module for module in model.modules()}.values()))
     try:
         for parent, owner in model.named_modules() if has_wrappers else ():  # continues in the modules without wrappers
             for name, child in list(owner._modules.items()):
                 outer, path = child, join_path(parent, name)
-                while child is not None and (key := wrapped_module_attribute(child)) is not None:
+                while child is not None and (key := get_wrapped_module_attribute(child)) is not None:
                     if num_stages > 1 and is_compiled_wrapper(child):
                         raise _make_compiled_error(path, "it is part of a pipeline")
                     inner = child._modules[key]
@@ -488,7 +492,7 @@ def _temporarily_unwrap(model: nn.Module, *, num_stages: int = 1) -> Iterator[Ma
         for owner, name, path, wrapper, key, inner in reversed(found):
             now = owner._modules[name]
             wrapper._modules[key], owner._modules[name] = now, wrapper
-            is_replaced = now is not None and now is not inner and wrapped_module_attribute(now) is None
+            is_replaced = now is not None and now is not inner and get_wrapped_module_attribute(now) is None
             replaced += [path] if is_replaced and is_compiled_wrapper(wrapper) else []
     if replaced:
         raise _make_compiled_error(replaced[0], "sharding replaces it")
@@ -541,5 +545,5 @@ def _replace_and_record(
     model: nn.Module, path: str, native: nn.Module, new: nn.Module, kind: str, state: ShardingMetadata
 ) -> None:
     move_hooks(new, native)
-    setattr(*parent_of(model, path), new)
+    setattr(*get_parent(model, path), new)
     state.note(path, native, new, kind=kind)

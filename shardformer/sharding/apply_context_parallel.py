@@ -10,7 +10,12 @@ from torch import nn
 
 from shardformer.context_parallel import attention
 from shardformer.context_parallel.method import GROUP, RING, choose_ring_sizes, is_explicit_method
-from shardformer.context_parallel.model_hooks import FullSequenceHook, ModelInputHook, StackHook, run_on_local_positions
+from shardformer.context_parallel.model_hooks import (
+    FullSequenceHook,
+    LayerStackHook,
+    ModelInputHook,
+    run_on_local_positions,
+)
 from shardformer.context_parallel.sequence_layout import ContextParallelState, Dims
 from shardformer.errors import ConfigError
 from shardformer.kernels.attention_registration import find_attention_classes, find_attention_configs
@@ -120,7 +125,7 @@ def _configure_attention(model: nn.Module, run: ContextParallelState, classes: t
     for module in model.modules():
         if type(module) in classes:
             module.__dict__[attention.RUN] = run
-        attention.pass_relative_bias(module, run)
+        attention.patch_relative_bias(module, run)
 
 
 def install_context_hooks(
@@ -143,7 +148,7 @@ def install_context_hooks(
         layers = [layer for layer in model.get_submodule(stack.layers)._modules.values() if layer is not None]
         norm = model.get_submodule(stack.final_norm) if stack.final_norm else None
         last = [*(layers if findings.reads_between else ()), norm or layers[-1]]
-        state.region_hooks.append(StackHook(run, stack.layers, layers, last, draws=uses_random))
+        state.region_hooks.append(LayerStackHook(run, stack.layers, layers, last, draws=uses_random))
         inside |= {id(m) for layer in (*layers, *([norm] if norm is not None else [])) for m in layer.modules()}
     for module in model.modules():
         if isinstance(module, ParallelModule) and id(module) not in inside:

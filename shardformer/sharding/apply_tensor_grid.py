@@ -19,17 +19,17 @@ from shardformer.kernels.fused_ops import is_elementwise, norm_kind
 from shardformer.layout.shard_spec import Split
 from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.mesh.tensor_grid import TensorGrid, with_tensor_grid
+from shardformer.mesh.tensor_grid import TensorGrid, reshape_tensor_axis_by_mode
 from shardformer.module_paths import find_module, is_transposed, join_path
 from shardformer.policies.module_descriptions import BlockArguments, BlockDescription, SubModuleReplacementDescription
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.block import change_argument
 from shardformer.tensor_parallel.grid.layers import GridModule, GridNorm
-from shardformer.tensor_parallel.grid.padded_activations import GridStackActivations
+from shardformer.tensor_parallel.grid.padded_activations import GridActivationSharding
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
-from shardformer.tensor_parallel.sequence_parallel import first_tensor
+from shardformer.tensor_parallel.sequence_parallel import get_first_tensor
 from shardformer.torch_compat import keystr, tree_flatten_with_path, tree_map_with_path
-from shardformer.transformers_compat import arguments_of, without_caches
+from shardformer.transformers_compat import get_forward_argument_names, remove_kv_caches
 
 HIDDEN_STATES = "hidden states"
 ArgumentSamples = dict[tuple[str, str], int | None]
@@ -41,7 +41,7 @@ def reshape_config_to_grid(config: ShardConfig, context: ParallelContext) -> tup
 
     All processes must call this function. Raises ConfigError if the sizes do not fit the tensor parallel mode.
     """
-    view = with_tensor_grid(context, config.tensor_parallel_mode)
+    view = reshape_tensor_axis_by_mode(context, config.tensor_parallel_mode)
     if view is not config.context:
         manager = copy.copy(config.pipeline_stage_manager)
         if manager is not None:
@@ -169,7 +169,7 @@ def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple
     """Yield the name and value of each input tensor of a module. The first one is named ``HIDDEN_STATES``."""
     if not any(isinstance(x, Tensor) for x in (*args[:1], *kwargs.values())):
         return
-    hidden, names = first_tensor(args, kwargs), _get_argument_names(module)
+    hidden, names = get_first_tensor(args, kwargs), _get_argument_names(module)
     for path, leaf in tree_flatten_with_path((args, kwargs))[0]:
         if isinstance(leaf, Tensor):
             yield HIDDEN_STATES if leaf is hidden else _format_argument_path(path, names), leaf
@@ -191,16 +191,16 @@ def install_argument_hooks(
     model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, samples: ArgumentSamples
 ) -> None:
     """Install hooks that select this rank's samples in the masks and other arguments of attention modules."""
-    streams = [edge for edge in state.region_hooks if isinstance(edge, GridStackActivations)]
+    streams = [edge for edge in state.region_hooks if isinstance(edge, GridActivationSharding)]
     stacks = [(f"{stack.layers}.", stream) for stack, stream in zip(plan.stacks, streams, strict=True)]
     arguments_at = [(path, BlockArguments(path)) for path in plan.full_sequence_modules]
     arguments_at += [(block.entry, block.arguments) for _, block in plan.blocks if block.arguments is not None]
-    entering: dict[nn.Module, tuple[BlockArguments, GridStackActivations]] = {}
+    entering: dict[nn.Module, tuple[BlockArguments, GridActivationSharding]] = {}
     for path, arguments in arguments_at:
         stream = next((stream for prefix, stream in stacks if path.startswith(prefix)), None)
         if stream is not None:
             entering[model.get_submodule(arguments.at)] = arguments, stream
-    remove_caches = partial(_remove_caches, streams, arguments_of(model))
+    remove_caches = partial(_remove_caches, streams, get_forward_argument_names(model))
     register_forward_hooks(model, HookOrder.MODEL_SEQUENCE, after=remove_caches)
     for module, (arguments, stream) in entering.items():
         _LocalSamplesHook(module, arguments, stream, samples)
@@ -209,10 +209,10 @@ def install_argument_hooks(
 
 
 def _remove_caches(
-    streams: Sequence[GridStackActivations], arguments: frozenset[str], model: nn.Module, args: Any, output: Any
+    streams: Sequence[GridActivationSharding], arguments: frozenset[str], model: nn.Module, args: Any, output: Any
 ) -> Any:
     """Remove KV caches from the model's output, because they contain only this rank's samples."""
-    return without_caches(output, arguments) if any(stream.is_sharded for stream in streams[-1:]) else None
+    return remove_kv_caches(output, arguments) if any(stream.is_sharded for stream in streams[-1:]) else None
 
 
 class _LocalSamplesHook:
@@ -222,7 +222,7 @@ class _LocalSamplesHook:
     """
 
     def __init__(
-        self, module: nn.Module, arguments: BlockArguments, stream: GridStackActivations, samples: ArgumentSamples
+        self, module: nn.Module, arguments: BlockArguments, stream: GridActivationSharding, samples: ArgumentSamples
     ) -> None:
         self._arguments, self._stream, self._samples = arguments, stream, samples
         self._rows, self._names = 0, _get_argument_names(module)
@@ -234,7 +234,7 @@ class _LocalSamplesHook:
     def _before_entry(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._stream.is_sharded:
             return None
-        hidden = first_tensor(args, kwargs)
+        hidden = get_first_tensor(args, kwargs)
         self._rows = hidden.shape[self._stream.batch_dim]
 
         def select_samples(path: Any, leaf: Any) -> Any:

@@ -33,11 +33,11 @@ from shardformer.random_state import uses_dropout
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.block import TensorParallelBlock, change_argument, select_local_heads, wrap_as_block
 from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, GridModule, GridTensorParallelBlock, ModeLayers
-from shardformer.tensor_parallel.grid.padded_activations import GridStackActivations
+from shardformer.tensor_parallel.grid.padded_activations import GridActivationSharding
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.tensor_parallel.quantized_linear import QuantizedLinear
-from shardformer.tensor_parallel.region import align_random_state, enter_region
-from shardformer.tensor_parallel.sequence_parallel import StackActivations
+from shardformer.tensor_parallel.region import enter_region, register_random_state_sync
+from shardformer.tensor_parallel.sequence_parallel import ActivationSharding
 
 InstalledBlock = tuple[nn.Module, TensorParallelBlock]
 """(module at the entry of a block, block)."""
@@ -50,15 +50,15 @@ def install_regions(
     axis, uses_random = state.context.tensor, uses_dropout(model)
     classes = LAYERS_BY_MODE[config.tensor_parallel_mode]
     _check_stack_layers(plan, state.activations)
-    streams: dict[str, StackActivations] = {}
+    streams: dict[str, ActivationSharding] = {}
     for stack in plan.stacks:
         layout = stack.get_activation_layout(state.activations)
         if stack.whole_sequence and layout != state.activations:
             state.notes.append(f"The sequence is not sharded in {stack.layers}: {stack.whole_sequence}.")
         stream = (
-            StackActivations(layout, axis, overlap=config.enable_sequence_overlap, random=uses_random)
+            ActivationSharding(layout, axis, overlap=config.enable_sequence_overlap, random=uses_random)
             if grid is None
-            else GridStackActivations(layout, grid, random=uses_random)
+            else GridActivationSharding(layout, grid, random=uses_random)
         )
         streams[f"{stack.layers}."] = stream
         if grid is not None and stack.final_norm and state.stages is not None:
@@ -70,32 +70,36 @@ def install_regions(
         for module in model.modules():
             if isinstance(module, classes.embedding):
                 module.__dict__["sums_later"] = True
-    alone = StackActivations(ActivationLayout(), axis)
+    alone = ActivationSharding(ActivationLayout(), axis)
 
-    def get_stack_activations(path: str) -> StackActivations:
+    def get_stack_activations(path: str) -> ActivationSharding:
         return next((stream for prefix, stream in streams.items() if path.startswith(prefix)), alone)
 
     outer: list[Any] = []
     unsharded = (*plan.full_sequence_modules, *plan.token_free_modules)
     for path in unsharded:
         of = get_stack_activations(path)
-        register = of.register_full_sequence if path in plan.full_sequence_modules else of.register_token_free
+        register = (
+            of.register_full_sequence_hooks if path in plan.full_sequence_modules else of.register_token_free_hooks
+        )
         outer.append(register(model.get_submodule(path), uses_random))
     stack_paths = {stack.layers for stack in plan.stacks}
     for path, name in plan.per_token_args:
         of, module = get_stack_activations(f"{path}."), model.get_submodule(path)
-        register_forward_hooks(module, HookOrder.STACK_LENGTH, of.restore_length_before, with_kwargs=True)
-        change = of.shard_argument if path.rpartition(".")[0] in stack_paths else of.gather_argument
+        register_forward_hooks(module, HookOrder.STACK_LENGTH, of.restore_full_length_hook, with_kwargs=True)
+        change = of.shard_token_argument if path.rpartition(".")[0] in stack_paths else of.gather_token_argument
         change_argument(module, name, change, HookOrder.TOKEN_ARGUMENTS)
     blocks: list[InstalledBlock] = []
     for path, description in plan.blocks:
         stream = get_stack_activations(f"{path}.")
         block_classes = LAYERS_BY_MODE["1d"] if stream is alone else classes
         if stream is not alone and description.gather_module is not None:
-            outer.append(stream.register_full_sequence(model.get_submodule(description.gather_module), uses_random))
-            stream = StackActivations(ActivationLayout(), stream.axis)
+            outer.append(
+                stream.register_full_sequence_hooks(model.get_submodule(description.gather_module), uses_random)
+            )
+            stream = ActivationSharding(ActivationLayout(), stream.axis)
         elif stream is not alone and f"{description.entry}.".startswith(tuple(f"{path}." for path in unsharded)):
-            stream = StackActivations(ActivationLayout(), stream.axis)
+            stream = ActivationSharding(ActivationLayout(), stream.axis)
         if (installed := _install_block(model, description, block_classes, stream, uses_random, axis)) is not None:
             blocks.append(installed)
     # regions are left in the reverse order of entry
@@ -123,7 +127,7 @@ def _check_stack_layers(plan: ShardingPlan, stream: ActivationLayout) -> None:
 
 
 def _install_stack(
-    model: nn.Module, stack: StackDescription, stream: StackActivations, axis: Axis, uses_random: bool
+    model: nn.Module, stack: StackDescription, stream: ActivationSharding, axis: Axis, uses_random: bool
 ) -> None:
     """Install hooks that shard the hidden states from the first to the last layer of a stack.
 
@@ -143,18 +147,18 @@ def _install_stack(
             stream.register(module, module)
     else:
         stream.register(ends[0], ends[-1])
-    sample_axis = stream.sample_sharing_axis
+    sample_axis = stream.sequence_shard_axis
     if uses_random and sample_axis is not None:
         for module in layers.modules():  # each rank has a shard of every sample: all must drop the same samples
             if type(module).__name__.endswith("DropPath"):  # the class name in timm and transformers
-                align_random_state(sample_axis, module)
+                register_random_state_sync(sample_axis, module)
 
 
 def _install_block(
     model: nn.Module,
     description: BlockDescription,
     classes: ModeLayers,
-    stream: StackActivations,
+    stream: ActivationSharding,
     uses_random: bool,
     axis: Axis,
 ) -> InstalledBlock | None:

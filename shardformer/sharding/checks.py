@@ -32,9 +32,9 @@ from shardformer.layout.sharding_metadata import (
 )
 from shardformer.layout.tied_tensors import MemoryRange, OverlapGroup, find_parameter_view
 from shardformer.mesh.init_distributed import ENDED
-from shardformer.mesh.parallel_context import ParallelContext, launcher_store
+from shardformer.mesh.parallel_context import ParallelContext, get_launcher_store
 from shardformer.mesh.rank_failures import LostPeerError
-from shardformer.meta_init.materialization import check_recipes, record_changes
+from shardformer.meta_init.materialization import check_recipes, record_if_lazy
 from shardformer.module_paths import LIBRARIES, find_configs
 from shardformer.pipeline.stage_manager import Stages
 from shardformer.policies import legacy
@@ -43,7 +43,7 @@ from shardformer.sharding.apply_context_parallel import check_context_parallel
 from shardformer.sharding.plan import ShardingPlan, make_plan
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.torch_compat import has_meta_tensors, is_dtensor, tensor_hooks_of
+from shardformer.torch_compat import get_tensor_hooks, has_meta_tensors, is_dtensor
 
 ANNOUNCEMENTS = "shardformer/announcement"
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.25
@@ -67,7 +67,7 @@ def check_and_make_context(config: ShardConfig) -> ParallelContext:
         context = config.resolve_context()
     except ShardFormerError as error:
         problem = error
-    store = launcher_store() if context is None or context.world is None else context.world.store
+    store = get_launcher_store() if context is None or context.world is None else context.world.store
     if store is not None:
         ranks = list(context.tensor.ranks) if context is not None else []
         kind = "the grid of launch_from_torch" if config.context is not None else "the process group"
@@ -221,7 +221,7 @@ def make_checked_plan(
         check_norms(model)
     if config.enable_jit_fused:
         check_activations(model, config.resolve_context().device)
-    with record_changes(model) if has_meta_tensors(model) else nullcontext():
+    with record_if_lazy(model) if has_meta_tensors(model) else nullcontext():
         model = policy.preprocess() or model
     policy.set_model(model)
     if policy.changes_classes_or_ties:
@@ -279,7 +279,7 @@ def check_no_hooks(model: nn.Module, plan: ShardingPlan) -> None:
     """Raise ConfigError if a parameter that will be sharded has hooks, because sharding would remove them."""
     sharded = plan.sharded_parameter_ids()
     for p in model.parameters():
-        if id(p) in sharded and tensor_hooks_of(p):
+        if id(p) in sharded and get_tensor_hooks(p):
             raise ConfigError(
                 f"The parameter {sharded[id(p)]!r} of this {type(model).__name__} has a hook and will be sharded.",
                 rule="Each tensor rank replaces the parameter with a shard, and a hook would receive the gradient of "
@@ -416,10 +416,10 @@ def _replace_entries(table: Any, entries: Any) -> None:
     table.update(entries)
 
 
-def check_tied_stages(ties: Sequence[OverlapGroup], stages_of: Callable[[str], Sequence[int]]) -> None:
+def check_tied_stages(ties: Sequence[OverlapGroup], find_owner_ranks: Callable[[str], Sequence[int]]) -> None:
     """Raise ConfigError if parameters that share memory are on different pipeline stages."""
     for group in ties:
-        if len({tuple(stages_of(name)) for name in group}) > 1:
+        if len({tuple(find_owner_ranks(name)) for name in group}) > 1:
             raise _make_broken_tie_error(group, "are on different pipeline stages")
 
 

@@ -22,24 +22,24 @@ import torch
 from torch import nn
 
 from shardformer import torch_compat
-from shardformer.comm.deferred_tensor import resolve_deferred
-from shardformer.context_parallel.attention import has_relative_bias
-from shardformer.context_parallel.graph_attention import hold_masks, install_sites
+from shardformer.comm.deferred_tensor import resolve_deferred_tensors
+from shardformer.context_parallel.attention import has_patched_relative_bias
+from shardformer.context_parallel.graph_attention import wrap_attention_modules, wrap_mask_in_tensor
 from shardformer.context_parallel.model_hooks import FullSequenceHook
 from shardformer.context_parallel.sequence_layout import ContextParallelState
 from shardformer.errors import ConfigError, check_choice, check_names
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
 from shardformer.random_state import uses_dropout
 from shardformer.sharding.graph_random_state import compile_with_random_state
-from shardformer.tensor_parallel.sequence_parallel import StackActivations, first_tensor
+from shardformer.tensor_parallel.sequence_parallel import ActivationSharding, get_first_tensor
 from shardformer.torch_compat import current_graph_task_id, tree_map
 from shardformer.transformers_compat import (
-    caches_in,
-    checkpointing_function,
-    forward_without_checkpointing,
-    holds_tokens,
+    find_kv_caches,
+    get_checkpointing_function,
+    has_cached_tokens,
+    unwrap_checkpointed_forward,
 )
-from shardformer.zero.stage3_parameters import gather_together
+from shardformer.zero.stage3_parameters import gather_param_groups
 
 Backend = str | Callable[..., Any]
 DEFAULT_BACKEND = "inductor"
@@ -73,7 +73,7 @@ class StackCompiler:
     def __post_init__(self) -> None:
         mode, options, dynamic = (self.options.get(name) for name in ("mode", "options", "dynamic"))
         self.running = ""  # path of the layer whose forward pass runs
-        self._compile = torch_compat.backend_compiler(self.backend, mode, options, dynamic)
+        self._compile = torch_compat.get_backend_compiler(self.backend, mode, options, dynamic)
         # torch stores graphs with the code of a function and limits their number. With a code of its own, this stack
         # does not share the limit with other models.
         function = FunctionType(_call_layer.__code__.replace(), globals(), _call_layer.__name__)
@@ -93,7 +93,7 @@ class StackCompiler:
         return copy
 
     def __str__(self) -> str:
-        backend = torch_compat.name_of_backend(self.backend)
+        backend = torch_compat.get_backend_name(self.backend)
         text = f"Compiled with {backend}: {len(self.layers)} layer{'' if len(self.layers) == 1 else 's'} of {self.path}"
         count = len(self.graphs)
         graphs = f"{count} graph{'' if count == 1 else 's'}, no graph break"
@@ -106,7 +106,7 @@ def _call_layer(
     layer: nn.Module | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    lengths: Sequence[tuple[StackActivations, int]],
+    lengths: Sequence[tuple[ActivationSharding, int]],
 ) -> Any:
     """Set the lengths of the input, and call the layer. As attributes, lengths would need one graph per value."""
     for stream, length in lengths:
@@ -129,14 +129,14 @@ class CompiledLayer:
         self._outside_of_graph: Callable[..., Any] = torch.compiler.disable(type(self)._call)  # unbound, for copies
         self._before, forward = vars(layer).get("forward"), getattr(original, "__func__", original)
         self._is_method = forward is not original
-        self._forward = forward_without_checkpointing(forward)
+        self._forward = unwrap_checkpointed_forward(forward)
         self._checkpoints_in_forward = self._forward is not forward
         functools.update_wrapper(self, original, updated=())
         blocks = [block for module in layer.modules() if (block := getattr(module, "block", None)) is not None]
         self._streams = list(dict.fromkeys(block.stream for block in blocks))
         for block in blocks:
             block.put_random_state_in_graph()
-        install_sites(layer)
+        wrap_attention_modules(layer)
 
     def remove(self) -> None:
         """Restore the original ``forward`` of the layer."""
@@ -152,27 +152,27 @@ class CompiledLayer:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if self._context is not None and current_graph_task_id() < 0 and not self._context.is_open:
             return self._run_eagerly(args, kwargs)  # the sequence of this forward pass is not sharded
-        if caches := caches_in((*args, *kwargs.values())):
-            if not torch.is_grad_enabled() or any(map(holds_tokens, caches)):
+        if caches := find_kv_caches((*args, *kwargs.values())):
+            if not torch.is_grad_enabled() or any(map(has_cached_tokens, caches)):
                 return self._run_eagerly(args, kwargs)
             args = tuple(None if any(x is cache for cache in caches) else x for x in args)
             kwargs = {name: None if any(x is cache for cache in caches) else x for name, x in kwargs.items()}
-        if self._checkpoints_in_forward and (checkpoint := checkpointing_function(self._layer)) is not None:
+        if self._checkpoints_in_forward and (checkpoint := get_checkpointing_function(self._layer)) is not None:
             return checkpoint(functools.partial(self._run, **kwargs), *args)
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = resolve_deferred((args, kwargs))
+        args, kwargs = resolve_deferred_tensors((args, kwargs))
         for stream in self._streams:
-            stream.restore_length(first_tensor(args, kwargs))
+            stream.restore_full_length(get_first_tensor(args, kwargs))
             stream.is_restored = True
-        gather_together(self._layer.parameters())
+        gather_param_groups(self._layer.parameters())
         self._stack.running = self._path
         try:
             return self._call_compiled(args, kwargs)
-        except torch_compat.recompile_limit_error():
+        except torch_compat.get_recompile_limit_error_class():
             self._report_recompile_limit(args, kwargs)
-        except torch_compat.compile_errors() as error:
+        except torch_compat.get_compile_error_class() as error:
             raise self._make_error(error) from error
         finally:
             for stream in self._streams:
@@ -181,7 +181,7 @@ class CompiledLayer:
 
     def _call_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self._layer if self._is_method else None
-        args, kwargs = tree_map(hold_masks, (args, kwargs))
+        args, kwargs = tree_map(wrap_mask_in_tensor, (args, kwargs))
         lengths = [(stream, getattr(stream, stream.length_name)) for stream in self._streams if stream.is_sharded]
         return self._stack.call(self._forward, layer, args, kwargs, lengths)
 
@@ -193,7 +193,7 @@ class CompiledLayer:
         stack.eager_calls += 1
         if stack.eager_calls > 1:
             return
-        reason = torch_compat.reason_of_recompilation(lambda: self._call_compiled(args, kwargs))
+        reason = torch_compat.get_recompile_reason(lambda: self._call_compiled(args, kwargs))
         warnings.warn(
             f"{self._path} needs a new graph, but the limit of {len(stack.graphs)} graphs for {stack.path} is reached "
             f"({reason}). Calls that need a new graph run without compilation. Pad the batches to a few lengths, or "
@@ -218,7 +218,7 @@ def compile_stacks(model: nn.Module, state: ShardingMetadata, backend: Backend, 
     _check_can_be_compiled(model, state, backend)
     found = {path: _find_layers(model, path) for path in state.layer_stacks}
     if not found:
-        name = torch_compat.name_of_backend(backend)
+        name = torch_compat.get_backend_name(backend)
         raise ConfigError(
             f"compile={name!r} has no effect, because {type(model).__name__} has no known stack of layers.",
             remedy="Set compile=False and call torch.compile(model), or pass a policy that describes the layers.",
@@ -260,7 +260,7 @@ def _check_can_be_compiled(model: nn.Module, state: ShardingMetadata, backend: B
     if isinstance(backend, str):
         check_choice("compile", backend, torch.compiler.list_backends(exclude_tags=()))
     problem, remedy = "", "Set compile=False"
-    name = torch_compat.name_of_backend(backend)
+    name = torch_compat.get_backend_name(backend)
     if state.context_run is not None and (reason := _why_context_is_eager(model, state)):
         problem = f"Context parallelism {reason}"
     elif name == "inductor" and state.context.device.type == "cuda" and importlib.util.find_spec("triton") is None:
@@ -277,7 +277,7 @@ def _why_context_is_eager(model: nn.Module, state: ShardingMetadata) -> str:
         return "computes the attention of this model in full on every rank"
     if any(isinstance(hook, FullSequenceHook) for hook in state.region_hooks):
         return "gathers the full sequence for modules inside the layers"
-    if any(has_relative_bias(module) for module in model.modules()):
+    if any(has_patched_relative_bias(module) for module in model.modules()):
         return "computes the relative position bias of this model in Python"
     return ""
 

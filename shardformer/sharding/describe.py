@@ -180,9 +180,9 @@ def make_stage_rows(stages: Stages) -> list[StageRow]:
     counts = stages.manager.count_recomputed_layers([len(span) for span in stages.spans])
     rows = []
     for stage in range(stages.manager.num_stages):
-        virtual = stages.manager.virtual_stages_of(stage)
+        virtual = stages.manager.get_virtual_stages(stage)
         units = [unit for v in virtual for unit in stages.spans[v]]
-        here = {name for name in names if stage in stages.stages_of(name)}
+        here = {name for name in names if stage in stages.find_owner_ranks(name)}
         size = sum(dict(names[name] for name in here).values())
         rows.append(
             StageRow(

@@ -20,8 +20,8 @@ from torch.autograd import Function
 
 from shardformer.comm.autograd_collectives import copy_to_tp_region, once_differentiable
 from shardformer.comm.collectives import all_gather_objects
-from shardformer.comm.deferred_tensor import resolve_deferred
-from shardformer.consistency.ddp_and_fsdp_guards import check_ddp, install_wrapper_guards
+from shardformer.comm.deferred_tensor import resolve_deferred_tensors
+from shardformer.consistency.ddp_and_fsdp_guards import check_not_in_ddp, install_wrapper_guards
 from shardformer.consistency.rank_divergence import check_same_batch, sync_and_check_ranks
 from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
 from shardformer.errors import ConfigError, InputError
@@ -29,13 +29,13 @@ from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of, sharded_parameters
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
-from shardformer.module_paths import get_at
+from shardformer.module_paths import get_by_path
 from shardformer.pipeline.stage_manager import ALL_LAYER_OUTPUTS, ALL_LAYER_OUTPUTS_REASON
 from shardformer.policies.module_descriptions import BlockDescription
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.parallel_module import MODULE_HOOK_TABLES, ParallelModule
-from shardformer.torch_compat import current_graph_task_id, keystr, to_list, tree_leaves, tree_map_with_path
-from shardformer.transformers_compat import caches_in, holds_tokens, is_cache
+from shardformer.torch_compat import current_graph_task_id, keystr, tolist_or_ones, tree_leaves, tree_map_with_path
+from shardformer.transformers_compat import find_kv_caches, has_cached_tokens, is_cache
 
 LOCAL_HEADS = "_shardformer_heads"
 """Attribute that marks a KV cache that contains only this rank's heads."""
@@ -68,7 +68,7 @@ class CacheHeadSelector:
         Raises ConfigError for a cache with an unexpected number of heads or an unknown structure.
         """
         for cache in self._find_caches(values):
-            if holds_tokens(cache) and LOCAL_HEADS not in vars(cache):
+            if has_cached_tokens(cache) and LOCAL_HEADS not in vars(cache):
                 self._select_heads(model, cache)
             vars(cache)[LOCAL_HEADS] = True
 
@@ -79,7 +79,7 @@ class CacheHeadSelector:
 
     def _find_caches(self, values: Sequence[Any]) -> Iterator[Any]:
         if self._layers:
-            yield from (cache for cache in caches_in(values) if hasattr(cache, "__dict__"))
+            yield from (cache for cache in find_kv_caches(values) if hasattr(cache, "__dict__"))
 
     def _select_heads(self, model: nn.Module, cache: Any) -> None:
         found = getattr(cache, "layers", None)
@@ -187,7 +187,7 @@ class ModuleFingerprint:
 
     def _check_no_user_hooks(self, model: nn.Module) -> None:
         for path, part in self._local_modules.items():
-            module = get_at(model, path)
+            module = get_by_path(model, path)
             tables = [getattr(module, table) for table in part.hooks] if isinstance(module, nn.Module) else []
             for hook in chain.from_iterable(table.values() for table in tables):
                 if not is_library_hook(hook) and not getattr(hook, "sees_parts", False):
@@ -319,7 +319,7 @@ class _CompareGradients(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         sums = torch.stack([grad.double().sum(), grad.double().abs().sum()])
-        every = all_gather_objects(to_list(sums), ctx.axis)
+        every = all_gather_objects(tolist_or_ones(sums), ctx.axis)
         if any(abs(a - b) > TOLERANCE * every[0][1] for sums in every for a, b in zip(sums, every[0], strict=True)):
             raise InputError(
                 f"The {ctx.axis.size} tensor ranks computed different gradients for the input {ctx.name}.",
@@ -401,7 +401,7 @@ class ForwardChecks:
         for reducer in self._state.reducers:
             reducer.refresh()
         self._check_called_by_pipeline(model)
-        check_ddp(model, self._state.context)
+        check_not_in_ddp(model, self._state.context)
         self._check_arguments(model, kwargs)
         if current_graph_task_id() < 0:
             self._caches.select_local_heads(model, [*args, *kwargs.values()])
@@ -417,7 +417,7 @@ class ForwardChecks:
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, Mapping) and not torch.compiler.is_compiling():
             self._caches.mark_filled(list(output.values()))
-        return resolve_deferred(output)
+        return resolve_deferred_tensors(output)
 
     def _should_align_random_state(self, model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
         """Return whether ranks with the same batch must synchronize their random states before this forward pass.
@@ -426,7 +426,7 @@ class ForwardChecks:
         the forward pass. In generation, later tokens skip the check because the first tokens were compared.
         """
         in_pipeline = self._state.stages is not None and self._state.stages.is_running
-        continues = not model.training and any(map(holds_tokens, caches_in(kwargs.values())))
+        continues = not model.training and any(map(has_cached_tokens, find_kv_caches(kwargs.values())))
         if in_pipeline or continues or current_graph_task_id() >= 0:
             return False
         return self._has_local_inputs and (model.training or self._state.monitor is not None)
@@ -459,7 +459,7 @@ class ForwardChecks:
 
     def _check_pipeline_inputs(self, kwargs: Mapping[str, Any]) -> None:
         for name, value in kwargs.items():
-            if is_cache(value) and holds_tokens(value):
+            if is_cache(value) and has_cached_tokens(value):
                 raise ConfigError(
                     f"The input {name} is a {type(value).__name__} with tokens, which a pipeline does not support.",
                     rule="Each stage has the keys and values of its own layers only.",

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from shardformer.random_state import local_seed, random_generators
-from shardformer.torch_compat import FakeTensorMode, TorchDispatchMode, detect_fake_mode, schema_of, to_list
+from shardformer.torch_compat import FakeTensorMode, TorchDispatchMode, detect_fake_mode, schema_of, tolist_or_ones
 
 Compiler = Callable[[Any, Sequence[Any]], Any]
 
@@ -84,7 +84,7 @@ def _draw_local_state(state: Tensor, rank: int, device: str) -> tuple[Tensor, Te
     """
     where = torch.device(device)
     with _drawing_from(state, where):
-        seed = int(to_list(torch.randint(2**62, (), device="cpu")))
+        seed = int(tolist_or_ones(torch.randint(2**62, (), device="cpu")))
         after = read_state(where)
         for generator in random_generators(where):
             generator.manual_seed(local_seed(seed, rank))

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardformer.errors import ConfigError, PolicyError, did_you_mean
 from shardformer.layout.shard_spec import Split
-from shardformer.module_paths import find_module, get_at, get_module, is_linear, join_path, parent_of
+from shardformer.module_paths import find_module, get_by_path, get_module, get_parent, is_linear, join_path
 from shardformer.pipeline.layer_sequence import SequenceParallelHints, StackDescription
 from shardformer.pipeline.stage_forward import ParameterPlaceholders
 from shardformer.policies.module_descriptions import (
@@ -62,7 +62,7 @@ class ShardingPlan:
         """Return a dict from ids to names of all parameters that will be sharded."""
         modules = {path: self.model.get_submodule(path) for path in self.replacements}
         out = {id(p): f"{path}.{n}" for path, m in modules.items() for n, p in m.named_parameters(recurse=False)}
-        return out | {id(get_at(self.model, name)): name for name, splits in self.parameters.items() if splits}
+        return out | {id(get_by_path(self.model, name)): name for name, splits in self.parameters.items() if splits}
 
     def restrict_to_stage(self, placeholders: ParameterPlaceholders) -> ShardingPlan:
         """Return a plan without the modules whose parameters are on other pipeline stages."""
@@ -71,7 +71,7 @@ class ShardingPlan:
             return not placeholders.has_placeholders(self.model.get_submodule(path))
 
         def has_parameter(path: str) -> bool:
-            owner, name = parent_of(self.model, path)
+            owner, name = get_parent(self.model, path)
             return name in {**owner._parameters, **owner._buffers}
 
         return replace(
@@ -129,7 +129,7 @@ def make_plan(model: nn.Module, policy: Policy, *, applies_rules: bool = True) -
         plan.token_free_modules.extend(_paths_in_layers(plan, lambda needs: needs.token_free_modules))
         plan.per_token_args.extend(_find_per_token_args(plan))
     _check_tied_weights(plan)
-    matched = {*plan.sharded_parameter_ids(), *(id(get_at(plan.model, name)) for name in plan.parameters)}
+    matched = {*plan.sharded_parameter_ids(), *(id(get_by_path(plan.model, name)) for name in plan.parameters)}
     check_no_missing_roles(policy, plan.model, matched, [stack.layers for stack in plan.stacks])
     return plan
 
@@ -242,7 +242,7 @@ def _add_changes(
     default_cut = [s.suffix for s in description.sub_module_replacement or [] if "split" not in (s.kwargs or {})]
     for name, value in (description.attribute_replacement or {}).items():
         owner_path, _, attribute = name.rpartition(".")
-        if (owner := get_at(module, owner_path)) is None or not hasattr(owner, attribute):
+        if (owner := get_by_path(module, owner_path)) is None or not hasattr(owner, attribute):
             known = vars(owner) if owner is not None else [n for n, _ in module.named_modules() if n]
             raise PolicyError(
                 f"{join_path(at, owner_path) or 'The model'} has no attribute {attribute!r}, which the policy changes.",
@@ -306,7 +306,7 @@ def _check_tied_weights(plan: ShardingPlan) -> None:
     """
     sharded = plan.sharded_parameter_ids()
     replaced = {id(plan.model.get_submodule(path)) for path in plan.replacements}
-    named = {(id(owner), name) for owner, name in (parent_of(plan.model, path) for path in plan.parameters)}
+    named = {(id(owner), name) for owner, name in (get_parent(plan.model, path) for path in plan.parameters)}
     for path, module in plan.model.named_modules():
         reads_all = is_linear(module) or isinstance(module, nn.Embedding)
         for name, p in module.named_parameters(recurse=False) if id(module) not in replaced else ():

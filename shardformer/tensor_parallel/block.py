@@ -53,11 +53,11 @@ from shardformer.tensor_parallel.region import (
     project_columns,
     store_gathered,
 )
-from shardformer.tensor_parallel.sequence_parallel import StackActivations, map_first_tensor
+from shardformer.tensor_parallel.sequence_parallel import ActivationSharding, map_first_tensor
 from shardformer.torch_compat import (
     DisableTorchFunctionSubclass,
     current_graph_task_id,
-    custom_function_of,
+    get_autograd_function,
     has_data,
     tree_leaves,
 )
@@ -126,7 +126,7 @@ def _linear_through_block(x: LocalWidthTensor, weight: Tensor, bias: Tensor | No
 class TensorParallelBlock:
     """State of one tensor-parallel block, shared by its entry hook and its column- and row-parallel linear layers."""
 
-    stream: StackActivations
+    stream: ActivationSharding
     random: bool = False  # whether the model draws random numbers in training: inside the block, each rank its own
     width: int | None = None  # the width of the local heads, if the forward pass reads it from the shape of the input
     columns: list[ColumnParallel] = field(default_factory=list)
@@ -163,7 +163,7 @@ class TensorParallelBlock:
         self._outputs, self._joined = {}, None
         if isinstance(x, DeferredTensor):
             x = x.full_tensor()
-        self._region = region = self.stream.select_region(x)
+        self._region = region = self.stream.select_tp_region(x)
         self.is_flat = isinstance(region, SequenceShardedRegion) and x.dim() == 2
         if self.is_flat:
             x = self.stream.unflatten_tokens(x)
@@ -186,7 +186,7 @@ class TensorParallelBlock:
         Each linear layer of the block computes its own output. The compiler sums their gradients before the collective
         of the backward pass, as in ``project``.
         """
-        self._region = region = self.stream.select_region(x)
+        self._region = region = self.stream.select_tp_region(x)
         self.is_flat = isinstance(region, SequenceShardedRegion) and x.dim() == 2
         self._source = x = self.stream.unflatten_tokens(x) if self.is_flat else x
         entered = region.enter_full(x)
@@ -290,9 +290,9 @@ class TensorParallelBlock:
         reached, seen = [out.grad_fn], set()
         while reached:
             node: Any = reached.pop()
-            if node is None or node in seen or getattr(custom_function_of(node), "leaves_block", False):
+            if node is None or node in seen or getattr(get_autograd_function(node), "leaves_block", False):
                 continue
-            if node is entered.grad_fn or (isinstance(entered, DeferredTensor) and entered.is_made_by(node)):
+            if node is entered.grad_fn or (isinstance(entered, DeferredTensor) and entered.is_computed_by(node)):
                 raise PolicyError(
                     f"{type(module).__name__} adds its input to the output of its tensor-parallel block.",
                     rule="All paths through a block end in its row-parallel linear layer, so the residual must be "
@@ -362,7 +362,7 @@ def select_local_heads(x: Tensor, dim: int, bounds: HeadRange, axis: Axis) -> Te
     return by_head.narrow(dim + 1, start, end - start).flatten(dim, dim + 1)
 
 
-def wrap_as_block(module: nn.Module, stream: StackActivations, summands: Sequence[str] = ()) -> None:
+def wrap_as_block(module: nn.Module, stream: ActivationSharding, summands: Sequence[str] = ()) -> None:
     """Make ``module`` a tensor-parallel block whose output is summed over the ranks.
 
     If the sequence is sharded, the block gathers the inputs that have one row per token, and returns the sums for the
@@ -383,7 +383,7 @@ def wrap_as_block(module: nn.Module, stream: StackActivations, summands: Sequenc
     def enter_input(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        tokens = stream.view_per_token(x)
+        tokens = stream.view_as_local_tokens(x)
         if tokens is not None:
             full = stream.gather_tokens(tokens)
             return full.view(-1, *x.shape[1:]) if x.dim() == tokens.dim() - 1 else full

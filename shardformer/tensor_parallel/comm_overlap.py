@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from shardformer.comm.recorder import bytes_of, no_wait_event, record
+from shardformer.comm.recorder import get_num_bytes, no_wait_event, record
 from shardformer.layout.shard_spec import even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
@@ -31,7 +31,7 @@ def all_gather_matmul(
     """
     bounds = even_bounds(full_length, axis.size)
     joined = x_BsH.new_empty((x_BsH.shape[0], full_length, *x_BsH.shape[2:]))
-    record_end = record("all_gather", axis, bytes_of(joined), "block")
+    record_end = record("all_gather", axis, get_num_bytes(joined), "block")
     next_rank, previous_rank = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     current = x_BsH.contiguous()
     for step in range(axis.size):
@@ -70,7 +70,7 @@ def matmul_reduce_scatter(compute_chunk: Callable[[int, int], Tensor], axis: Axi
         owner = (axis.rank - 1 - step) % axis.size
         summand = compute_chunk(bounds[owner], bounds[owner + 1])
         if step == 0:
-            per_index = bytes_of(summand) // max(summand.shape[1], 1)
+            per_index = get_num_bytes(summand) // max(summand.shape[1], 1)
             record_end = record("reduce_scatter", axis, per_index * full_length, "block")
         for work in works:
             work.wait()

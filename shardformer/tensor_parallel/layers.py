@@ -18,7 +18,7 @@ from shardformer.comm.autograd_collectives import (
     reduce_from_tp_region,
     scatter_to_region,
 )
-from shardformer.comm.deferred_tensor import resolve_deferred
+from shardformer.comm.deferred_tensor import resolve_deferred_tensors
 from shardformer.errors import ConfigError, InputError
 from shardformer.kernels.fused_ops import FusedLayerNorm, fused_norm, rms_norm
 from shardformer.layout.packed_weights import is_4bit_linear
@@ -276,7 +276,7 @@ class Linear1D_Row(_ParallelLinear):
 
     def enter_adapter(self, x: Tensor) -> Tensor:
         """Return the local input features for this layer and its PEFT adapters."""
-        x = resolve_deferred(x)
+        x = resolve_deferred_tensors(x)
         return x if self.parallel_input else self._local_input(x)
 
     def leave_adapter(self, partial: Tensor) -> Any:
@@ -433,7 +433,7 @@ class VocabParallelEmbedding1D(_ParallelEmbedding):
 
     _dim = 0
     sums_later = False
-    """Whether to delay the sum, because the next layer may reduce-scatter it (``StackActivations.enter_stack``)."""
+    """Whether to delay the sum, because ``ActivationSharding.shard_stack_input`` may reduce-scatter it."""
 
     def forward(self, ids: Tensor) -> Tensor:
         self._check_token_ids(ids)

@@ -31,7 +31,7 @@ from shardformer.layout.packed_weights import (
     keep_as_attributes,
 )
 from shardformer.layout.shard_spec import Slice
-from shardformer.module_paths import parent_of
+from shardformer.module_paths import get_parent
 
 MIN_BLOCK = 32
 """Smallest number of values that share a scale."""
@@ -89,7 +89,7 @@ def as_plain_linears(model: nn.Module) -> Iterator[None]:
     for path in sorted(owners):
         native = model.get_submodule(path)
         if isinstance(native, nn.Linear):
-            holder, name = parent_of(model, path)
+            holder, name = get_parent(model, path)
             places.append((holder._modules, name, native))
             shown.setdefault(id(native), make_stand_in(native))
             shown[id(native)].weight = _expand_zero(native)

@@ -46,7 +46,7 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.comm_overlap import all_gather_matmul, matmul_reduce_scatter
 from shardformer.tensor_parallel.parallel_module import is_wider, select_product_dtype
-from shardformer.torch_compat import custom_function_of
+from shardformer.torch_compat import get_autograd_function
 
 SEQUENCE = Dim.SEQUENCE.position
 Map = Callable[[Tensor], Tensor]
@@ -158,7 +158,7 @@ def enter_region(x: Tensor, axis: Axis) -> Tensor:
         x = x.full_tensor()
     node: Any = None if torch.compiler.is_compiling() else x.grad_fn
     while node is not None:
-        if custom_function_of(node) is CopyToTpRegion:
+        if get_autograd_function(node) is CopyToTpRegion:
             raise PolicyError(
                 f"A tensor of shape {tuple(x.shape)} enters a tensor-parallel block for the second time, so its "
                 "gradient would be summed twice over the ranks.",
@@ -225,7 +225,7 @@ def project_columns(
 
 def store_gathered(x: DeferredTensor, full: Tensor) -> None:
     if x.computed_value is None and full.dtype == x.dtype:
-        x.set_computed(full)
+        x.cache_full_tensor(full)
 
 
 def project_single_column(column: ColumnParallel, x: Tensor) -> Tensor:
@@ -368,7 +368,7 @@ class SumPartial(Function):
         return ctx.region.gather_then_matmul(grad, lambda _: [])[0], None
 
 
-class _WithBackward(Function):
+class _ApplyWithBackward(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Map, backward: Map) -> Tensor:
         ctx.backward_of = backward
@@ -380,13 +380,13 @@ class _WithBackward(Function):
         return ctx.backward_of(grad), None, None
 
 
-def with_backward(x: Tensor, forward: Map, backward: Map) -> Tensor:
+def apply_with_backward(x: Tensor, forward: Map, backward: Map) -> Tensor:
     """Return ``forward(x)``, and use ``backward(grad)`` as the gradient of x."""
-    out: Tensor = _WithBackward.apply(x, forward, backward)
+    out: Tensor = _ApplyWithBackward.apply(x, forward, backward)
     return out
 
 
-def align_random_state(axis: Axis, module: nn.Module) -> None:
+def register_random_state_sync(axis: Axis, module: nn.Module) -> None:
     """Make ``module`` draw the same random numbers on all ranks, although their random states differ.
 
     With sequence parallelism, stochastic depth between blocks needs this, because it drops full samples. A number drawn

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardformer.comm.autograd_collectives import (
     gather_from_region,
     gather_from_sp_region,
-    local_slices,
+    get_local_slices,
     reduce_scatter_to_sp_region,
     scatter_to_region,
 )
@@ -37,7 +37,7 @@ from shardformer.torch_compat import current_graph_task_id, tree_map
 # B batch, S sequence, H hidden; s: local slice of the sequence (S / tensor)
 
 
-class StackActivations:
+class ActivationSharding:
     """Sharding of the activations between the tensor-parallel blocks in one stack of layers.
 
     If the layout shards the sequence, the activations are sharded before the first layer and gathered after the last.
@@ -75,23 +75,23 @@ class StackActivations:
         return self._dim is not None and self._is_open
 
     @property
-    def sample_sharing_axis(self) -> Axis | None:
+    def sequence_shard_axis(self) -> Axis | None:
         """Axis whose ranks store different positions of the same samples, or None if nothing is sharded."""
         return self.axis if self._dim is not None else None
 
-    def select_region(self, x: Tensor) -> TpRegion:
+    def select_tp_region(self, x: Tensor) -> TpRegion:
         """Return the communication at the entry and the exit of a block with the input x."""
         if self._dim is None:
             return ReplicatedRegion(self.axis)
         if x.dim() != 2:  # an MLP with input (B*s, H) runs after the attention of its layer
-            self.restore_length(x)
+            self.restore_full_length(x)
         if not self._is_open:
             return ReplicatedRegion(self.axis)
         return SequenceShardedRegion(self.axis, self.full, self.overlap)
 
     # --- entry and exit of the stack
 
-    def enter_stack(self, x_BSH: Tensor, training: bool) -> Tensor:
+    def shard_stack_input(self, x_BSH: Tensor, training: bool) -> Tensor:
         """Shard the input of the stack of layers: (B, S, H) -> (B, s, H). Backward: one all-gather of B*S*H.
 
         If x is the deferred sum of a vocabulary-parallel embedding: forward one reduce-scatter of B*S*H.
@@ -115,9 +115,9 @@ class StackActivations:
                 return reduce_scatter_to_sp_region(x_BSH.local, self.axis, SEQUENCE)
             if isinstance(region, SequenceShardedRegion) and region.axis is self.axis and region.full == self.full:
                 return x_BSH.local  # the output of the previous layer
-        return scatter_to_region(x_BSH, self.axis, SEQUENCE, self._split())
+        return scatter_to_region(x_BSH, self.axis, SEQUENCE, self._make_sequence_split())
 
-    def leave_stack(self, x_BsH: Tensor) -> Tensor:
+    def gather_stack_output(self, x_BsH: Tensor) -> Tensor:
         """Return the output of the stack of layers as a full tensor that is gathered when it is first used.
 
         Forward one all-gather of B*S*H on first use. Backward nothing, or one reduce-scatter of B*S*H if a
@@ -127,50 +127,50 @@ class StackActivations:
             return x_BsH
         if self._is_random:
             self._random.leave()
-        axis, full, split = self.axis, self.full, self._split()
+        axis, full, split = self.axis, self.full, self._make_sequence_split()
         shape = (*x_BsH.shape[:SEQUENCE], full, *x_BsH.shape[SEQUENCE + 1 :])
         gather = partial(all_gather, axis=axis, dim=SEQUENCE, full=full)
-        to_local = partial(local_slices, axis=axis, dim=SEQUENCE, split=split)
+        to_local = partial(get_local_slices, axis=axis, dim=SEQUENCE, split=split)
         region = SequenceShardedRegion(axis, full, self.overlap)
         return DeferredTensor.make(x_BsH, shape, axis, region, gather, to_local)
 
-    def _split(self) -> Any:
+    def _make_sequence_split(self) -> Any:
         return ActivationShard(Dim.SEQUENCE, self.axis.name).split(self.full, self.axis.size)
 
     def register(self, first: nn.Module, last: nn.Module) -> None:
         """Register hooks that shard the input of the first module and gather the output of the last module."""
         if self._dim is not None:
-            register_forward_hooks(first, HookOrder.STACK, self._enter_module, with_kwargs=True)
-            register_forward_hooks(last, HookOrder.STACK, after=self._leave_module)
+            register_forward_hooks(first, HookOrder.STACK, self._shard_input_hook, with_kwargs=True)
+            register_forward_hooks(last, HookOrder.STACK, after=self._gather_output_hook)
 
-    def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return map_first_tensor(args, kwargs, lambda x: self.enter_stack(x, module.training))
+    def _shard_input_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return map_first_tensor(args, kwargs, lambda x: self.shard_stack_input(x, module.training))
 
-    def _leave_module(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return map_first_output(output, self.leave_stack)
+    def _gather_output_hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return map_first_output(output, self.gather_stack_output)
 
-    def restore_length_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook that calls ``restore_length`` with the hidden states of a module."""
-        self.restore_length(first_tensor(args, kwargs))
+    def restore_full_length_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook that calls ``restore_full_length`` with the hidden states of a module."""
+        self.restore_full_length(get_first_tensor(args, kwargs))
 
-    def shard_argument(self, x_BS: Tensor) -> Tensor:
+    def shard_token_argument(self, x_BS: Tensor) -> Tensor:
         """Return this rank's positions of a per-token argument (B, S, ...) of a layer. Backward: one all-gather.
 
         A tensor with the local number of positions, made by an earlier layer, is returned unchanged.
         """
         is_full = self.is_sharded and x_BS.dim() > 1 and x_BS.shape[SEQUENCE] == self.full
-        return scatter_to_region(x_BS, self.axis, SEQUENCE, self._split()) if is_full else x_BS
+        return scatter_to_region(x_BS, self.axis, SEQUENCE, self._make_sequence_split()) if is_full else x_BS
 
-    def gather_argument(self, x_Bs: Tensor) -> Tensor:
+    def gather_token_argument(self, x_Bs: Tensor) -> Tensor:
         """Gather all positions of a per-token argument (B, s, ...) of a module. Backward: the local slice."""
         is_local = self.is_sharded and x_Bs.dim() > 1 and x_Bs.shape[SEQUENCE] == local_length(self.full, self.axis)
-        return gather_from_region(x_Bs, self.axis, SEQUENCE, self._split()) if is_local else x_Bs
+        return gather_from_region(x_Bs, self.axis, SEQUENCE, self._make_sequence_split()) if is_local else x_Bs
 
-    def register_token_free(self, module: nn.Module, random: bool) -> GatherHook | None:
+    def register_token_free_hooks(self, module: nn.Module, random: bool) -> GatherHook | None:
         """Register hooks for a module without per-token inputs, which every rank computes in full."""
         return None if self._dim is None else TokenFreeHook(self, module, random)
 
-    def register_full_sequence(self, module: nn.Module, random: bool) -> GatherHook | None:
+    def register_full_sequence_hooks(self, module: nn.Module, random: bool) -> GatherHook | None:
         """Register hooks that gather the full sequence for ``module``, which needs all positions outside its block.
 
         Forward one all-gather of B*S*H, backward the same. Every rank computes the operations of the module that are
@@ -184,7 +184,7 @@ class StackActivations:
 
     # --- lengths
 
-    def restore_length(self, x_BsH: Tensor) -> None:
+    def restore_full_length(self, x_BsH: Tensor) -> None:
         """Restore the full sequence length when activation checkpointing recomputes a forward pass.
 
         All-reduces one integer if several sequence lengths have the same local length.
@@ -210,7 +210,7 @@ class StackActivations:
                 "(chunk_size_feed_forward).",
             )
 
-    def view_per_token(self, x: Tensor) -> Tensor | None:
+    def view_as_local_tokens(self, x: Tensor) -> Tensor | None:
         """View x as (B, s, ...) with one row per local token, or return None if its rows are not the local tokens."""
         if not self.is_sharded:
             return None
@@ -246,23 +246,25 @@ class GatherHook:
 class GatherSequenceHook(GatherHook):
     """Hooks that gather the full sequence before a module, and shard its output again."""
 
-    def __init__(self, stream: StackActivations, module: nn.Module, random: bool) -> None:
+    def __init__(self, stream: ActivationSharding, module: nn.Module, random: bool) -> None:
         self._stream = stream
         self._random = LocalRandomState(stream.axis.rank, partial(broadcast, axis=stream.axis), enabled=random)
-        register_forward_hooks(module, HookOrder.FULL_LENGTH, self._enter, self._leave, with_kwargs=True)
+        register_forward_hooks(
+            module, HookOrder.FULL_LENGTH, self._before_forward, self._after_forward, with_kwargs=True
+        )
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        stream, x = self._stream, first_tensor(args, kwargs)
-        stream.restore_length(x)
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stream, x = self._stream, get_first_tensor(args, kwargs)
+        stream.restore_full_length(x)
         if not stream.is_sharded:
             return None
         stream.check_local_length(x)
         self._random.enter(x, module.training)
-        full = gather_from_region(x, stream.axis, SEQUENCE, stream._split())
+        full = gather_from_region(x, stream.axis, SEQUENCE, stream._make_sequence_split())
         # the same tensor may be passed as queries, keys and values
         return tuple(full if a is x else a for a in args), {n: full if a is x else a for n, a in kwargs.items()}
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._stream.is_sharded:
             return output
         self.reset_after_error()
@@ -273,17 +275,17 @@ class GatherSequenceHook(GatherHook):
         stream = self._stream
         if x.dim() == 2 and x.shape[0] == stream.samples * stream.full:
             return self._select_local_positions(x.unflatten(0, (stream.samples, stream.full))).flatten(0, 1)
-        return scatter_to_region(x, stream.axis, SEQUENCE, stream._split())
+        return scatter_to_region(x, stream.axis, SEQUENCE, stream._make_sequence_split())
 
 
 class TokenFreeHook(GatherSequenceHook):
     """Hooks for a module without per-token inputs, which every rank computes. They sum its output gradient."""
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stream.is_sharded and self._random.is_enabled and module.training:
-            self._random.enter(first_tensor(args, kwargs))
+            self._random.enter(get_first_tensor(args, kwargs))
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         def enter(x: Any) -> Any:
             return enter_region(x, self._stream.axis) if isinstance(x, Tensor) and x.requires_grad else x
 
@@ -294,30 +296,30 @@ class TokenFreeHook(GatherSequenceHook):
 
 
 def map_first_tensor(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
+    args: tuple[Any, ...], kwargs: dict[str, Any], fn: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply ``change`` to the hidden states, which are the first tensor argument of a module."""
+    """Apply ``fn`` to the hidden states, which are the first tensor argument of a module."""
     if args and isinstance(args[0], Tensor):
-        return (change(args[0]), *args[1:]), kwargs
-    name = _name_of_first_tensor(kwargs)
-    return args, {**kwargs, name: change(kwargs[name])}
+        return (fn(args[0]), *args[1:]), kwargs
+    name = _get_first_tensor_name(kwargs)
+    return args, {**kwargs, name: fn(kwargs[name])}
 
 
-def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def get_first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """Return the hidden states, which are the first tensor argument of a module."""
-    first: Tensor = args[0] if args and isinstance(args[0], Tensor) else kwargs[_name_of_first_tensor(kwargs)]
+    first: Tensor = args[0] if args and isinstance(args[0], Tensor) else kwargs[_get_first_tensor_name(kwargs)]
     return first
 
 
-def _name_of_first_tensor(kwargs: Mapping[str, Any]) -> str:
+def _get_first_tensor_name(kwargs: Mapping[str, Any]) -> str:
     tensors = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     if not tensors:
         raise InputError("A layer was called without a tensor argument.", remedy="Pass the hidden states to the layer.")
     return "hidden_states" if "hidden_states" in tensors else tensors[0]
 
 
-def map_first_output(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``change`` to the hidden states that a module returns, alone or as the first element of its output."""
+def map_first_output(output: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """Apply ``fn`` to the hidden states that a module returns, alone or as the first element of its output."""
     if isinstance(output, list):
-        return [change(output[0]), *output[1:]]
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+        return [fn(output[0]), *output[1:]]
+    return (fn(output[0]), *output[1:]) if isinstance(output, tuple) else fn(output)

@@ -97,22 +97,24 @@ class VocabParallelLogits(ShardedTensor):
     ) -> Any:
         """Handle calls that bypass ``__torch_function__``: those from autograd and from C++ code."""
         if func in _ALIASES and (len(args) == 1 or tuple(args[1]) == args[0].full_shape):
-            return args[0].placed(args[0].local.detach())
+            return args[0].with_local_shard(args[0].local.detach())
         if func is torch.ops.aten.add.Tensor and len(args) == 2:  # autograd sums two gradients
             x = next(a for a in args if isinstance(a, VocabParallelLogits))
-            return x.placed(local_slice_like(args[0], x) + local_slice_like(args[1], x))
+            return x.with_local_shard(get_local_slice_like(args[0], x) + get_local_slice_like(args[1], x))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def to_local(self) -> Tensor:
         """Return this rank's logits (..., v), with their autograd history. Communicates nothing."""
-        return local_shard(self).to(self.full_dtype)
+        return get_local_shard(self).to(self.full_dtype)
 
     def _gather(self, local: Tensor) -> Tensor:
         """All-gather the full logits in the dtype of the local shard. Communicates nothing in the backward pass."""
         split = Split(tuple(((a, b),) for a, b in pairwise(self.bounds)), (self.axis.name,))
         return gather_from_region(local, self.axis, self.shard_dim, split, "gather").to(self.full_dtype)
 
-    def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> VocabParallelLogits:
+    def with_local_shard(
+        self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None
+    ) -> VocabParallelLogits:
         """Wrap another local shard as logits that are sharded in the same way.
 
         A deferred cast stays deferred, unless ``dtype`` is passed.
@@ -120,16 +122,16 @@ class VocabParallelLogits(ShardedTensor):
         dim = self.shard_dim if dim is None else dim
         return wrap_local(local, self.axis, self.bounds, dim, dtype or self.full_dtype)
 
-    def view_of(self, local: Tensor, dim: int, replay: ViewReplay) -> VocabParallelLogits:
-        out = self.placed(local, dim)
+    def make_view(self, local: Tensor, dim: int, replay: ViewReplay) -> VocabParallelLogits:
+        out = self.with_local_shard(local, dim)
         out._origin, out._writes, out._writes_seen = (self, replay), self._writes, self._writes_seen
         return out
 
-    def stored_shard(self) -> Tensor:
-        return local_shard(self)
+    def get_stored_shard(self) -> Tensor:
+        return get_local_shard(self)
 
     def slice_operand(self, full: Tensor, dim: int) -> Tensor:
-        return local_slice(full, self.axis, self.bounds, dim)
+        return get_local_slice(full, self.axis, self.bounds, dim)
 
     def is_aligned(self, other: Any) -> bool:
         layout = (self.axis, self.bounds, self.shard_dim, self.full_shape)
@@ -150,7 +152,7 @@ class VocabParallelLogits(ShardedTensor):
         full = fulls[-1]
         result = func(full, *rules.to_full_tensors(args[1:]), **kwargs)
         if (full.shape, full.dtype) != (self.full_shape, self.full_dtype):
-            self.refuse("An in-place function changes the shape or dtype of vocabulary-parallel logits")
+            self.raise_unsupported("An in-place function changes the shape or dtype of vocabulary-parallel logits")
         self._writes[0] += 1
         for each, written in zip(reversed(chain), fulls, strict=True):
             _replace_values(each, written)
@@ -170,7 +172,7 @@ def wrap_local(local: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int, dty
     return VocabParallelLogits(local, axis, bounds, dim, dtype)
 
 
-def local_shard(x: VocabParallelLogits) -> Tensor:
+def get_local_shard(x: VocabParallelLogits) -> Tensor:
     """Return the local shard of the logits in the dtype in which it is stored, with its autograd history.
 
     Autograd may copy the wrapper without calling a function of torch (full backward hooks, reentrant checkpointing,
@@ -189,18 +191,18 @@ def local_shard(x: VocabParallelLogits) -> Tensor:
 
 def _replace_values(x: VocabParallelLogits, full: Tensor) -> None:
     """Replace the values and the autograd history of x by those of the tensor ``full``."""
-    local = local_slice_like(full, x)
+    local = get_local_slice_like(full, x)
     with DisableTorchFunctionSubclass():
         _ReplaceValues.apply(x, local)
     x.local, x._full, x._writes_seen = local, full, x._writes[0]
 
 
-def local_slice_like(full: Tensor, x: VocabParallelLogits) -> Tensor:
+def get_local_slice_like(full: Tensor, x: VocabParallelLogits) -> Tensor:
     """Return this rank's slice of a full tensor, sharded in the same way as the logits x."""
-    return local_slice(full, x.axis, x.bounds, x.shard_dim)
+    return get_local_slice(full, x.axis, x.bounds, x.shard_dim)
 
 
-def local_slice(full: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int) -> Tensor:
+def get_local_slice(full: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int) -> Tensor:
     """Return this rank's vocabulary slice of a full tensor along ``dim``."""
     if isinstance(full, VocabParallelLogits):
         if full.shard_dim == dim:
@@ -221,7 +223,7 @@ class _WrapShard(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return local_slice(grad, *ctx.place).to(ctx.dtype), None, None, None, None
+        return get_local_slice(grad, *ctx.place).to(ctx.dtype), None, None, None, None
 
 
 class _UnwrapShard(Function):
@@ -248,12 +250,12 @@ class _ReplaceValues(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, local_slice(grad, *ctx.place).to(ctx.dtype)
+        return None, get_local_slice(grad, *ctx.place).to(ctx.dtype)
 
 
 def _detach(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
-    return x.view_of(local_shard(x).detach(), x.shard_dim, func)
+    return x.make_view(get_local_shard(x).detach(), x.shard_dim, func)
 
 
 def _cast(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -262,10 +264,10 @@ def _cast(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     Returns the same logits if nothing changes.
     """
     x = args[0]
-    others = [rules.empty_full_view(a) if isinstance(a, VocabParallelLogits) else a for a in args[1:]]
+    others = [rules.make_empty_full_view(a) if isinstance(a, VocabParallelLogits) else a for a in args[1:]]
     if not isinstance(x, VocabParallelLogits):  # casts another tensor to the dtype of the logits
         return func(x, *others, **kwargs)
-    local = local_shard(x)
+    local = get_local_shard(x)
     target = func(local.new_empty(0, dtype=x.full_dtype), *others, **kwargs)  # lets torch parse the arguments
     if not isinstance(target, Tensor):
         return target  # type() without arguments returns a name
@@ -275,8 +277,8 @@ def _cast(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
             return x
         was_written = x._writes[0] > 0  # a view of logits that may be written to again
         if target.dtype in (local.dtype, torch.float32) and local.element_size() == 2 and not was_written:
-            return x.placed(local, dtype=target.dtype)
-    return x.placed(func(local, *others, **kwargs), dtype=target.dtype)
+            return x.with_local_shard(local, dtype=target.dtype)
+    return x.with_local_shard(func(local, *others, **kwargs), dtype=target.dtype)
 
 
 def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -295,7 +297,7 @@ def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         or any(kwargs.get(name) is not None for name in ("weight", "size_average", "reduce"))
     ):
         return rules.call_on_full_tensors(func, args, kwargs)
-    local = local_shard(x)
+    local = get_local_shard(x)
     if local.dim() != 2:
         local = local.movedim(x.shard_dim, -1)
         local = local.reshape(-1, local.shape[-1])
@@ -308,25 +310,25 @@ def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 def _register_hook(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Register a gradient hook on sharded logits. The hook receives the gradient as sharded logits."""
     x, hook = (*args, *kwargs.values())
-    local = local_shard(x)
+    local = get_local_shard(x)
     # the hook must not refer to the logits: they own the graph, which would then never be freed
-    layout = x.placed(local.new_empty([0] * local.dim()))
+    layout = x.with_local_shard(local.new_empty([0] * local.dim()))
 
     def call_hook_on_local_gradient(grad: Tensor) -> Tensor | None:
-        replaced = hook(layout.placed(grad, dtype=grad.dtype))
-        return None if replaced is None else local_slice_like(replaced, layout)
+        replaced = hook(layout.with_local_shard(grad, dtype=grad.dtype))
+        return None if replaced is None else get_local_slice_like(replaced, layout)
 
     return local.register_hook(call_hook_on_local_gradient)
 
 
 def _get_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    grad = local_shard(args[0]).grad
-    return None if grad is None else args[0].placed(grad, dtype=grad.dtype)
+    grad = get_local_shard(args[0]).grad
+    return None if grad is None else args[0].with_local_shard(grad, dtype=grad.dtype)
 
 
 def _set_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
     x, grad = args
-    local_shard(x).grad = None if grad is None else local_slice_like(grad, x)
+    get_local_shard(x).grad = None if grad is None else get_local_slice_like(grad, x)
 
 
 def _backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -334,30 +336,32 @@ def _backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     x, gradient = args[0], args[1] if len(args) > 1 else kwargs.get("gradient")
     if gradient is None or not isinstance(x, VocabParallelLogits):
         return rules.call_on_full_tensors(func, args, kwargs)
-    return func(*_get_local_root(x, gradient), *args[2:], **{k: v for k, v in kwargs.items() if k != "gradient"})
+    return func(
+        *_get_local_root_and_grad(x, gradient), *args[2:], **{k: v for k, v in kwargs.items() if k != "gradient"}
+    )
 
 
 def _autograd_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Run ``torch.autograd.backward`` on the local shards of any logits that are sharded."""
     tensors, passed, inputs = args[0], kwargs.get("grad_tensors"), kwargs.get("inputs")
     gradients = [passed] if isinstance(passed, Tensor) else passed or [None] * len(tensors)
-    roots, gradients = zip(*map(_get_local_root, tensors, gradients), strict=True)
-    leaves = inputs and [local_shard(x) if isinstance(x, VocabParallelLogits) else x for x in inputs]
+    roots, gradients = zip(*map(_get_local_root_and_grad, tensors, gradients), strict=True)
+    leaves = inputs and [get_local_shard(x) if isinstance(x, VocabParallelLogits) else x for x in inputs]
     return func(roots, **{**kwargs, "grad_tensors": gradients, "inputs": leaves})
 
 
-def _get_local_root(x: Tensor, gradient: Any) -> tuple[Tensor, Any]:
+def _get_local_root_and_grad(x: Tensor, gradient: Any) -> tuple[Tensor, Any]:
     """Return the local shards of x and of its gradient, with which autograd starts the backward pass."""
     if not isinstance(x, VocabParallelLogits) or gradient is None:
         return rules.to_full_tensors(x), rules.to_full_tensors(gradient)
     with torch.enable_grad():  # a backward pass may call torch.autograd.backward
-        local = local_shard(x)
-    return local, local_slice_like(gradient, x).to(local.dtype)
+        local = get_local_shard(x)
+    return local, get_local_slice_like(gradient, x).to(local.dtype)
 
 
 def _autograd_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     outputs, inputs = args[:2]
-    locals_ = [local_shard(x) if isinstance(x, VocabParallelLogits) else x for x in inputs]
+    locals_ = [get_local_shard(x) if isinstance(x, VocabParallelLogits) else x for x in inputs]
     grads = func(
         rules.to_full_tensors(outputs),
         locals_,
@@ -365,7 +369,7 @@ def _autograd_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         **{key: rules.to_full_tensors(value) for key, value in kwargs.items()},
     )
     return tuple(
-        x.placed(grad, dtype=grad.dtype) if isinstance(x, VocabParallelLogits) and grad is not None else grad
+        x.with_local_shard(grad, dtype=grad.dtype) if isinstance(x, VocabParallelLogits) and grad is not None else grad
         for x, grad in zip(inputs, grads, strict=True)
     )
 
@@ -379,13 +383,13 @@ _NAMES: Mapping[Rule, str] = {
     _cast: "to type type_as cpu cuda float double half bfloat16",
     rules.elementwise: rules.ELEMENTWISE,
     _cross_entropy: "cross_entropy",
-    rules.query_local: "requires_grad requires_grad_ retain_grad retains_grad is_contiguous is_inference",
+    rules.call_on_local_shard: "requires_grad requires_grad_ retain_grad retains_grad is_contiguous is_inference",
     _register_hook: "register_hook",
     _backward: "backward",
 }
 _TENSOR: Any = Tensor
-LOGITS_RULES: Mapping[Any, Rule] = rules.rules_by_function(_NAMES) | {
-    _TENSOR.requires_grad.__set__: rules.query_local,
+LOGITS_RULES: Mapping[Any, Rule] = rules.build_rule_table(_NAMES) | {
+    _TENSOR.requires_grad.__set__: rules.call_on_local_shard,
     _TENSOR.grad.__get__: _get_grad,
     _TENSOR.grad.__set__: _set_grad,
     torch.autograd.grad: _autograd_grad,

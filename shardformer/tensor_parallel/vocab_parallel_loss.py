@@ -36,7 +36,7 @@ CHUNK_BYTES = {"cpu": 1024 * 1024, "cuda": 64 * 1024 * 1024}
 REDUCTIONS = ("mean", "sum", "none")
 
 
-class _Options(NamedTuple):
+class _CrossEntropyOptions(NamedTuple):
     axis: Axis
     bounds: tuple[int, ...]
     ignore_index: int
@@ -89,7 +89,7 @@ def vocab_parallel_cross_entropy(
         )
     _check_targets(logits_Tv, targets_T, bounds[-1], ignore_index)
     dtype = torch.float32 if upcast and logits_Tv.element_size() < 4 else logits_Tv.dtype
-    options = _Options(axis, tuple(bounds), ignore_index, reduction, label_smoothing, dtype)
+    options = _CrossEntropyOptions(axis, tuple(bounds), ignore_index, reduction, label_smoothing, dtype)
     assert logits_Tv.shape[-1] == bounds[axis.rank + 1] - bounds[axis.rank], (logits_Tv.shape, bounds)
     loss: Tensor = _CrossEntropy.apply(logits_Tv, targets_T.long(), options)
     return loss
@@ -97,7 +97,7 @@ def vocab_parallel_cross_entropy(
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, logits_Tv: Tensor, targets_T: Tensor, options: _Options) -> Tensor:
+    def forward(ctx: Any, logits_Tv: Tensor, targets_T: Tensor, options: _CrossEntropyOptions) -> Tensor:
         valid_T = targets_T != options.ignore_index
         label_T1 = (targets_T - options.bounds[options.axis.rank])[:, None]
         column_T1 = label_T1.clamp(0, max(logits_Tv.shape[1] - 1, 0))
@@ -119,7 +119,7 @@ class _CrossEntropy(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         logits_Tv, valid_T, column_T1, is_local_T1, max_T, sum_T, num_valid = ctx.saved_tensors
-        options: _Options = ctx.options
+        options: _CrossEntropyOptions = ctx.options
         grad = grad.to(max_T.dtype)
         if options.reduction == "mean":
             grad = grad / num_valid
@@ -130,7 +130,9 @@ class _CrossEntropy(Function):
         return _compute_gradient(logits_Tv, *statistics, column_T1, at_label_T1, uniform_T1), None, None
 
 
-def _compute_local_statistics(logits_Tv: Tensor, column_T1: Tensor, is_local_T1: Tensor, options: _Options) -> Tensor:
+def _compute_local_statistics(
+    logits_Tv: Tensor, column_T1: Tensor, is_local_T1: Tensor, options: _CrossEntropyOptions
+) -> Tensor:
     """Return the maximum, the sum of exponentials and the label logit of each token over the local columns.
 
     Returns them as a (K, T) tensor. The label logit is 0 if another rank has it. With label smoothing, the tensor also
@@ -142,10 +144,10 @@ def _compute_local_statistics(logits_Tv: Tensor, column_T1: Tensor, is_local_T1:
     if width == 0:
         out_KT[0] = -torch.inf
         return out_KT
-    for rows in split_rows(logits_Tv, dtype):
+    for rows in iter_row_chunks(logits_Tv, dtype):
         x_tv = logits_Tv[rows]
         max_t = x_tv.amax(1).to(dtype)
-        shifted_tv = torch.sub(x_tv, clamp_infinite(max_t)[:, None])
+        shifted_tv = torch.sub(x_tv, clamp_negative_infinity(max_t)[:, None])
         if options.label_smoothing:
             out_KT[3, rows] = shifted_tv.sum(1)
         out_KT[0, rows] = max_t
@@ -154,7 +156,7 @@ def _compute_local_statistics(logits_Tv: Tensor, column_T1: Tensor, is_local_T1:
     return out_KT
 
 
-def _combine_statistics(stats_RKT: Tensor, options: _Options) -> tuple[Tensor, Tensor, Tensor]:
+def _combine_statistics(stats_RKT: Tensor, options: _CrossEntropyOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Combine the statistics of all ranks into the maximum M, the sum S and the loss of each token, each (T,).
 
     The results are bitwise identical on all ranks.
@@ -166,7 +168,7 @@ def _combine_statistics(stats_RKT: Tensor, options: _Options) -> tuple[Tensor, T
     if options.label_smoothing:
         # -log p summed over the vocabulary is V log S - sum (x - M)
         spread_T = stats_RKT[:, 3].sum(0)
-        for rank, offset_T in enumerate(clamp_infinite(max_RT) - max_T):
+        for rank, offset_T in enumerate(clamp_negative_infinity(max_RT) - max_T):
             spread_T = spread_T + (options.bounds[rank + 1] - options.bounds[rank]) * offset_T
         uniform_T = sum_T.log() - spread_T / options.bounds[-1]
         loss_T = (1 - options.label_smoothing) * loss_T + options.label_smoothing * uniform_T
@@ -188,7 +190,7 @@ def _compute_gradient(
     grad_Tv = torch.empty_like(logits_Tv, memory_format=torch.contiguous_format)
     if grad_Tv.numel() == 0:
         return grad_Tv
-    for rows in split_rows(logits_Tv, max_T1.dtype):
+    for rows in iter_row_chunks(logits_Tv, max_T1.dtype):
         out_tv = grad_Tv[rows]
         in_place = out_tv if out_tv.dtype == max_T1.dtype else None
         x_tv = torch.sub(logits_Tv[rows], max_T1[rows], out=in_place)
@@ -201,12 +203,12 @@ def _compute_gradient(
     return grad_Tv
 
 
-def clamp_infinite(max_T: Tensor) -> Tensor:
+def clamp_negative_infinity(max_T: Tensor) -> Tensor:
     """Replace a maximum of -inf by a finite number, so that a rank whose columns are all masked adds 0, not NaN."""
     return max_T.clamp(min=torch.finfo(max_T.dtype).min)
 
 
-def split_rows(logits_Tv: Tensor, dtype: torch.dtype) -> Iterator[slice]:
+def iter_row_chunks(logits_Tv: Tensor, dtype: torch.dtype) -> Iterator[slice]:
     """Yield slices of the rows that fit in CHUNK_BYTES when cast to ``dtype``, with at least one row each."""
     num_tokens, width = logits_Tv.shape
     size = max(CHUNK_BYTES.get(logits_Tv.device.type, CHUNK_BYTES["cuda"]) // (width * dtype.itemsize), 1)

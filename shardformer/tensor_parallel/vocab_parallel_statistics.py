@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from shardformer.comm.collectives import all_gather
 from shardformer.mesh.parallel_context import Axis
-from shardformer.tensor_parallel.vocab_parallel_loss import clamp_infinite, split_rows
+from shardformer.tensor_parallel.vocab_parallel_loss import clamp_negative_infinity, iter_row_chunks
 
 # T tokens, V vocabulary, R ranks, K numbers per token; lower case: local shard (v columns of V)
 
@@ -41,7 +41,7 @@ NUMBERS = {
 """Statistic -> the number per token that it needs, besides the maximum, the sum of exponentials and the label logit."""
 
 
-class _Options(NamedTuple):
+class _StatisticsOptions(NamedTuple):
     axis: Axis
     bounds: tuple[int, ...]
     requested: frozenset[str]
@@ -66,21 +66,23 @@ def vocab_parallel_statistics(
         bounds: R + 1 numbers; rank r has columns ``bounds[r]`` to ``bounds[r + 1]``, and ``bounds[R]`` is V.
         requested: names of the optional fields of ``TokenStatistics`` to compute.
     """
-    options = _Options(axis, tuple(bounds), frozenset(requested))
+    options = _StatisticsOptions(axis, tuple(bounds), frozenset(requested))
     return TokenStatistics(*_Statistics.apply(logits_Tv, labels_T.long(), options))
 
 
 class _Statistics(Function):
     @staticmethod
-    def forward(ctx: Any, logits_Tv: Tensor, labels_T: Tensor, options: _Options) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any, logits_Tv: Tensor, labels_T: Tensor, options: _StatisticsOptions
+    ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         numbers, size = options.numbers, options.axis.size
         label_T = labels_T - options.bounds[options.axis.rank]
-        local_KT = _compute_local_numbers(logits_Tv, label_T, numbers)
+        local_KT = _compute_local_statistics(logits_Tv, label_T, numbers)
         gathered = all_gather(local_KT, options.axis, 0, purpose="loss").view(size, *local_KT.shape)
         ranks = dict(zip(numbers, gathered.unbind(1), strict=True))  # each (R, T)
         max_T = ranks["max"].amax(0)
-        shift_RT = clamp_infinite(ranks["max"]) - max_T
+        shift_RT = clamp_negative_infinity(ranks["max"]) - max_T
         scale_RT = shift_RT.exp()
         sum_T = (ranks["sum"] * scale_RT).sum(0)
         log_sum_T, label_logit_T = sum_T.log(), ranks["label"].amax(0)
@@ -104,7 +106,7 @@ class _Statistics(Function):
         grad_Tv = torch.empty_like(logits_Tv, memory_format=torch.contiguous_format)
         if grad_Tv.numel() == 0:
             return grad_Tv, None, None
-        for rows in split_rows(logits_Tv, max_T.dtype):
+        for rows in iter_row_chunks(logits_Tv, max_T.dtype):
             log_p_tv = (logits_Tv[rows] - max_T[rows, None]).sub_(sum_T[rows, None].log())
             p_tv = log_p_tv.exp()
             out_tv = torch.zeros_like(p_tv)
@@ -121,7 +123,7 @@ class _Statistics(Function):
         return grad_Tv, None, None
 
 
-def _compute_local_numbers(logits_Tv: Tensor, label_T: Tensor, numbers: Sequence[str]) -> Tensor:
+def _compute_local_statistics(logits_Tv: Tensor, label_T: Tensor, numbers: Sequence[str]) -> Tensor:
     """Return K statistics (K, T) of T tokens. Sums of exponentials are relative to the local maximum."""
     num_tokens, width = logits_Tv.shape
     dtype = torch.promote_types(logits_Tv.dtype, torch.float32)
@@ -129,10 +131,10 @@ def _compute_local_numbers(logits_Tv: Tensor, label_T: Tensor, numbers: Sequence
     for name in ("max", "label", "max_before_label"):
         if name in rows_of:
             rows_of[name].fill_(-torch.inf)
-    for rows in split_rows(logits_Tv, dtype) if width else ():
+    for rows in iter_row_chunks(logits_Tv, dtype) if width else ():
         x_tv, label_t1 = logits_Tv[rows].to(dtype), label_T[rows, None]
         max_t = x_tv.amax(1)
-        shifted_tv = x_tv - clamp_infinite(max_t)[:, None]
+        shifted_tv = x_tv - clamp_negative_infinity(max_t)[:, None]
         exp_tv = shifted_tv.exp()
         column_t1 = label_t1.clamp(0, width - 1)
         label_logit_t1 = torch.where(column_t1 == label_t1, x_tv.gather(1, column_t1), -torch.inf)

@@ -25,25 +25,25 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardformer.errors import ConfigError, ShardFormerError, did_you_mean, first_line, import_optional
-from shardformer.filesystem.atomic_write import path_of
+from shardformer.errors import ConfigError, ShardFormerError, did_you_mean, get_first_line, import_optional
+from shardformer.filesystem.atomic_write import to_absolute_path
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.meta_init.materialization import is_lazy
 from shardformer.torch_compat import FakeTensor
-from shardformer.torch_patches import Patch, replace_attribute, temporarily
+from shardformer.torch_patches import Patch, replace_attribute, temporary_patch
 from shardformer.train_command.config_schema import (
     LoraTable,
     OptimizerTable,
     ScheduleTable,
     TrainConfig,
-    hook_classes,
-    remote_code_hint,
+    get_hook_classes,
+    get_remote_code_hint,
     suggest_key,
 )
 from shardformer.train_command.load_data import TrainingData
 from shardformer.train_command.model_config import derive_fields_from_data, load_model_config
 from shardformer.training.hook import Hook
-from shardformer.transformers_compat import config_classes_of, load_transformers, uninitialized_weights
+from shardformer.transformers_compat import get_config_classes, load_transformers, skip_weight_init
 from shardformer.weights.from_pretrained import from_pretrained
 from shardformer.zero.optimizers import LAMB, LARS, HybridAdam
 
@@ -88,7 +88,7 @@ def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
         except Exception as error:  # classes raise different errors
             shown = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
             raise ConfigError(
-                f"{kind.__name__} does not accept {shown}: {first_line(error)}.",
+                f"{kind.__name__} does not accept {shown}: {get_first_line(error)}.",
                 remedy="Correct these values in [optimizer].",
             ) from error
 
@@ -105,7 +105,7 @@ def _group_parameters(
     The names are taken from the model before sharding, so that the groups are the same under every layout. All groups
     exist on every pipeline stage, even if empty, because a checkpoint contains the groups of all stages.
     """
-    factors = lr_factors_of(table, model)
+    factors = get_lr_factors(table, model)
     kinds: dict[str, tuple[bool, float]] = {}
     kind_of_param: dict[int, tuple[bool, float]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -133,7 +133,7 @@ def _group_parameters(
     return group_parameters
 
 
-def lr_factors_of(table: OptimizerTable, model: nn.Module) -> dict[str, float]:
+def get_lr_factors(table: OptimizerTable, model: nn.Module) -> dict[str, float]:
     """Return a dict from parameter names to the factors by which their learning rates are multiplied.
 
     ``layer_decay`` counts the layers of the longest ``ModuleList`` from its end. Lists inside a layer, such as
@@ -150,7 +150,7 @@ def lr_factors_of(table: OptimizerTable, model: nn.Module) -> dict[str, float]:
                 f"The pattern {pattern!r} in optimizer.lr_factors matches no parameter.",
                 remedy=did_you_mean(pattern, names),
             )
-    depths = _layer_depths(model, names) if table.layer_decay != 1 else dict.fromkeys(names, 0)
+    depths = _compute_layer_depths(model, names) if table.layer_decay != 1 else dict.fromkeys(names, 0)
     found = {name: table.layer_decay ** depths[name] for name in names}
     for name in names:
         matching = (factor for pattern, factor in table.lr_factors.items() if fnmatch.fnmatchcase(name, pattern))
@@ -158,7 +158,7 @@ def lr_factors_of(table: OptimizerTable, model: nn.Module) -> dict[str, float]:
     return found
 
 
-def _layer_depths(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
+def _compute_layer_depths(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
     """Return, for each parameter, how many layers of the model's longest ``ModuleList`` come after it."""
     stacks: dict[str, nn.ModuleList] = {}
     for path, module in model.named_modules():
@@ -246,12 +246,12 @@ def add_adapters(table: LoraTable, model: nn.Module, task: str) -> nn.Module:
             use_dora=table.use_dora,
             task_type=LORA_TASKS.get(task),
         )
-        with LazyInit() if is_lazy(model) else _adapters_in_place(model):
+        with LazyInit() if is_lazy(model) else _disable_module_to(model):
             adapted: nn.Module = peft.get_peft_model(model, settings)
             return adapted
     except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(
-            f"PEFT cannot add adapters to {type(model).__name__}: {first_line(error)}.",
+            f"PEFT cannot add adapters to {type(model).__name__}: {get_first_line(error)}.",
             remedy="Correct lora.target_modules or lora.modules_to_save.",
         ) from error
 
@@ -263,11 +263,11 @@ IN_PLACE = Patch(
 )
 
 
-def _adapters_in_place(model: nn.Module) -> AbstractContextManager[Any]:
+def _disable_module_to(model: nn.Module) -> AbstractContextManager[Any]:
     """Disable ``Module.to`` while PEFT adds adapters to a model of fake tensors, because torch cannot move them."""
     if not isinstance(next(model.parameters()), FakeTensor):
         return nullcontext()
-    return temporarily(IN_PLACE, lambda: replace_attribute(nn.Module, "to", lambda self, *args, **kwargs: self))
+    return temporary_patch(IN_PLACE, lambda: replace_attribute(nn.Module, "to", lambda self, *args, **kwargs: self))
 
 
 def check_arguments(cls: Any, arguments: Mapping[str, Any], table: str, ignored: Iterable[str] = ()) -> None:
@@ -302,13 +302,13 @@ def count_epoch_steps(config: TrainConfig, data: TrainingData) -> int:
 
 def build_scheduler(table: ScheduleTable, num_steps: int) -> Callable[[Optimizer], LambdaLR]:
     """Return a function that creates a learning-rate scheduler for an optimizer and a run of ``num_steps`` steps."""
-    return partial(LambdaLR, lr_lambda=lr_schedule(table, num_steps))
+    return partial(LambdaLR, lr_lambda=make_lr_schedule(table, num_steps))
 
 
-def lr_schedule(table: ScheduleTable, num_steps: int) -> Callable[[int], float]:
+def make_lr_schedule(table: ScheduleTable, num_steps: int) -> Callable[[int], float]:
     """Return a function that maps a step, counted from 0, to the factor for the base learning rate."""
     length = num_steps if table.steps is None else table.steps
-    return partial(lr_factor, table, count_warmup_steps(table, num_steps), length)
+    return partial(compute_lr_factor, table, count_warmup_steps(table, num_steps), length)
 
 
 def count_warmup_steps(table: ScheduleTable, num_steps: int) -> int:
@@ -321,10 +321,10 @@ def _to_steps(value: float, length: int) -> int:
     return math.ceil(value * length) if value < 1 else round(value)
 
 
-def lr_factor(table: ScheduleTable, warmup: int, num_steps: int, step: int) -> float:
+def compute_lr_factor(table: ScheduleTable, warmup: int, num_steps: int, step: int) -> float:
     """Return the factor by which the schedule multiplies the base learning rate at ``step``, counted from 0.
 
-    >>> [round(lr_factor(ScheduleTable(name="linear"), 2, 6, step), 2) for step in range(6)]
+    >>> [round(compute_lr_factor(ScheduleTable(name="linear"), 2, 6, step), 2) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
     if step < warmup:
@@ -354,7 +354,7 @@ FOLDERS = {"json_lines": ".", "checkpoint": "checkpoints"}
 """Hook -> its subfolder in the folder of the run. By default, the subfolder has the name of the hook."""
 
 
-KNOWN_HOOKS = hook_classes()
+KNOWN_HOOKS = get_hook_classes()
 
 
 def build_hooks(config: TrainConfig) -> list[Hook]:
@@ -365,13 +365,13 @@ def build_hooks(config: TrainConfig) -> list[Hook]:
     return [_make_hook(config, name, {} if wanted[name] is True else wanted[name]) for name in order]
 
 
-def hook_folder(config: TrainConfig, name: str) -> Path | None:
+def get_hook_folder(config: TrainConfig, name: str) -> Path | None:
     """Return the output folder of a default hook such as ``checkpoint``, or None if the run disables the hook."""
     arguments = config.hooks.get(name, True)
     if arguments is False:
         return None
     directory = arguments.get("directory") if isinstance(arguments, dict) else None
-    return path_of(os.path.expanduser(directory or config.path / FOLDERS[name]))
+    return to_absolute_path(os.path.expanduser(directory or config.path / FOLDERS[name]))
 
 
 def _make_hook(config: TrainConfig, name: str, arguments: dict[str, Any]) -> Hook:
@@ -400,7 +400,7 @@ class HookArgument:
     description: str = ""
 
 
-def hook_arguments(hook_class: Any) -> dict[str, HookArgument]:
+def get_hook_arguments(hook_class: Any) -> dict[str, HookArgument]:
     """Return the constructor arguments of a hook class by name, except ``**options``."""
     found = {}
     try:
@@ -419,7 +419,7 @@ def hook_arguments(hook_class: Any) -> dict[str, HookArgument]:
 
 def _validate_argument_types(hook_class: Any, arguments: dict[str, Any], table: str) -> dict[str, Any]:
     """Validate the arguments of a hook against the types that its class declares, and return them."""
-    known, found = hook_arguments(hook_class), dict(arguments)
+    known, found = get_hook_arguments(hook_class), dict(arguments)
     for name, value in arguments.items():
         try:
             adapter = TypeAdapter(known[name].annotation)
@@ -471,7 +471,7 @@ def _import_hook_file(file: str, hook_name: str) -> Any:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
         where = f" in line {lines[-1]}" if lines else ""
         raise ConfigError(
-            f"Importing {file} failed{where}: {type(error).__name__}: {first_line(error)}.",
+            f"Importing {file} failed{where}: {type(error).__name__}: {get_first_line(error)}.",
             remedy=f"Fix the file, or remove hooks.{hook_name!r}.",
         ) from error
     return module
@@ -501,7 +501,7 @@ def model_class_for(config: TrainConfig) -> Any:
 
     name = config.model.head or AUTO_CLASSES[config.model.task]
     kind = getattr(transformers, name, None)
-    is_model = isinstance(kind, type) and (issubclass(kind, nn.Module) or config_classes_of(kind) is not None)
+    is_model = isinstance(kind, type) and (issubclass(kind, nn.Module) or get_config_classes(kind) is not None)
     if not is_model or not hasattr(kind, "from_pretrained"):
         known = [n for n in dir(transformers) if re.search(r"For[A-Z]|Model$", n)]
         raise ConfigError(f"model.head = {name!r} is not a transformers model class.", remedy=did_you_mean(name, known))
@@ -531,7 +531,7 @@ def build_model(
                 ignore_mismatched_sizes=has_new_classes,
             )  # fmt: skip
         else:
-            with LazyInit() if lazy else uninitialized_weights():
+            with LazyInit() if lazy else skip_weight_init():
                 model = create_model(kind, complete, dtype, trust)
             if not lazy:
                 cast(Any, model).tie_weights()
@@ -540,8 +540,8 @@ def build_model(
     except Exception as error:  # model code may raise any error
         raise ConfigError(
             f"transformers cannot build a {kind.__name__} from {config.model.name!r}: {type(error).__name__}: "
-            f"{first_line(error)}.",
-            remedy=remote_code_hint("Correct model.task, model.head or model.config", error),
+            f"{get_first_line(error)}.",
+            remedy=get_remote_code_hint("Correct model.task, model.head or model.config", error),
         ) from error
     kind = type(model)
     if kind.__module__.startswith("transformers.") and "labels" not in inspect.signature(kind.forward).parameters:
@@ -568,7 +568,7 @@ def create_model(model_class: Any, model_config: Any, dtype: torch.dtype, trust_
 
 def _check_task_support(config: TrainConfig, model_config: Any, model_class: Any) -> None:
     """Raise ConfigError if transformers has no class for the model type and the task of the run."""
-    known = config_classes_of(model_class)
+    known = get_config_classes(model_class)
     if (
         known is None
         or type(model_config) in known
@@ -579,7 +579,7 @@ def _check_task_support(config: TrainConfig, model_config: Any, model_class: Any
     tasks = [
         task
         for task, name in AUTO_CLASSES.items()
-        if type(model_config) in (config_classes_of(getattr(transformers, name)) or ())
+        if type(model_config) in (get_config_classes(getattr(transformers, name)) or ())
     ]
     raise ConfigError(
         f"model.{'head' if config.model.head else 'task'} = {config.model.head or config.model.task!r} does not "
@@ -589,7 +589,7 @@ def _check_task_support(config: TrainConfig, model_config: Any, model_class: Any
     )
 
 
-def max_positions(model_config: Any) -> int | None:
+def get_max_positions(model_config: Any) -> int | None:
     """Return the maximum sequence length that the config of a model specifies, or None if it specifies no limit."""
     text = model_config.get_text_config()
     return next((n for name in POSITION_FIELDS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
@@ -606,7 +606,7 @@ def _check_data_fits_model(config: TrainConfig, data: TrainingData, model_config
             remedy="Use the tokenizer of the model. For a model with random weights, you can also set "
             f"model.config.vocab_size = {data.tokens.size}.",
         )
-    most = max_positions(model_config)
+    most = get_max_positions(model_config)
     if most is not None and config.data.sequence_length > most:
         raise ConfigError(
             f"data.sequence_length = {config.data.sequence_length} exceeds the model's maximum of {most} positions.",

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from shardformer.config import RENAMED_FIELDS, ParallelConfig
 from shardformer.errors import ConfigError, did_you_mean
-from shardformer.mesh.rank_grid import num_ranks
+from shardformer.mesh.rank_grid import count_ranks
 from shardformer.pipeline.partition import RENAMED_METHODS
 
 Task = Literal[
@@ -46,115 +46,109 @@ class ConfigTable(BaseModel):
         return os.path.expanduser(value) if isinstance(value, str) else value
 
 
-def _config_key(description: str, default: Any = ..., **limits: Any) -> Any:
+def _field(description: str, default: Any = ..., **limits: Any) -> Any:
     return Field(default, description=description, **limits)
 
 
 class ModelTable(ConfigTable):
     """The model to train."""
 
-    name: str = _config_key(
+    name: str = _field(
         "A folder that `save_pretrained` wrote, a name on the Hugging Face hub, a `config.json`, or, if `random` is "
         "set, a transformers model type such as `llama`."
     )
-    task: Task = _config_key(
+    task: Task = _field(
         "`causal`: predict the next token; `masked`: predict masked tokens; `sequence_to_sequence`: generate a target "
         "text from a source text; `classification` of texts; `multi_label_classification`: any number of classes per "
         "text; `token_classification`: one class per word; `regression`: one number per text; `preference`: prefer "
         "one answer over another (DPO); `image_classification`.",
         "causal",
     )
-    head: str | None = _config_key("The transformers model class. By default, the task determines it.", None)
-    random: bool = _config_key("Initialize the weights at random instead of loading them.", False)
-    config: dict[str, Any] = _config_key("Fields to change in the model's config.", {})
-    freeze: list[str] = _config_key(
-        "Name patterns of parameters that are not trained, such as `model.embed_tokens.*`.", []
-    )
-    trust_remote_code: bool = _config_key("Allow running Python code that comes with a model.", False)
+    head: str | None = _field("The transformers model class. By default, the task determines it.", None)
+    random: bool = _field("Initialize the weights at random instead of loading them.", False)
+    config: dict[str, Any] = _field("Fields to change in the model's config.", {})
+    freeze: list[str] = _field("Name patterns of parameters that are not trained, such as `model.embed_tokens.*`.", [])
+    trust_remote_code: bool = _field("Allow running Python code that comes with a model.", False)
 
 
 class DataTable(ConfigTable):
     """The training and validation data."""
 
-    train: str | list[str] = _config_key(
+    train: str | list[str] = _field(
         "A file, a list of files, a pattern of files such as `data/*.parquet`, a folder with one subfolder of images "
         "per class, or the name of a data set. See `format`."
     )
-    weights: list[float] | None = _config_key(
+    weights: list[float] | None = _field(
         "One number per item of `train`, to mix the items in this proportion. An epoch ends when each item has been "
         "read at least once.",
         None,
     )
-    validation: str | list[str] | None = _config_key("Validation data in the same format.", None)
-    validation_fraction: float | None = _config_key(
+    validation: str | list[str] | None = _field("Validation data in the same format.", None)
+    validation_fraction: float | None = _field(
         "Fraction of the training rows to use for validation instead of training.", None, gt=0, lt=1
     )
-    format: Format | None = _config_key(
+    format: Format | None = _field(
         "`text`: plain text; `jsonl`: JSON objects, one per line or in one list; `csv`: a table whose first line has "
         "the names of the fields (includes .tsv files); `parquet`; `datasets`: the name or the folder of a data set of "
         "the `datasets` library; `images`. By default, it is inferred from the suffix, and a folder contains images.",
         None,
     )
-    delimiter: str | None = _config_key(
+    delimiter: str | None = _field(
         "The character between the fields of a `csv` file. By default, a tab in .tsv files, where quotes are part of "
         "the text, and a comma in other files, where quotes may enclose a field.",
         None,
         max_length=1,
     )
-    options: dict[str, Any] = _config_key("Arguments of `datasets.load_dataset` for `parquet` and `datasets`.", {})
-    streaming: bool = _config_key(
-        "Read the data during training instead of before it. `training.steps` must be set.", False
-    )
-    batch_size: int = _config_key("Global batch size: the number of samples per step over all processes.", 8, ge=1)
-    sequence_length: int = _config_key("Maximum number of tokens per sample.", 128, ge=2)
-    tokenizer: str | None = _config_key(
+    options: dict[str, Any] = _field("Arguments of `datasets.load_dataset` for `parquet` and `datasets`.", {})
+    streaming: bool = _field("Read the data during training instead of before it. `training.steps` must be set.", False)
+    batch_size: int = _field("Global batch size: the number of samples per step over all processes.", 8, ge=1)
+    sequence_length: int = _field("Maximum number of tokens per sample.", 128, ge=2)
+    tokenizer: str | None = _field(
         "A folder, a name on the hub, or `bytes` to use each byte as a token. By default, the tokenizer of the model, "
         "or `bytes` if the weights are random.",
         None,
     )
-    text: str = _config_key(
-        "The field that contains the text, or the list of words for `token_classification`.", "text"
-    )
-    pair: str | None = _config_key("The field of the second text, for `classification` of text pairs.", None)
-    target: str = _config_key(
+    text: str = _field("The field that contains the text, or the list of words for `token_classification`.", "text")
+    pair: str | None = _field("The field of the second text, for `classification` of text pairs.", None)
+    target: str = _field(
         "The field of the target text, for `sequence_to_sequence`, or of the answer to `prompt`.", "target"
     )
-    label: str = _config_key(
+    label: str = _field(
         "The field of the class label or list of labels for classification, or of the number for regression.", "label"
     )
-    messages: str = _config_key(
+    messages: str = _field(
         "The field of a conversation, for `causal`: a list of messages with `role` and `content`, or `from` and "
         "`value`. It is used for rows without a `text` field.",
         "messages",
     )
-    prompt: str | None = _config_key(
+    prompt: str | None = _field(
         "The field of a prompt that `target` answers, for `causal`. The fields `prompt` and `completion`, "
         "`instruction` and `output`, and `question` and `answer` are found automatically.",
         None,
     )
-    chosen: str = _config_key("The field of the better answer, for `preference`.", "chosen")
-    rejected: str = _config_key("The field of the worse answer, for `preference`.", "rejected")
-    chat_template: str | None = _config_key(
+    chosen: str = _field("The field of the better answer, for `preference`.", "chosen")
+    rejected: str = _field("The field of the worse answer, for `preference`.", "rejected")
+    chat_template: str | None = _field(
         "The template of conversations: a Jinja file, `chatml`, or `none` to concatenate the texts. By default, the "
         "template of the tokenizer, or `chatml` for `bytes`.",
         None,
     )
-    train_on: Literal["answers", "last", "all"] = _config_key(
+    train_on: Literal["answers", "last", "all"] = _field(
         "The tokens of a conversation that contribute to the loss: all answers, only the last answer, or all tokens.",
         "answers",
     )
-    packing: bool = _config_key(
+    packing: bool = _field(
         "Pack several texts or conversations into one row, for `causal`. No text attends to another text.", False
     )
-    group_by_length: bool = _config_key("Put samples of similar length into the same batch.", False)
-    image: str = _config_key("The field of the image in `datasets`, or of its path in other formats.", "image")
-    split: str = _config_key("The split of `datasets` to train on.", "train")
-    validation_split: str | None = _config_key(
+    group_by_length: bool = _field("Put samples of similar length into the same batch.", False)
+    image: str = _field("The field of the image in `datasets`, or of its path in other formats.", "image")
+    split: str = _field("The split of `datasets` to train on.", "train")
+    validation_split: str | None = _field(
         "The split to validate on. It is a split of `validation`, or by default of `train`.", None
     )
-    shuffle: bool = _config_key("Shuffle the samples in each epoch.", True)
-    drop_last: bool = _config_key("Drop the last batch of an epoch if it is incomplete.", False)
-    num_workers: int = _config_key("Number of data loading processes per training process.", 0, ge=0)
+    shuffle: bool = _field("Shuffle the samples in each epoch.", True)
+    drop_last: bool = _field("Drop the last batch of an epoch if it is incomplete.", False)
+    num_workers: int = _field("Number of data loading processes per training process.", 0, ge=0)
 
     @property
     def has_validation(self) -> bool:
@@ -167,7 +161,7 @@ ParallelTable = create_model(
     __doc__="The parallel layout and options of a step: the fields of `shardformer.ParallelConfig`.",
     **{
         name: (kind, Field(ParallelConfig.__dataclass_fields__[name].default, description=description))
-        for name, (kind, description) in ParallelConfig.described_fields().items()
+        for name, (kind, description) in ParallelConfig.get_field_descriptions().items()
     },
 )  # type: ignore[call-overload]
 
@@ -177,15 +171,15 @@ class OptimizerTable(ConfigTable):
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
-    name: str = _config_key("A class of `torch.optim`, or `LAMB`, `LARS` or `HybridAdam`.", "AdamW")
-    lr: float = _config_key("The learning rate.", 1e-4, gt=0)
-    decay_biases_and_norms: bool = _config_key("Also apply `weight_decay` to biases and normalization weights.", False)
-    lr_factors: dict[str, float] = _config_key(
+    name: str = _field("A class of `torch.optim`, or `LAMB`, `LARS` or `HybridAdam`.", "AdamW")
+    lr: float = _field("The learning rate.", 1e-4, gt=0)
+    decay_biases_and_norms: bool = _field("Also apply `weight_decay` to biases and normalization weights.", False)
+    lr_factors: dict[str, float] = _field(
         "Factors for the learning rate by patterns of parameter names, such as `{ 'lm_head.*' = 10 }`. The first "
         "matching pattern applies.",
         {},
     )
-    layer_decay: float = _config_key(
+    layer_decay: float = _field(
         "Factor between the learning rates of a layer and of the next layer. The last layer and the head use `lr`.",
         1.0,
         gt=0,
@@ -197,15 +191,15 @@ class ScheduleTable(ConfigTable):
     """The learning-rate schedule, with warm-up and decay."""
 
     name: Literal["constant", "linear", "cosine", "cosine_with_restarts", "warmup_stable_decay", "inverse_sqrt"] = (
-        _config_key("The decay after warm-up.", "constant")
+        _field("The decay after warm-up.", "constant")
     )
-    warmup: float = _config_key("Number of warm-up steps. A value below 1 is a fraction of all steps.", 0, ge=0)
-    min_lr_rate: float = _config_key("The final learning rate as a fraction of `optimizer.lr`.", 0, ge=0, le=1)
-    cycles: int = _config_key("Number of cosine cycles of `cosine_with_restarts`.", 1, ge=1)
-    decay: float = _config_key(
+    warmup: float = _field("Number of warm-up steps. A value below 1 is a fraction of all steps.", 0, ge=0)
+    min_lr_rate: float = _field("The final learning rate as a fraction of `optimizer.lr`.", 0, ge=0, le=1)
+    cycles: int = _field("Number of cosine cycles of `cosine_with_restarts`.", 1, ge=1)
+    decay: float = _field(
         "Steps of the final decay of `warmup_stable_decay`. A value below 1 is a fraction of all steps.", 0.1, gt=0
     )
-    steps: int | None = _config_key(
+    steps: int | None = _field(
         "The number of steps after which the learning rate is constant. By default, the number of steps of the run. It "
         "is required to resume a run with another length, if that would change learning rates.",
         None,
@@ -216,45 +210,39 @@ class ScheduleTable(ConfigTable):
 class PreferenceTable(ConfigTable):
     """Options of the DPO loss for `task = "preference"`."""
 
-    beta: float = _config_key("Strength of the penalty on differences from the initial model.", 0.1, gt=0)
-    label_smoothing: float = _config_key("Probability that a preference is wrong.", 0.0, ge=0, lt=0.5)
+    beta: float = _field("Strength of the penalty on differences from the initial model.", 0.1, gt=0)
+    label_smoothing: float = _field("Probability that a preference is wrong.", 0.0, ge=0, lt=0.5)
 
 
 class LoraTable(ConfigTable):
     """LoRA adapters from PEFT. If this table exists, only the adapters are trained."""
 
-    rank: int = _config_key("Rank of the adapters.", 8, ge=1)
-    alpha: float = _config_key("Scale of the adapters, which are multiplied by `alpha / rank`.", 16.0, gt=0)
-    dropout: float = _config_key("Dropout on the inputs of the adapters.", 0.0, ge=0, lt=1)
-    target_modules: str | list[str] = _config_key(
+    rank: int = _field("Rank of the adapters.", 8, ge=1)
+    alpha: float = _field("Scale of the adapters, which are multiplied by `alpha / rank`.", 16.0, gt=0)
+    dropout: float = _field("Dropout on the inputs of the adapters.", 0.0, ge=0, lt=1)
+    target_modules: str | list[str] = _field(
         "Names of the linear layers with adapters, or `all-linear` for all except the head.", "all-linear"
     )
-    modules_to_save: list[str] | None = _config_key(
-        "Names of modules to train in full and save with the adapters.", None
-    )
-    use_rslora: bool = _config_key("Multiply the adapters by `alpha / sqrt(rank)` instead (rsLoRA).", False)
-    use_dora: bool = _config_key("Also train the norm of each row of a weight (DoRA).", False)
-    merge: bool = _config_key(
-        "Merge the adapters into the exported model, instead of exporting only the adapters.", False
-    )
+    modules_to_save: list[str] | None = _field("Names of modules to train in full and save with the adapters.", None)
+    use_rslora: bool = _field("Multiply the adapters by `alpha / sqrt(rank)` instead (rsLoRA).", False)
+    use_dora: bool = _field("Also train the norm of each row of a weight (DoRA).", False)
+    merge: bool = _field("Merge the adapters into the exported model, instead of exporting only the adapters.", False)
 
 
 class TrainingTable(ConfigTable):
     """The length of the run, the validation interval, and whether the trained model is exported."""
 
-    steps: int | None = _config_key("Number of optimizer steps.", None, ge=1)
-    epochs: float | None = _config_key(
-        "Number of epochs, such as 3 or 0.5. By default 1 if `steps` is not set.", None, gt=0
-    )
-    validate_every: int | None = _config_key("Number of steps between validations. By default, one epoch.", None, ge=1)
-    export: bool = _config_key("Export the trained model to `folder/model`, for `from_pretrained`.", False)
+    steps: int | None = _field("Number of optimizer steps.", None, ge=1)
+    epochs: float | None = _field("Number of epochs, such as 3 or 0.5. By default 1 if `steps` is not set.", None, gt=0)
+    validate_every: int | None = _field("Number of steps between validations. By default, one epoch.", None, ge=1)
+    export: bool = _field("Export the trained model to `folder/model`, for `from_pretrained`.", False)
 
 
 class TrainConfig(ConfigTable):
     """Complete configuration of a training run."""
 
-    folder: str = _config_key("Folder for logs, checkpoints and the trained model.", "run")
-    seed: int = _config_key("Seed for the weights, the data order and all random numbers.", 0, ge=0, lt=2**63)
+    folder: str = _field("Folder for logs, checkpoints and the trained model.", "run")
+    seed: int = _field("Seed for the weights, the data order and all random numbers.", 0, ge=0, lt=2**63)
     model: ModelTable
     data: DataTable
     parallel: ParallelTable = ParallelTable()  # type: ignore[valid-type]
@@ -263,7 +251,7 @@ class TrainConfig(ConfigTable):
     training: TrainingTable = TrainingTable()
     preference: PreferenceTable = PreferenceTable()
     lora: LoraTable | None = None
-    hooks: dict[str, bool | dict[str, Any]] = _config_key(
+    hooks: dict[str, bool | dict[str, Any]] = _field(
         "Hooks by name: `true`, `false`, or a table of arguments. `throughput`, `progress`, `json_lines` and "
         "`checkpoint` are enabled by default. To add your own hook, specify its file and class: "
         '`"my_hooks.py:MyHook" = true`.',
@@ -320,7 +308,7 @@ class TrainConfig(ConfigTable):
 
     def _check_no_unused_keys(self) -> None:
         """Raise ConfigError if a key is set but has no effect, because of the values of other keys."""
-        conditions = _conditions_of_keys(self)
+        conditions = _get_key_conditions(self)
         for key, (is_used, needed) in conditions.items():
             table, _, name = key.partition(".")
             tables: BaseModel = getattr(self, table)
@@ -339,10 +327,10 @@ class TrainConfig(ConfigTable):
         return Path(self.folder)
 
 
-def _conditions_of_keys(config: TrainConfig) -> dict[str, tuple[bool, str]]:
+def _get_key_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
     """Return, for each optional key, whether the run uses it, and the setting without which it has no effect."""
     task, layout = config.model.task, config.layout
-    is_image_task, tensor_ranks = task == "image_classification", num_ranks(layout.tensor, "tensor")
+    is_image_task, tensor_ranks = task == "image_classification", count_ranks(layout.tensor, "tensor")
     has_changing_rate = config.schedule.name != "constant" or 0 < config.schedule.warmup < 1
     datasets_format = (config.data.format == "datasets", "data.format = 'datasets'")
     names = [config.data.train] if isinstance(config.data.train, str) else config.data.train
@@ -393,7 +381,7 @@ def _conditions_of_keys(config: TrainConfig) -> dict[str, tuple[bool, str]]:
     }
 
 
-def remote_code_hint(remedy: str, error: Exception) -> str:
+def get_remote_code_hint(remedy: str, error: Exception) -> str:
     """Return ``remedy``, or advice to set ``trust_remote_code`` if transformers' error mentions it."""
     needs_code = "trust_remote_code" in str(error)
     return "Review that code, and set model.trust_remote_code = true to run it" if needs_code else remedy
@@ -468,12 +456,12 @@ def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainCon
 def parse_config(tables: dict[str, Any], source: str) -> TrainConfig:
     """Validate the tables of a run configuration, and convert them to a ``TrainConfig``. Errors mention ``source``."""
     try:
-        return TrainConfig.model_validate(_rename_earlier_keys(tables))
+        return TrainConfig.model_validate(_rename_deprecated_keys(tables))
     except ValidationError as error:
         raise _to_config_error(error, source) from error
 
 
-def _rename_earlier_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
+def _rename_deprecated_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Replace deprecated key names by their current names, with a warning.
 
     If a table has both names, validation reports the earlier name.
@@ -562,28 +550,28 @@ def _suggest_value(error: Mapping[str, Any]) -> str:
     return of_type.get(error["type"], "Correct the value")
 
 
-def suggest_key(name: str, known: Iterable[str]) -> str:
+def suggest_key(name: str, candidates: Iterable[str]) -> str:
     """Suggest a correct key for an unknown configuration key.
 
     The unknown key may be in the wrong table, or may be an argument of ``TrainingArguments`` in transformers.
-    ``known`` contains the names that are valid in its place.
+    ``candidates`` contains the names that are valid in its place.
     """
     tables = {key: _find_table([key, ""]) for key in TrainConfig.model_fields}
     all_keys = [f"{key}.{field}" for key, each in tables.items() if each is not None for field in each.model_fields]
     same_name = [key for key in all_keys if key.rpartition(".")[2] == name]
     if name in tables:
         same_name.append(f"{name}, above all tables" if tables[name] is None else f"a table [{name}]")
-    if not same_name and name in hook_classes():
+    if not same_name and name in get_hook_classes():
         same_name.append(f"hooks.{name}")
     if key := TRAINER_KEYS.get(name, " or ".join(same_name)):
         return f"Write it as {key}"
-    if {*known} == {*TrainConfig.model_fields}:
+    if {*candidates} == {*TrainConfig.model_fields}:
         suggestion = did_you_mean(name, [*TrainConfig.model_fields, *all_keys])
         return f"{suggestion} Write a key under its table, as in [data] or data.batch_size"
-    return did_you_mean(name, known)
+    return did_you_mean(name, candidates)
 
 
-def hook_classes() -> dict[str, Any]:
+def get_hook_classes() -> dict[str, Any]:
     """Return the built-in hook classes by their names in a run configuration, such as ``early_stopping``."""
     from shardformer.training import hooks
 
@@ -622,9 +610,13 @@ def format_toml(tables: Mapping[str, Any]) -> str:
 
     def format_tables(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
         inner = {key: value for key, value in values.items() if isinstance(value, Mapping)}
-        lines = [f"{_toml_key(k)} = {_toml_value(v)}" for k, v in values.items() if k not in inner and v is not None]
+        lines = [
+            f"{_format_toml_key(k)} = {_format_toml_value(v)}"
+            for k, v in values.items()
+            if k not in inner and v is not None
+        ]
         if path and (lines or not inner):
-            yield f"\n[{'.'.join(map(_toml_key, path))}]"
+            yield f"\n[{'.'.join(map(_format_toml_key, path))}]"
         yield from lines
         for key, value in inner.items():
             yield from format_tables(value, (*path, key))
@@ -632,17 +624,18 @@ def format_toml(tables: Mapping[str, Any]) -> str:
     return "\n".join(format_tables(tables, ())) + "\n"
 
 
-def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_value(key)
+def _format_toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _format_toml_value(key)
 
 
-def _toml_value(value: Any) -> str:
+def _format_toml_value(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_toml_value, value))}]"
+        return f"[{', '.join(map(_format_toml_value, value))}]"
     if isinstance(value, Mapping):
-        return f"{{ {', '.join(f'{_toml_key(k)} = {_toml_value(v)}' for k, v in value.items() if v is not None)} }}"
+        items = (f"{_format_toml_key(k)} = {_format_toml_value(v)}" for k, v in value.items() if v is not None)
+        return f"{{ {', '.join(items)} }}"
     return str(value)  # numbers and dates

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 
-from shardformer.errors import ConfigError, InputError, first_line
+from shardformer.errors import ConfigError, InputError, get_first_line
 from shardformer.train_command.config_schema import DataTable
 from shardformer.train_command.tokenizer import TextTokenizer
 
@@ -43,7 +43,9 @@ def is_conversation(row: Mapping[str, Any], data: DataTable) -> bool:
         return True
     if row.get(data.text) is not None:  # a table has every field in every row
         return False
-    return data.messages in row or _messages_field(row, data) is not None or _pair_fields(row, data) is not None
+    return (
+        data.messages in row or _find_messages_field(row, data) is not None or _find_pair_fields(row, data) is not None
+    )
 
 
 def read_conversation(row: Mapping[str, Any], data: DataTable) -> list[Message]:
@@ -52,10 +54,10 @@ def read_conversation(row: Mapping[str, Any], data: DataTable) -> list[Message]:
     Raises:
         InputError: The row has neither of them, or a message has no role or content.
     """
-    field = None if data.prompt is not None else _messages_field(row, data)
+    field = None if data.prompt is not None else _find_messages_field(row, data)
     if field is not None:
-        return _add_system(_read_messages(row[field], field), row)
-    pair = _pair_fields(row, data)
+        return _add_system_message(_read_messages(row[field], field), row)
+    pair = _find_pair_fields(row, data)
     if pair is None and data.prompt is None and data.messages in row:
         raise InputError(
             f"A row has {row[data.messages]!r:.60} in the field {data.messages!r}, which is not a list of messages.",
@@ -69,30 +71,31 @@ def read_conversation(row: Mapping[str, Any], data: DataTable) -> list[Message]:
             rule=f"A row needs a list of messages in {data.messages!r} or 'conversations', or the fields {known}.",
             remedy="Set data.messages, or data.prompt and data.target, to the names of your fields.",
         )
-    return _read_pair(row, pair)
+    return _read_prompt_and_answer(row, pair)
 
 
-def _messages_field(row: Mapping[str, Any], data: DataTable) -> str | None:
+def _find_messages_field(row: Mapping[str, Any], data: DataTable) -> str | None:
     return next((name for name in (data.messages, "conversations") if isinstance(row.get(name), (list, tuple))), None)
 
 
-def _pair_fields(row: Mapping[str, Any], data: DataTable) -> tuple[str, str] | None:
+def _find_pair_fields(row: Mapping[str, Any], data: DataTable) -> tuple[str, str] | None:
     pairs = PAIRS if data.prompt is None else ((data.prompt, data.target),)
     return next((pair for pair in pairs if all(row.get(name) is not None for name in pair)), None)
 
 
-def _read_pair(row: Mapping[str, Any], fields: tuple[str, str]) -> list[Message]:
+def _read_prompt_and_answer(row: Mapping[str, Any], fields: tuple[str, str]) -> list[Message]:
     prompt, answer = (row[name] for name in fields)
     if isinstance(prompt, (list, tuple)):
-        return _add_system([*_read_messages(prompt, fields[0]), *_as_answer(answer, fields[1])], row)
+        return _add_system_message([*_read_messages(prompt, fields[0]), *_to_answer_messages(answer, fields[1])], row)
     context = row.get(CONTEXT) if fields[0] == "instruction" else None
     prompt = f"{prompt}\n\n{context}" if context else prompt
-    return _add_system(
-        [*_read_messages([{"role": "user", "content": prompt}], fields[0]), *_as_answer(answer, fields[1])], row
+    return _add_system_message(
+        [*_read_messages([{"role": "user", "content": prompt}], fields[0]), *_to_answer_messages(answer, fields[1])],
+        row,
     )
 
 
-def _add_system(messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
+def _add_system_message(messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
     """Insert the ``system`` field of a row as the first message, unless that is already a system message."""
     system = row.get(SYSTEM)
     if not isinstance(system, str) or not system:
@@ -108,14 +111,14 @@ def _add_system(messages: list[Message], row: Mapping[str, Any]) -> list[Message
     return messages
 
 
-def read_answer(row: Mapping[str, Any], field: str, data: DataTable) -> list[Message]:
+def read_prompt_with_answer(row: Mapping[str, Any], field: str, data: DataTable) -> list[Message]:
     """Return the prompt of a data set row and the answer in ``field`` as a list of messages.
 
     Raises:
         InputError: The row has no such answer.
     """
     prompt, answer = row.get(data.prompt or PAIRS[0][0]), row.get(field)
-    messages = [] if answer is None else [*_as_answer(answer, field)]
+    messages = [] if answer is None else [*_to_answer_messages(answer, field)]
     if prompt is not None and messages:
         is_list = isinstance(prompt, (list, tuple))
         messages = [*_read_messages(prompt if is_list else [{"role": "user", "content": prompt}], "prompt"), *messages]
@@ -126,21 +129,21 @@ def read_answer(row: Mapping[str, Any], field: str, data: DataTable) -> list[Mes
             "prompt and ends with the answer.",
             remedy="Correct the data, or set data.prompt, data.chosen and data.rejected to the names of your fields.",
         )
-    return _add_system(messages, row)
+    return _add_system_message(messages, row)
 
 
-def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
+def get_template_options(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tools (callable functions) of a row for the chat template. The tools may be JSON strings."""
-    tools = _from_json(row.get(TOOLS) or [])
-    if not isinstance(tools, (list, tuple)) or not all(isinstance(_from_json(tool), Mapping) for tool in tools):
+    tools = _parse_json(row.get(TOOLS) or [])
+    if not isinstance(tools, (list, tuple)) or not all(isinstance(_parse_json(tool), Mapping) for tool in tools):
         raise InputError(
             f"A row has {row[TOOLS]!r:.60} in the field {TOOLS!r}, which is not a list of functions.",
             remedy="Write the functions as a list of JSON schemas, or remove the field.",
         )
-    return {TOOLS: [_from_json(tool) for tool in tools]} if tools else {}
+    return {TOOLS: [_parse_json(tool) for tool in tools]} if tools else {}
 
 
-def _from_json(value: Any) -> Any:
+def _parse_json(value: Any) -> Any:
     """Parse a string that contains a JSON object or list, and return any other value unchanged."""
     if isinstance(value, str):
         with suppress(ValueError):
@@ -149,7 +152,7 @@ def _from_json(value: Any) -> Any:
     return value
 
 
-def clean_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def drop_missing_fields(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """Yield rows without the None values that the ``datasets`` library inserts for missing fields."""
     return iter(rows) if isinstance(rows, list) else map(_drop_none, rows)
 
@@ -160,7 +163,7 @@ def _drop_none(value: Any) -> Any:
     return [_drop_none(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def _as_answer(value: Any, field: str) -> list[Message]:
+def _to_answer_messages(value: Any, field: str) -> list[Message]:
     return _read_messages(value if isinstance(value, (list, tuple)) else [{"role": ANSWER, "content": value}], field)
 
 
@@ -179,10 +182,10 @@ def _read_messages(messages: Sequence[Any], field: str) -> list[Message]:
                 remedy="Correct the data.",
             )
         assert isinstance(message, Mapping)
-        content = _join_parts(content, message, field) if isinstance(content, list) else content
+        content = _join_text_parts(content, message, field) if isinstance(content, list) else content
         others = {name: value for name, value in message.items() if name not in ("from", "value") and value is not None}
         if calls:
-            others[CALLS] = [_read_call(call) for call in calls]
+            others[CALLS] = [_parse_tool_call(call) for call in calls]
         if others.get(WEIGHT, 1) not in (0, 1):
             raise InputError(
                 f"A message in the field {field!r} has {WEIGHT} = {others[WEIGHT]!r}: {message!r:.60}.",
@@ -193,14 +196,14 @@ def _read_messages(messages: Sequence[Any], field: str) -> list[Message]:
     return found
 
 
-def _read_call(call: Any) -> Any:
+def _parse_tool_call(call: Any) -> Any:
     """Parse the JSON arguments of a tool call, because chat templates expect an object."""
     if not isinstance(call, Mapping):
         return call
-    return {name: _from_json(v) if name == "arguments" else _read_call(v) for name, v in call.items()}
+    return {name: _parse_json(v) if name == "arguments" else _parse_tool_call(v) for name, v in call.items()}
 
 
-def _join_parts(parts: Sequence[Any], message: Message, field: str) -> str:
+def _join_text_parts(parts: Sequence[Any], message: Message, field: str) -> str:
     """Join the text parts of a message to one string. Raises InputError for other parts, such as images."""
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
@@ -242,7 +245,7 @@ class ChatFormat:
     @classmethod
     def of(cls, data: DataTable, tokens: TextTokenizer) -> ChatFormat:
         """Create a chat format with the configured chat template, or with the default template of the tokenizer."""
-        template = _read_template(data.chat_template) or getattr(tokens.tokenizer, "chat_template", None)
+        template = _load_chat_template(data.chat_template) or getattr(tokens.tokenizer, "chat_template", None)
         if isinstance(template, dict):
             template = template.get("default")
         if template is None and tokens.is_bytes:
@@ -271,7 +274,7 @@ class ChatFormat:
             )
         except Exception as error:  # templates raise their own errors
             raise InputError(
-                f"The chat template does not accept the conversation {list(messages)!r:.120}: {first_line(error)}.",
+                f"The chat template does not accept the conversation {list(messages)!r:.120}: {get_first_line(error)}.",
                 remedy="Correct the data, for example the order of the roles, or set another data.chat_template.",
             ) from error
 
@@ -348,7 +351,7 @@ def _is_trained(answer: Message) -> bool:
     return answer.get(WEIGHT, 1) != 0 and bool(answer.get(CALLS) or (answer["content"] or "").strip())
 
 
-def _read_template(name: str | None) -> str | None:
+def _load_chat_template(name: str | None) -> str | None:
     if name is None or name in TEMPLATES:
         return None if name is None else TEMPLATES[name]
     try:
@@ -380,9 +383,9 @@ def encode_conversations(rows: Iterable[Mapping[str, Any]], data: DataTable, cha
         InputError: No row has a label.
     """
     has_any = False
-    for number, row in enumerate(clean_rows(rows), start=1):
+    for number, row in enumerate(drop_missing_fields(rows), start=1):
         try:
-            ids, labels = chat.encode(read_conversation(row, data), **template_options(row))
+            ids, labels = chat.encode(read_conversation(row, data), **get_template_options(row))
         except InputError as error:
             raise InputError(
                 f"Row {number} of the data: {error.what}.", rule=error.rule, remedy=error.remedy

@@ -91,7 +91,7 @@ class ImageDataset(Dataset[dict[str, Any]]):
             ) from error
 
 
-def concatenate_texts(texts: Sequence[str], tokenizer: TextTokenizer) -> list[int]:
+def tokenize_and_concatenate(texts: Sequence[str], tokenizer: TextTokenizer) -> list[int]:
     """Tokenize texts and concatenate them into one token sequence, separated by end-of-sequence tokens."""
     row: list[int] = []
     for number, text in enumerate(texts):
@@ -174,7 +174,7 @@ class TextDataset(Dataset[dict[str, Any]]):
 
 
 @dataclass(frozen=True, eq=False)
-class TaggedDataset(Dataset[dict[str, Any]]):
+class TokenClassificationDataset(Dataset[dict[str, Any]]):
     """Data set for token classification, with lists of words and one class index per word.
 
     The first token of a word has the label of the word. The other tokens have no label.
@@ -207,7 +207,7 @@ class TaggedDataset(Dataset[dict[str, Any]]):
 
 
 @dataclass(frozen=True, eq=False)
-class SampleDataset(Dataset[dict[str, Tensor]]):
+class TokenizedDataset(Dataset[dict[str, Tensor]]):
     """Data set of samples that are already tokenized."""
 
     samples: Sequence[Sample]
@@ -262,7 +262,7 @@ class StreamedSamples(IterableDataset[Any]):
         return iter(self.make(self.rows))
 
 
-def stream_blocks(
+def stream_token_blocks(
     rows: Iterable[Mapping[str, Any]], *, field: str, length: int, task: str, tokens: TextTokenizer
 ) -> Iterator[dict[str, Tensor]]:
     """Tokenize a stream of texts, and yield consecutive token blocks of equal length.

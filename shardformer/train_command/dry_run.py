@@ -13,7 +13,7 @@ import torch
 from shardformer.config import ParallelConfig
 from shardformer.errors import ShardFormerError
 from shardformer.local_ranks.fake_rank import MemoryTracker, fake_context, fake_tensors
-from shardformer.mesh.parallel_context import local_device, with_grid_axes
+from shardformer.mesh.parallel_context import get_local_device, reshape_tensor_axis
 from shardformer.shard_model_api import shard_model
 from shardformer.sharding.describe import describe_sharding
 from shardformer.train_command.build import build_hooks, build_model, build_optimizer, prepare_model
@@ -109,7 +109,7 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
     if any(size > 1 for size in sizes.values()):
         plain = replace(layout.fit_to(1), zero_stage=None, keep_frozen=True, reshard_after_forward=None)
         alone = estimator.estimate(plain, {"pipe": 0, "tensor": 0})
-    device, free_bytes = _free_memory()
+    device, free_bytes = _get_free_memory()
     return DryRunReport(
         summary=RunSummary.of(config, data, lazy_model),
         layout=layout,
@@ -123,9 +123,9 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
     )
 
 
-def _free_memory() -> tuple[str, int | None]:
+def _get_free_memory() -> tuple[str, int | None]:
     """Return the name of the local device and its free memory in bytes, which is None if it is unknown."""
-    device = local_device()
+    device = get_local_device()
     if device.type == "cuda":
         return torch.cuda.get_device_name(device), int(torch.cuda.mem_get_info(device)[0])
     try:
@@ -155,7 +155,7 @@ class _MemoryEstimator:
     def estimate(self, layout: ParallelConfig, coords: dict[str, int]) -> RankMemory:
         """Estimate the memory of the rank with the mesh coordinates ``coords``. Estimate earlier stages first."""
         sizes = {name: size or 1 for name, size in layout.sizes.items()}
-        context = with_grid_axes(fake_context(coords, **sizes), layout.tensor)  # type: ignore[arg-type]
+        context = reshape_tensor_axis(fake_context(coords, **sizes), layout.tensor)  # type: ignore[arg-type]
         with torch.random.fork_rng(devices=[]), fake_tensors():
             unsharded = build_model(self._config, self._data, self._saved, lazy=False)
             unsharded = prepare_model(self._config, unsharded)
@@ -172,7 +172,7 @@ class _MemoryEstimator:
             )
         batch_size = self._config.data.batch_size
         batch_size = min(batch_size, self._data.num_samples or batch_size)
-        samples = self._data.first_samples(max(-(-batch_size // sizes["data"]), 1))
+        samples = self._data.get_first_samples(max(-(-batch_size // sizes["data"]), 1))
         step_dtype = MixedPrecision.of(layout.precision).dtype or torch.float32
         with torch.random.fork_rng(devices=[]), fake_tensors() as fake:  # in the dtype of a step
             unsharded = build_model(self._config, self._data, self._saved, lazy=False, dtype=step_dtype)

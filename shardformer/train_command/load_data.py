@@ -18,28 +18,28 @@ from shardformer.train_command.datasets import (
     ImageTransform,
     MixedDataset,
     PaddingCollator,
-    SampleDataset,
     StreamedSamples,
-    TaggedDataset,
     TextDataset,
     TokenBlocks,
-    concatenate_texts,
+    TokenClassificationDataset,
+    TokenizedDataset,
     encode_label_lists,
     encode_labels,
     list_classes,
-    stream_blocks,
+    stream_token_blocks,
+    tokenize_and_concatenate,
 )
 from shardformer.train_command.packing import LengthGroupedSampler, PackedDataset
 from shardformer.train_command.preference import (
     PreferenceCollator,
     PreferenceDataset,
     PreferenceLoss,
-    count_rows,
-    read_pairs,
+    build_preference_dataset,
+    count_batch_samples,
 )
 from shardformer.train_command.read_rows import (
     DatasetRows,
-    data_sources_of,
+    get_data_sources,
     infer_format,
     mix_streams,
     read_field,
@@ -99,7 +99,7 @@ class TrainingData:
         """Number of training samples per epoch, or None for a stream."""
         return length_or_none(self.train)
 
-    def first_samples(self, count: int) -> list[Any]:
+    def get_first_samples(self, count: int) -> list[Any]:
         """Return the first ``count`` training samples, and repeat samples if the data set has fewer."""
         if self.num_samples is None:
             return list(islice(iter(self.train), count))
@@ -142,12 +142,12 @@ def load_data(config: TrainConfig, image_size: int | None = None, model_classes:
     rows = read_sources(config, validation=False)
     classes = _find_classes(config, rows, model_classes) if model.task.endswith("classification") else None
     builder = _DatasetBuilder(config, tokens, transform, classes)
-    train = _mix(config, [builder.build(each, False) for each in rows])
+    train = _mix_sources(config, [builder.build(each, False) for each in rows])
     validation = _load_validation(config, builder)
     is_padded = tokens is not None and not isinstance(train, TokenBlocks)
     is_preference = model.task == "preference"
     return TrainingData(
-        title=", ".join(data_sources_of(data)),
+        title=", ".join(get_data_sources(data)),
         train=train,
         validation=validation,
         collate=_make_collator(model.task, tokens) if tokens is not None and is_padded else None,
@@ -158,7 +158,7 @@ def load_data(config: TrainConfig, image_size: int | None = None, model_classes:
         sampler=_make_sampler(data, train) if data.group_by_length else None,
         skipped=builder.skipped,
         loss_fn=PreferenceLoss(config.preference) if is_preference else None,
-        loss_weight=count_rows if is_preference else None,
+        loss_weight=count_batch_samples if is_preference else None,
         preferences=builder.preferences,
         adds_end=tokens is not None and adds_end_token(config),
         chat_template=builder.chat_template,
@@ -184,12 +184,12 @@ def _make_collator(task: str, tokens: TextTokenizer) -> PaddingCollator:
 
 def adds_end_token(config: TrainConfig) -> bool:
     """Return whether a run tokenizes each text separately with special tokens, instead of concatenating all texts."""
-    names, task = data_sources_of(config.data), config.model.task
+    names, task = get_data_sources(config.data), config.model.task
     is_row = task == "sequence_to_sequence" and infer_format(config.data, names) != "text"
     return is_row or task in ("classification", "multi_label_classification", "regression")
 
 
-def _mix(config: TrainConfig, sources: list[Any]) -> Any:
+def _mix_sources(config: TrainConfig, sources: list[Any]) -> Any:
     weights = config.data.weights
     if weights is None:
         return sources[0]
@@ -216,11 +216,11 @@ def _find_classes(config: TrainConfig, sources: Sequence[DatasetRows], model_cla
         labels += found
         names = names or names_of_source
     if config.model.task in ("token_classification", "multi_label_classification"):
-        labels = _flatten(labels, config.data.label)
+        labels = _flatten_label_lists(labels, config.data.label)
     return list_classes(labels, model_classes if set(names) <= set(model_classes) else names)
 
 
-def _flatten(labels: Sequence[Any], field: str) -> list[Any]:
+def _flatten_label_lists(labels: Sequence[Any], field: str) -> list[Any]:
     for number, label in enumerate(labels, start=1):
         if not isinstance(label, (list, tuple)):
             raise InputError(
@@ -248,27 +248,27 @@ class _DatasetBuilder:
         data, task = self.config.data, self.config.model.task
         if self.transform is not None:
             images = [to_image_source(each) for each in read_field(rows, data.image)]
-            return ImageDataset(images, self._class_indices(rows, validation), self.transform)
+            return ImageDataset(images, self._read_class_indices(rows, validation), self.transform)
         assert self.tokens is not None
         if data.streaming:
             return self._build_stream(rows, self.tokens)
         if task == "preference":
-            preferences = read_pairs(rows, data, self._chat_format(self.tokens))
-            self._count(preferences, rows)
+            preferences = build_preference_dataset(rows, data, self._make_chat_format(self.tokens))
+            self._count_skipped_rows(preferences, rows)
             self.preferences.append(preferences)
             return preferences
-        is_text = infer_format(data, data_sources_of(data, validation=validation)) == "text"
+        is_text = infer_format(data, get_data_sources(data, validation=validation)) == "text"
         if task in ("causal", "masked") or is_text:
             return self._build_language_modeling(rows, self.tokens)
         if task == "token_classification":
             words = read_word_field(rows, data.text, "data.text")
-            indices = self._class_index_lists(rows, validation)
-            return TaggedDataset(words, indices, self.tokens, data.sequence_length)
+            indices = self._read_class_index_lists(rows, validation)
+            return TokenClassificationDataset(words, indices, self.tokens, data.sequence_length)
         texts = read_text_field(rows, data.text, "data.text")
         pairs = read_text_field(rows, data.pair, "data.pair") if data.pair is not None else None
-        return TextDataset(texts, self._labels(rows, validation), self.tokens, data.sequence_length, pairs)
+        return TextDataset(texts, self._read_labels(rows, validation), self.tokens, data.sequence_length, pairs)
 
-    def _labels(self, rows: DatasetRows, validation: bool) -> Sequence[Any]:
+    def _read_labels(self, rows: DatasetRows, validation: bool) -> Sequence[Any]:
         data, task = self.config.data, self.config.model.task
         if task == "sequence_to_sequence":
             return read_text_field(rows, data.target, "data.target")
@@ -276,37 +276,37 @@ class _DatasetBuilder:
             return read_number_field(rows, data.label, "data.label")
         if task == "multi_label_classification":
             assert self.classes is not None
-            indices = self._class_index_lists(rows, validation)
+            indices = self._read_class_index_lists(rows, validation)
             return [[float(number in row) for number in range(len(self.classes))] for row in indices]
-        return self._class_indices(rows, validation)
+        return self._read_class_indices(rows, validation)
 
-    def _class_indices(self, rows: DatasetRows, validation: bool) -> list[int]:
+    def _read_class_indices(self, rows: DatasetRows, validation: bool) -> list[int]:
         assert self.classes is not None
         return encode_labels(read_label_field(rows, self.config.data.label)[0], self.classes, validation)
 
-    def _class_index_lists(self, rows: DatasetRows, validation: bool) -> list[list[int]]:
+    def _read_class_index_lists(self, rows: DatasetRows, validation: bool) -> list[list[int]]:
         assert self.classes is not None
         labels = read_label_field(rows, self.config.data.label)[0]
-        _flatten(labels, self.config.data.label)
+        _flatten_label_lists(labels, self.config.data.label)
         return encode_label_lists(labels, self.classes, validation)
 
     def _build_language_modeling(self, rows: DatasetRows, tokens: TextTokenizer) -> Any:
         data, task = self.config.data, self.config.model.task
         if task == "causal" and is_conversation(rows[0], data):
-            samples = list(encode_conversations(rows, data, self._chat_format(tokens)))
-            self._count(samples, rows)
+            samples = list(encode_conversations(rows, data, self._make_chat_format(tokens)))
+            self._count_skipped_rows(samples, rows)
         elif data.packing:
             samples = _split_documents(read_text_field(rows, data.text, "data.text"), tokens, data.sequence_length)
         else:
             return self._build_blocks(rows, tokens)
-        return PackedDataset.of(samples, data.sequence_length) if data.packing else SampleDataset(samples)
+        return PackedDataset.of(samples, data.sequence_length) if data.packing else TokenizedDataset(samples)
 
-    def _chat_format(self, tokens: TextTokenizer) -> ChatFormat:
+    def _make_chat_format(self, tokens: TextTokenizer) -> ChatFormat:
         chat = ChatFormat.of(self.config.data, tokens)
         self.chat_template = chat.template
         return chat
 
-    def _count(self, samples: Any, rows: DatasetRows) -> None:
+    def _count_skipped_rows(self, samples: Any, rows: DatasetRows) -> None:
         self.num_skipped += len(rows) - len(samples)
         self.num_rows += len(rows)
 
@@ -319,7 +319,7 @@ class _DatasetBuilder:
 
     def _build_blocks(self, rows: DatasetRows, tokens: TextTokenizer) -> TokenBlocks:
         data = self.config.data
-        row = concatenate_texts(read_text_field(rows, data.text, "data.text"), tokens)
+        row = tokenize_and_concatenate(read_text_field(rows, data.text, "data.text"), tokens)
         if len(row) < data.sequence_length:
             raise InputError(
                 f"The text has only {len(row)} tokens with the tokenizer {tokens.name}, which is less than "
@@ -332,20 +332,20 @@ class _DatasetBuilder:
         data, task = self.config.data, self.config.model.task
         first = next(iter(rows), None)
         if first is None:
-            raise InputError(f"The data {', '.join(data_sources_of(data))} has no rows.", remedy="Correct data.train.")
+            raise InputError(f"The data {', '.join(get_data_sources(data))} has no rows.", remedy="Correct data.train.")
         make: Callable[[Any], Any]
         if task == "causal" and is_conversation(first, data):
-            make = partial(_stream_conversations, data=data, chat=self._chat_format(tokens))
+            make = partial(_stream_conversations, data=data, chat=self._make_chat_format(tokens))
         else:
             read_text_field([first], data.text, "data.text")
-            make = partial(stream_blocks, field=data.text, length=data.sequence_length, task=task, tokens=tokens)
+            make = partial(stream_token_blocks, field=data.text, length=data.sequence_length, task=task, tokens=tokens)
         shuffled = rows.shuffle(seed=self.config.seed) if data.shuffle else rows
         return StreamedSamples(shuffled, make)
 
 
 def _stream_conversations(rows: Any, *, data: DataTable, chat: ChatFormat) -> Any:
     for sample in encode_conversations(rows, data, chat):
-        yield SampleDataset([sample])[0]
+        yield TokenizedDataset([sample])[0]
 
 
 def _split_documents(texts: Sequence[str], tokens: TextTokenizer, length: int) -> list[Sample]:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardformer.errors import ConfigError, did_you_mean, first_line
-from shardformer.train_command.config_schema import TrainConfig, remote_code_hint
+from shardformer.errors import ConfigError, did_you_mean, get_first_line
+from shardformer.train_command.config_schema import TrainConfig, get_remote_code_hint
 from shardformer.train_command.load_data import TrainingData
 from shardformer.transformers_compat import load_transformers
 
@@ -60,10 +60,10 @@ def _load_saved_config(config: TrainConfig) -> tuple[Any, Fields]:
         if not random and name in types:
             remedy = "Set model.random = true to start with random weights, or specify a folder with weights"
         raise ConfigError(
-            f"The config of model.name = {name!r} cannot be loaded: {first_line(error)}.",
+            f"The config of model.name = {name!r} cannot be loaded: {get_first_line(error)}.",
             rule="model.name is a folder that save_pretrained wrote, or a name on the hub. With model.random = true, "
             "it can also be a config.json or a transformers model type.",
-            remedy=remote_code_hint(remedy, error),
+            remedy=get_remote_code_hint(remedy, error),
         ) from error
     if not random and Path(name).is_file():
         raise ConfigError(
@@ -73,13 +73,13 @@ def _load_saved_config(config: TrainConfig) -> tuple[Any, Fields]:
     return model_config, saved
 
 
-def _nested_config(model_config: Any, name: str) -> Any:
+def _get_nested_config(model_config: Any, name: str) -> Any:
     """Return the nested config in a field of a model config, or None if the field contains no config."""
     value = vars(model_config).get(model_config.attribute_map.get(name, name))
     return value if hasattr(value, "to_dict") and hasattr(value, "attribute_map") else None
 
 
-def _field_names(model_config: Any) -> list[str]:
+def _list_field_names(model_config: Any) -> list[str]:
     """Return all field names and aliases of a model config.
 
     A property with a private name, such as ``_attn_implementation``, is listed without the underscore.
@@ -92,19 +92,19 @@ def _field_names(model_config: Any) -> list[str]:
 
 def _check_fields(model_config: Any, fields: Fields, where: str = "model.config") -> None:
     """Raise ConfigError for a field that the model config or one of its nested configs does not have."""
-    known = _field_names(model_config)
+    known = _list_field_names(model_config)
     for field, value in fields.items():
         if field not in known:
             raise ConfigError(
                 f"{where} sets {field!r}, but the config of {model_config.model_type} has no such field.",
                 remedy=did_you_mean(field, known),
             )
-        nested = _nested_config(model_config, field)
+        nested = _get_nested_config(model_config, field)
         if isinstance(value, Mapping) and nested is not None:
-            _check_fields(_config_with_type(nested, value), value, f"{where}.{field}")
+            _check_fields(_get_config_of_type(nested, value), value, f"{where}.{field}")
 
 
-def _config_with_type(nested: Any, value: Fields) -> Any:
+def _get_config_of_type(nested: Any, value: Fields) -> Any:
     """Return ``nested``, or a new config if the fields in ``value`` set a different ``model_type``."""
     transformers = load_transformers()
     model_type = value.get("model_type", nested.model_type)
@@ -114,7 +114,7 @@ def _config_with_type(nested: Any, value: Fields) -> Any:
 
 def _add_default_fields(model_config: Any, run_fields: Fields, defaults: Fields) -> dict[str, Any]:
     """Add default values for fields that the run does not set. Fields of a text model go into the text config."""
-    text, known = model_config.get_text_config(), _field_names(model_config)
+    text, known = model_config.get_text_config(), _list_field_names(model_config)
     place = next((name for name, value in vars(model_config).items() if value is text), None)
     fields = dict(run_fields)
     for name, value in defaults.items():
@@ -130,8 +130,8 @@ def _merge_fields(model_config: Any, saved: Fields, fields: Fields) -> dict[str,
     alias = model_config.attribute_map
     merged = {alias.get(name, name): value for name, value in saved.items()}
     for name, value in fields.items():
-        part, before = _nested_config(model_config, name), merged.get(alias.get(name, name))
-        if isinstance(value, Mapping) and part is not None and _config_with_type(part, value) is part:
+        part, before = _get_nested_config(model_config, name), merged.get(alias.get(name, name))
+        if isinstance(value, Mapping) and part is not None and _get_config_of_type(part, value) is part:
             value = _merge_fields(part, before if isinstance(before, Mapping) else {}, value)
         merged[alias.get(name, name)] = value
     if "num_labels" in fields and len(merged.get("id2label") or {}) != fields["num_labels"]:
@@ -148,7 +148,7 @@ def _build_config(config: TrainConfig, model_config: Any, saved: Fields, fields:
     """
     config_class, merged = type(model_config), _merge_fields(model_config, saved, fields) if saved else fields
     first_error: Exception | None = None
-    for left_out in _candidate_omissions(config_class, model_config, saved, fields):
+    for left_out in _iter_field_omissions(config_class, model_config, saved, fields):
         try:
             built = config_class.from_dict(copy.deepcopy({n: v for n, v in merged.items() if n not in left_out}))
             if hasattr(built, "validate"):
@@ -167,7 +167,7 @@ def _build_config(config: TrainConfig, model_config: Any, saved: Fields, fields:
     ) from first_error
 
 
-def _candidate_omissions(
+def _iter_field_omissions(
     config_class: Any, model_config: Any, saved: Fields, fields: Fields
 ) -> Iterator[Sequence[str]]:
     """Yield the saved fields to omit in each attempt to build the config: none, a derived one, or all derived ones."""

@@ -18,9 +18,9 @@ from shardformer.train_command.conversations import (
     IGNORED,
     ChatFormat,
     Sample,
-    clean_rows,
-    read_answer,
-    template_options,
+    drop_missing_fields,
+    get_template_options,
+    read_prompt_with_answer,
 )
 from shardformer.train_command.datasets import PaddingCollator
 
@@ -57,7 +57,7 @@ class PreferenceDataset(Dataset[dict[str, Any]]):
         }
 
 
-def read_pairs(rows: Sequence[Mapping[str, Any]], data: DataTable, chat: ChatFormat) -> PreferenceDataset:
+def build_preference_dataset(rows: Sequence[Mapping[str, Any]], data: DataTable, chat: ChatFormat) -> PreferenceDataset:
     """Tokenize the chosen and the rejected answer of each row. Leave out rows whose answers are cut off.
 
     Raises:
@@ -65,10 +65,13 @@ def read_pairs(rows: Sequence[Mapping[str, Any]], data: DataTable, chat: ChatFor
     """
     last = replace(chat, train_on="last")
     pairs = []
-    for number, row in enumerate(clean_rows(rows), start=1):
+    for number, row in enumerate(drop_missing_fields(rows), start=1):
         try:
-            options = template_options(row)
-            both = [last.encode(read_answer(row, field, data), **options) for field in (data.chosen, data.rejected)]
+            options = get_template_options(row)
+            both = [
+                last.encode(read_prompt_with_answer(row, field, data), **options)
+                for field in (data.chosen, data.rejected)
+            ]
         except InputError as error:
             raise InputError(
                 f"Row {number} of the data: {error.what}.", rule=error.rule, remedy=error.remedy
@@ -95,7 +98,7 @@ class PreferenceCollator(PaddingCollator):
         return {**batch, ANSWER_IDS: batch.pop("labels"), REFERENCE: torch.stack([each[REFERENCE] for each in samples])}
 
 
-def answer_logps(logits_BSV: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+def compute_answer_logps(logits_BSV: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the log-probabilities of the chosen and rejected answers, as an fp32 tensor of shape (batch size, 2)."""
     labels_BS = batch[ANSWER_IDS][:, 1:].to(logits_BSV.device)
     logits_TV = logits_BSV[:, :-1].float().flatten(0, 1)
@@ -121,19 +124,19 @@ class PreferenceLoss:
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the mean loss over the pairs of answers in a micro-batch."""
-        logits_BSV = _logits_of(output)
-        gains_B2 = answer_logps(logits_BSV, batch) - batch[REFERENCE].to(logits_BSV.device)
+        logits_BSV = _get_logits(output)
+        gains_B2 = compute_answer_logps(logits_BSV, batch) - batch[REFERENCE].to(logits_BSV.device)
         margins_B = self.table.beta * (gains_B2[:, 0] - gains_B2[:, 1])
         smoothing = self.table.label_smoothing
         return -((1 - smoothing) * F.logsigmoid(margins_B) + smoothing * F.logsigmoid(-margins_B)).mean()
 
 
-def count_rows(batch: Mapping[str, Tensor]) -> float:
+def count_batch_samples(batch: Mapping[str, Tensor]) -> float:
     """Return the number of samples in a micro-batch, by which its mean loss is weighted."""
     return float(len(batch["input_ids"]))
 
 
-def compute_reference(engine: Any, data: PreferenceDataset, collate: PreferenceCollator, batch_size: int) -> None:
+def compute_reference_logps(engine: Any, data: PreferenceDataset, collate: PreferenceCollator, batch_size: int) -> None:
     """Compute the log-probabilities of all answers with the current model, and store them in the data set.
 
     Each data-parallel rank computes an equal share of the rows. Communicates the values over the data axis.
@@ -145,10 +148,10 @@ def compute_reference(engine: Any, data: PreferenceDataset, collate: PreferenceC
     found = []
     for start in range(0, count, size):
         batch = collate([data[row] for row in rows[start : start + size]])
-        found.append(answer_logps(_logits_of(engine.predict(batch)), batch).cpu())
+        found.append(compute_answer_logps(_get_logits(engine.predict(batch)), batch).cpu())
     data.reference_N2 = torch.cat(all_gather_objects(torch.cat(found), axis))[: len(data)]
 
 
-def _logits_of(output: Any) -> Tensor:
+def _get_logits(output: Any) -> Tensor:
     logits: Tensor = output["logits"] if isinstance(output, Mapping) else output.logits
     return logits

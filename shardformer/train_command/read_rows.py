@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 
-from shardformer.errors import ConfigError, InputError, did_you_mean, first_line, import_optional
+from shardformer.errors import ConfigError, InputError, did_you_mean, get_first_line, import_optional
 from shardformer.train_command.config_schema import DataTable, TrainConfig
 
 SUFFIXES = {".txt": "text", ".md": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
@@ -34,7 +34,7 @@ CHECKED_BYTES = 2**20
 DatasetRows = Sequence[Mapping[str, Any]]
 
 
-def data_sources_of(data: DataTable, *, validation: bool = False) -> list[str]:
+def get_data_sources(data: DataTable, *, validation: bool = False) -> list[str]:
     """Return the names of the files, folders or data sets that the configuration lists as training data.
 
     With ``validation``, return those of the validation data, if the configuration lists any.
@@ -43,18 +43,18 @@ def data_sources_of(data: DataTable, *, validation: bool = False) -> list[str]:
     return [settings] if isinstance(settings, str) else list(settings)
 
 
-def expand_patterns(names: Sequence[str]) -> list[str]:
+def expand_file_patterns(names: Sequence[str]) -> list[str]:
     """Replace file patterns such as ``data/*.parquet`` by the matching files in alphabetical order."""
     return [
         file for name in names for file in (not os.path.exists(name) and sorted(glob(name, recursive=True))) or [name]
     ]
 
 
-def file_checksums(data: DataTable) -> dict[str, int]:
+def compute_file_checksums(data: DataTable) -> dict[str, int]:
     """Return a checksum for each data file, computed from its size, its first and its last bytes."""
     found = {}
-    names = [*data_sources_of(data), *data_sources_of(data, validation=True)]
-    for name in dict.fromkeys(expand_patterns(names)):
+    names = [*get_data_sources(data), *get_data_sources(data, validation=True)]
+    for name in dict.fromkeys(expand_file_patterns(names)):
         with suppress(OSError), open(name, "rb") as file:  # other names are folders and data sets
             size = file.seek(0, io.SEEK_END)
             file.seek(0)
@@ -75,7 +75,7 @@ def read_sources(config: TrainConfig, *, validation: bool) -> list[DatasetRows]:
         InputError: The content of the data is invalid.
     """
     data = config.data
-    names = data_sources_of(data, validation=validation)
+    names = get_data_sources(data, validation=validation)
     is_weighted = data.weights is not None and (not validation or data.validation is None)
     groups = [[name] for name in names] if is_weighted else [names]
     found = [_read_rows(config, group, validation) for group in groups]
@@ -87,7 +87,7 @@ def read_sources(config: TrainConfig, *, validation: bool) -> list[DatasetRows]:
 def _read_rows(config: TrainConfig, names: Sequence[str], validation: bool) -> DatasetRows:
     data, task = config.data, config.model.task
     data_format = infer_format(data, names)
-    names = expand_patterns(names)
+    names = expand_file_patterns(names)
     if data.streaming and data_format in ("text", "images"):
         raise ConfigError(
             f"data.streaming = true does not support {', '.join(map(repr, names))}, which is read as {data_format}.",
@@ -106,7 +106,7 @@ def _read_rows(config: TrainConfig, names: Sequence[str], validation: bool) -> D
         return _read_json_rows(names)
     if data_format == "csv" and not data.streaming:
         rows = [row for name in names for row in _read_csv_rows(name, data.delimiter)]
-        return _to_numbers(rows, data.label, float if task == "regression" else int)
+        return _convert_field_to_numbers(rows, data.label, float if task == "regression" else int)
     split = data.validation_split or data.split if validation and data.validation_fraction is None else data.split
     if data_format == "datasets":
         return _load_dataset(data, names, split)
@@ -131,10 +131,10 @@ def split_rows(rows: DatasetRows, fraction: float, seed: int) -> tuple[DatasetRo
             remedy="Decrease the fraction, or use more data.",
         )
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
-    return _select(rows, sorted(order[count:])), _select(rows, sorted(order[:count]))
+    return _select_rows(rows, sorted(order[count:])), _select_rows(rows, sorted(order[:count]))
 
 
-def _select(rows: DatasetRows, indices: Sequence[int]) -> DatasetRows:
+def _select_rows(rows: DatasetRows, indices: Sequence[int]) -> DatasetRows:
     if hasattr(rows, "select"):  # a data set of the library keeps its features and reads rows when they are used
         selected: DatasetRows = rows.select(indices)
         return selected
@@ -299,21 +299,21 @@ def _parse_json_row(file: str, number: int, line: str) -> Mapping[str, Any]:
     return row
 
 
-def _to_numbers(rows: list[dict[str, str]], field: str, kind: type) -> DatasetRows:
-    """Convert a field to numbers of type ``kind``, or return the rows unchanged if a row has no such number."""
+def _convert_field_to_numbers(rows: list[dict[str, str]], field: str, number_type: type) -> DatasetRows:
+    """Convert a field to numbers of type ``number_type``, or return the rows unchanged if a row has no such number."""
     try:
-        return [{**row, field: kind(row[field])} for row in rows]
+        return [{**row, field: number_type(row[field])} for row in rows]
     except (KeyError, ValueError):
         return rows
 
 
-def _delimiter_of(file: str, delimiter: str | None) -> str:
+def _get_delimiter(file: str, delimiter: str | None) -> str:
     return delimiter or ("\t" if file.lower().endswith(".tsv") else ",")
 
 
 def _read_csv_rows(file: str, delimiter: str | None) -> list[dict[str, str]]:
     """Read a csv file, and return each row as a dict from field names to strings."""
-    separator = _delimiter_of(file, delimiter)
+    separator = _get_delimiter(file, delimiter)
     csv.field_size_limit(2**30)
     lines = io.StringIO(_read_text_file(file), newline="")
     if separator == "\t":  # quotes are part of the text, as in most data sets
@@ -362,7 +362,7 @@ def _load_dataset(data: DataTable, names: Sequence[str], split: str) -> DatasetR
             )
     except (OSError, ValueError, KeyError, TypeError) as error:  # errors of the library for missing data
         raise ConfigError(
-            f"The data set {name!r} cannot be read: {first_line(error)}.",
+            f"The data set {name!r} cannot be read: {get_first_line(error)}.",
             rule="Specify a name on the hub, such as imdb or glue:mrpc, or a folder that save_to_disk wrote.",
             remedy="Correct data.train, data.split or data.options.",
         ) from error
@@ -380,7 +380,7 @@ def _load_data_files(data: DataTable, data_format: str, names: Sequence[str]) ->
         )
     options = dict(data.options)
     if data_format == "csv":
-        separator = _delimiter_of(names[0], data.delimiter)
+        separator = _get_delimiter(names[0], data.delimiter)
         options |= {"sep": separator, **({"quoting": csv.QUOTE_NONE} if separator == "\t" else {})}
     builder = {"jsonl": "json"}.get(data_format, data_format)
     try:
@@ -403,7 +403,7 @@ def _unreadable_error(names: Sequence[str], data_format: str, error: Exception) 
     if all(file.is_file() and not file.stat().st_size for file in files) or "BatchSize must be" in str(error):
         return InputError(f"{', '.join(names)} contains no rows.", remedy="Specify a file with rows.")
     return InputError(
-        f"{', '.join(map(repr, names))} cannot be read as {data_format}: {first_line(error.__cause__ or error)}.",
+        f"{', '.join(map(repr, names))} cannot be read as {data_format}: {get_first_line(error.__cause__ or error)}.",
         remedy="Correct the file, or set data.delimiter or data.options.",
     )
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from shardformer.comm.collective_call import run_on_first_rank
 from shardformer.config import ParallelConfig
 from shardformer.discovery.token_dependence import check_packing
-from shardformer.errors import ConfigError, ShardFormerError, first_line
+from shardformer.errors import ConfigError, ShardFormerError, get_first_line
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.train_command.build import (
     build_hooks,
@@ -30,13 +30,13 @@ from shardformer.train_command.build import (
 from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.load_data import TrainingData, load_data
 from shardformer.train_command.model_config import get_class_names, get_image_size, load_model_config
-from shardformer.train_command.preference import PreferenceCollator, compute_reference
+from shardformer.train_command.preference import PreferenceCollator, compute_reference_logps
 from shardformer.train_command.run_checks import Resume, check_attention_fits_task
-from shardformer.train_command.summary import EXPORT_FOLDER, Header, RunSummary, print_footer
+from shardformer.train_command.summary import EXPORT_FOLDER, RunSummary, RunSummaryPrinter, print_footer
 from shardformer.training.engine import Engine
 from shardformer.training.initialize import initialize, make_context, num_processes
 from shardformer.training.trainer import Trainer
-from shardformer.weights.save_pretrained import check_export, check_target, export_pretrained
+from shardformer.weights.save_pretrained import check_export, check_export_directory, export_pretrained
 
 
 def run_training(config: TrainConfig) -> dict[str, float]:
@@ -102,7 +102,7 @@ def _convert_first_step_error(config: TrainConfig, trainer: Trainer) -> Iterator
             raise
         fields = f" with model.config = {config.model.config!r:.200}" if config.model.config else ""
         raise ConfigError(
-            f"The first training step failed{fields}: {type(error).__name__}: {first_line(error)}.",
+            f"The first training step failed{fields}: {type(error).__name__}: {get_first_line(error)}.",
             remedy="Correct model.config, model.task, model.head or optimizer.",
         ) from error
 
@@ -118,7 +118,7 @@ def _check_export_folder(config: TrainConfig, folder: Path) -> None:
         )
     is_adapter_folder = (folder / "adapter_config.json").is_file()
     if config.lora is None or config.lora.merge or not is_adapter_folder:
-        check_target(folder)
+        check_export_directory(folder)
 
 
 def build_trainer(
@@ -129,9 +129,9 @@ def build_trainer(
     make_optimizer = build_optimizer(config.optimizer)
     data, model = load_data_and_model(config)
     num_steps = count_steps(config, data)
-    header = Header(RunSummary.of(config, data, model), layout)
+    header = RunSummaryPrinter(RunSummary.of(config, data, model), layout)
     torch.manual_seed(config.seed)
-    source, batch_size, data_options = _data_source(config, data)
+    source, batch_size, data_options = _get_data_arguments(config, data)
     engine = initialize(
         model,
         make_optimizer(model),
@@ -145,11 +145,11 @@ def build_trainer(
         data_options={"seed": config.seed, **data_options},
     )
     for part in data.preferences:  # before a checkpoint is loaded: the reference is the initial model
-        compute_reference(engine, part, cast(PreferenceCollator, data.collate), config.data.batch_size)
+        compute_reference_logps(engine, part, cast(PreferenceCollator, data.collate), config.data.batch_size)
     return Trainer(engine, [header, *hooks, Resume(config, num_steps, data.chat_template)]), data
 
 
-def _data_source(config: TrainConfig, data: TrainingData) -> tuple[Any, int | None, dict[str, Any]]:
+def _get_data_arguments(config: TrainConfig, data: TrainingData) -> tuple[Any, int | None, dict[str, Any]]:
     """Return the training data, batch size and data options to pass to ``initialize``."""
     table = config.data
     options: dict[str, Any] = {

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardformer.discovery.token_dependence import label_dependence
+from shardformer.discovery.token_dependence import measure_label_dependence
 from shardformer.errors import ConfigError
-from shardformer.filesystem.atomic_write import make_folder, remove_leftovers, replace_text
+from shardformer.filesystem.atomic_write import make_folder, remove_stale_temporary_files, replace_text
 from shardformer.meta_init.lazy_init import LazyInit
-from shardformer.train_command.build import lr_schedule
+from shardformer.train_command.build import make_lr_schedule
 from shardformer.train_command.config_schema import ScheduleTable, TrainConfig, format_toml
-from shardformer.train_command.read_rows import file_checksums
+from shardformer.train_command.read_rows import compute_file_checksums
 from shardformer.training.hook import Hook, TrainerProtocol
 
 CONFIG_FILE = "resolved_config.toml"
@@ -42,7 +42,7 @@ class Resume(Hook):
         self._config, self._num_steps, self._chat_template = config, num_steps, chat_template
         self._values: dict[str, Any] = json.loads(json.dumps(config.model_dump(), default=str))
         self._before: dict[str, Any] | None = None
-        self._checksums = file_checksums(config.data)
+        self._checksums = compute_file_checksums(config.data)
         self._model_config = ""
 
     def state(self) -> Any:
@@ -62,7 +62,7 @@ class Resume(Hook):
                 print(f"New run: {self._config.path} has files of an earlier run, but no checkpoint.", flush=True)
             return
         before, old_steps = self._before["config"], self._before["num_steps"]
-        changes = dict(_changed_keys(before, self._values))
+        changes = dict(_iter_changed_keys(before, self._values))
         for key, (was, now) in changes.items():
             if key.partition(".")[0] in FIXED:
                 keep = f"Remove {key}" if was is None else f"Set {key} = {_format_value(was)}"
@@ -79,7 +79,10 @@ class Resume(Hook):
                 f"Changed since the checkpoint: {', '.join(changed)}. The run continues at the same position.",
                 flush=True,
             )
-        old, new = _lr_schedule(before["schedule"], old_steps), _lr_schedule(self._values["schedule"], self._num_steps)
+        old, new = (
+            _make_lr_schedule(before["schedule"], old_steps),
+            _make_lr_schedule(self._values["schedule"], self._num_steps),
+        )
         last = max(self._num_steps, old_steps)
         steps = range(trainer.step, last + 1, max((last - trainer.step) // MAX_COMPARED_STEPS, 1))
         step = next((step for step in steps if abs(old(step) - new(step)) > 1e-9), None)
@@ -117,7 +120,7 @@ class Resume(Hook):
         if trainer.is_first:
             folder = self._config.path
             make_folder(folder)
-            remove_leftovers(folder, CONFIG_FILE)
+            remove_stale_temporary_files(folder, CONFIG_FILE)
             replace_text(folder / CONFIG_FILE, format_toml(self._config.model_dump()))
 
 
@@ -129,18 +132,18 @@ def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
     return [f"  {key:<{widths[0]}}  {before:<{widths[1]}}  {now}" for key, before, now in rows]
 
 
-def _changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _iter_changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each configuration key whose value changed, with its old and its new value."""
     for name in dict.fromkeys((*old, *new)):
         before, now, key = old.get(name), new.get(name), f"{prefix}{name}"
         if isinstance(before, Mapping) and isinstance(now, Mapping):
-            yield from _changed_keys(before, now, f"{key}.")
+            yield from _iter_changed_keys(before, now, f"{key}.")
         elif before != now:
             yield key, (before, now)
 
 
-def _lr_schedule(table: Mapping[str, Any], num_steps: int) -> Callable[[int], float]:
-    return lr_schedule(ScheduleTable.model_validate({n: v for n, v in table.items() if v is not None}), num_steps)
+def _make_lr_schedule(table: Mapping[str, Any], num_steps: int) -> Callable[[int], float]:
+    return make_lr_schedule(ScheduleTable.model_validate({n: v for n, v in table.items() if v is not None}), num_steps)
 
 
 def _set_learning_rates(trainer: TrainerProtocol, lr_factor: Callable[[int], float]) -> None:
@@ -170,7 +173,7 @@ def check_attention_fits_task(config: TrainConfig, model: Any) -> None:
         return
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        dependence = label_dependence(model)
+        dependence = measure_label_dependence(model)
         if dependence is None:
             return
         name = type(model).__name__
@@ -199,7 +202,7 @@ def _suggest_task(model: Any) -> str:
     setattr(config, DECODER, True)
     with LazyInit():
         decoder = type(model)(config)
-    dependence = label_dependence(decoder)
+    dependence = measure_label_dependence(decoder)
     if dependence is None or dependence.on_label:
         return f"{masked}, or use a model that predicts the next token"
     return f"{masked}, or model.config.{DECODER} = true for causal attention"

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardformer.checkpoint.directory import step_folder
+from shardformer.checkpoint.directory import get_step_folder
 from shardformer.checkpoint.retention import list_checkpoints
 from shardformer.config import ParallelConfig
 from shardformer.meta_init.materialization import NOTES
-from shardformer.train_command.build import count_epoch_steps, count_steps, count_warmup_steps, hook_folder
+from shardformer.train_command.build import count_epoch_steps, count_steps, count_warmup_steps, get_hook_folder
 from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.load_data import TrainingData
 from shardformer.training.hook import Hook, TrainerProtocol
@@ -100,7 +100,7 @@ class RunSummary:
         ]
 
 
-class Header(Hook):
+class RunSummaryPrinter(Hook):
     """A hook that prints a summary of the model, layout, devices, length and files of a run."""
 
     def __init__(self, summary: RunSummary, layout: ParallelConfig) -> None:
@@ -146,13 +146,16 @@ def print_footer(config: TrainConfig, trainer: Any) -> None:
     step = trainer.step if hook is None else hook.trained_steps
     is_best = hook is not None and hook.loads_best and hook.best_step is not None
     if hook is not None and hook.best_step is not None:
-        folder = _relative(step_folder(hook.directory, hook.best_step))
+        folder = _relative_to_cwd(get_step_folder(hook.directory, hook.best_step))
         rows.append(("Best", f"{folder}, {hook.metric} {hook.best_value:.6g}"))
     if config.training.export:
         rows.append(("Model", str(config.path / EXPORT_FOLDER) + ", of the best checkpoint" * is_best))
-    records = hook_folder(config, "json_lines")
+    records = get_hook_folder(config, "json_lines")
     if records is not None:
-        rows += [("Records", f"{_relative(records)}/records.jsonl"), ("Next", f"shardformer plot {_relative(records)}")]
+        rows += [
+            ("Records", f"{_relative_to_cwd(records)}/records.jsonl"),
+            ("Next", f"shardformer plot {_relative_to_cwd(records)}"),
+        ]
     if trainer.loss is None:
         key = "training.steps" if config.training.steps is not None else "training.epochs"
         console.print(f"To continue after step {step}, increase {key}.", soft_wrap=True)
@@ -164,9 +167,9 @@ def print_footer(config: TrainConfig, trainer: Any) -> None:
 
 def find_newest_checkpoint(config: TrainConfig) -> Path | None:
     """Return the folder of the newest checkpoint of a run, or None if the run has no checkpoint."""
-    root = hook_folder(config, "checkpoint")
+    root = get_hook_folder(config, "checkpoint")
     found = list_checkpoints(root) if root is not None and root.is_dir() else []
-    return _relative(found[0][0]) if found else None
+    return _relative_to_cwd(found[0][0]) if found else None
 
 
 def describe_resume(config: TrainConfig) -> str:
@@ -174,12 +177,12 @@ def describe_resume(config: TrainConfig) -> str:
     newest = find_newest_checkpoint(config)
     if newest is not None:
         return f"The newest checkpoint is {newest}.\nRun the same command to resume."
-    if hook_folder(config, "checkpoint") is None:
+    if get_hook_folder(config, "checkpoint") is None:
         return "No checkpoint was saved, because hooks.checkpoint = false."
     return "There is no checkpoint yet. The same command starts again from step 1."
 
 
-def _relative(path: Path) -> Path:
+def _relative_to_cwd(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
@@ -191,7 +194,7 @@ def _describe_weights(config: TrainConfig, model: nn.Module) -> str:
 
 
 def _describe_files(config: TrainConfig) -> str:
-    folders = {"": hook_folder(config, "checkpoint"), "records.jsonl": hook_folder(config, "json_lines")}
+    folders = {"": get_hook_folder(config, "checkpoint"), "records.jsonl": get_hook_folder(config, "json_lines")}
     paths = [folder / name for name, folder in folders.items() if folder is not None]
     paths += [config.path / EXPORT_FOLDER] * config.training.export
     names = ", ".join(os.path.relpath(path, config.path) for path in paths)

@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from shardformer.errors import ConfigError, first_line
-from shardformer.train_command.config_schema import remote_code_hint
+from shardformer.errors import ConfigError, get_first_line
+from shardformer.train_command.config_schema import get_remote_code_hint
 from shardformer.transformers_compat import load_transformers
 
 BYTES = "bytes"
@@ -153,8 +153,10 @@ def load_tokenizer(name: str | None, model: str, *, random: bool, trust_remote_c
             found = transformers.GPT2Tokenizer(*map(str, original))
     except Exception as error:  # files and their code may raise any error
         raise ConfigError(
-            f"The tokenizer {source!r} cannot be loaded: {first_line(error)}.",
-            remedy=remote_code_hint("Correct data.tokenizer", error) if source == model else "Correct data.tokenizer",
+            f"The tokenizer {source!r} cannot be loaded: {get_first_line(error)}.",
+            remedy=get_remote_code_hint("Correct data.tokenizer", error)
+            if source == model
+            else "Correct data.tokenizer",
         ) from error
     pad = next((t for t in (found.pad_token_id, found.eos_token_id, found.unk_token_id) if t is not None), 0)
     end = found.eos_token_id if found.eos_token_id is not None else found.sep_token_id

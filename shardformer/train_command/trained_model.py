@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardformer.checkpoint.directory import find_checkpoints, step_folder
+from shardformer.checkpoint.directory import find_checkpoints, get_step_folder
 from shardformer.checkpoint.file_format import CheckpointIndex, from_json
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.config import ParallelConfig
-from shardformer.errors import ConfigError, first_line
+from shardformer.errors import ConfigError, get_first_line
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.train_command.build import build_hooks, create_model, model_class_for, prepare_model
 from shardformer.train_command.config_schema import TrainConfig, apply_command_line_change, parse_config
@@ -57,10 +57,10 @@ class TrainedModel:
     run: TrainConfig | None = None
     chat_template: str | None = None
 
-    def with_changes(self, changes: Sequence[str]) -> TrainedModel:
+    def with_config_changes(self, changes: Sequence[str]) -> TrainedModel:
         """Return a copy of this model with changes to its run configuration, such as ``parallel.tensor=2``."""
         assert self.run is not None
-        tables = _without_none(self.run.model_dump())
+        tables = _remove_none_values(self.run.model_dump())
         for change in changes:
             apply_command_line_change(tables, change)
         return replace(self, run=parse_config(tables, f"The run {self.name!r}"))
@@ -124,7 +124,7 @@ def find_trained_model(source: str) -> TrainedModel:
         return TrainedModel(name, load_transformers().AutoConfig.from_pretrained(name))
     except Exception as error:  # files may have any content
         raise ConfigError(
-            f"{source!r} is not a trained model: {first_line(error)}.",
+            f"{source!r} is not a trained model: {get_first_line(error)}.",
             rule=f"A trained model is {SOURCES}.",
             remedy="Correct the path or name.",
         ) from error
@@ -139,17 +139,17 @@ def _find_model_of_run(path: Path, source: str) -> TrainedModel:
         remedy = f"Pass {str(exported)!r}" if exported.is_dir() else "Pass the folder that contains the checkpoints"
         raise ConfigError(f"The run {source!r} has no checkpoint in {checkpoints}.", remedy=remedy) from error
     assert found.checkpoint is not None and found.run is not None
-    best = _hook_states(found.checkpoint).get(Checkpoint.__name__)
+    best = _read_hook_states(found.checkpoint).get(Checkpoint.__name__)
     options = found.run.hooks.get("checkpoint")
     if best is None or not isinstance(options, dict) or options.get("best") != "load":
         return found
-    folder = step_folder(checkpoints, best["best_step"] or 0)
+    folder = get_step_folder(checkpoints, best["best_step"] or 0)
     return replace(found, checkpoint=folder) if folder.is_dir() else found
 
 
 def _find_model_of_checkpoint(path: Path, source: str) -> TrainedModel:
     checkpoint = next(find_checkpoints(path))
-    state = _hook_states(checkpoint).get(Resume.__name__)
+    state = _read_hook_states(checkpoint).get(Resume.__name__)
     if not isinstance(state, dict) or MODEL_KEY not in state:
         raise ConfigError(
             f"The checkpoint {str(checkpoint)!r} does not contain the config of its model.",
@@ -157,35 +157,35 @@ def _find_model_of_checkpoint(path: Path, source: str) -> TrainedModel:
             remedy="In a script, load the checkpoint with engine.load and call engine.export. If shardformer train "
             "saved it, resume the run to save it again.",
         )
-    run = parse_config(_without_none(json.loads(state["config"])), str(checkpoint))
+    run = parse_config(_remove_none_values(json.loads(state["config"])), str(checkpoint))
     fields = json.loads(state[MODEL_KEY])
     mapping = load_transformers().CONFIG_MAPPING
     kind = mapping[fields["model_type"]] if fields["model_type"] in mapping else type(load_model_config(run))
     return TrainedModel(source, kind.from_dict(fields), checkpoint, run, state.get(TEMPLATE_KEY))
 
 
-def _hook_states(checkpoint: Path) -> dict[str, Any]:
+def _read_hook_states(checkpoint: Path) -> dict[str, Any]:
     """Return a dict from the class names of hooks to the states of these hooks in a checkpoint."""
     extra = from_json(CheckpointIndex.read(checkpoint).values["extra"])
     user = extra.get(USER_STATE_KEY) if isinstance(extra, dict) else None
     return (user.get(HOOKS) if isinstance(user, dict) else None) or {}
 
 
-def _without_none(tables: Any) -> Any:
+def _remove_none_values(tables: Any) -> Any:
     """Remove None values from nested tables, because TOML has no such value."""
     if not isinstance(tables, dict):
         return tables
-    return {name: _without_none(value) for name, value in tables.items() if value is not None}
+    return {name: _remove_none_values(value) for name, value in tables.items() if value is not None}
 
 
-def evaluate_model(found: TrainedModel) -> dict[str, float] | None:
+def evaluate_model(trained_model: TrainedModel) -> dict[str, float] | None:
     """Evaluate a model on its validation data, and return the loss, the metrics and the number of samples.
 
     Returns None on all ranks except the first. The metrics are those of the run's hook ``metrics``. Without this hook,
     they are the perplexity of a language model, or the accuracy of a classifier if scikit-learn is installed.
     Communicates like ``Engine.evaluate`` and ``Metrics``.
     """
-    run = found.run
+    run = trained_model.run
     assert run is not None
     if run.model.task == "preference":
         raise ConfigError(
@@ -193,12 +193,12 @@ def evaluate_model(found: TrainedModel) -> dict[str, float] | None:
             "initial model.",
             remedy="Read validation/loss in the metrics that the run recorded.",
         )
-    if found.checkpoint is None:
+    if trained_model.checkpoint is None:
         data, model = load_data_and_model(run)
         engine = initialize(model, None, parallel=run.layout)
     else:
-        data = load_data(run, get_image_size(found.model_config), get_class_names(found.model_config))
-        engine = found.load(run.layout)
+        data = load_data(run, get_image_size(trained_model.model_config), get_class_names(trained_model.model_config))
+        engine = trained_model.load(run.layout)
     hooks = [hook for hook in build_hooks(run) if isinstance(hook, Metrics)]
     if not hooks and run.model.task in ("causal", "masked", "sequence_to_sequence"):
         hooks = [Metrics("perplexity")]

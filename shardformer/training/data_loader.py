@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import data as torch_data
 from torch.utils.data import BatchSampler, DataLoader
 
-from shardformer.comm.collective_call import collective_call, hash_to_number
+from shardformer.comm.collective_call import collective_call, hash_to_int
 from shardformer.consistency.training_data import check_same_data
 from shardformer.errors import TRACEBACK_VARIABLE, ConfigError, InputError, check_int
 from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
@@ -106,7 +106,7 @@ class ShardedDataLoader:
         self.seed, self.collate_fn = seed, collate_fn
         self.epoch = self.seen = self.batch_samples = 0
         self.on_epoch_end: Callable[[], None] | None = None
-        self.shard_over(context)
+        self.set_parallel_context(context)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's shard of each remaining batch in the current epoch."""
@@ -145,13 +145,13 @@ class ShardedDataLoader:
         }
         check_same_data(settings, self._source.size, self._source.read, self._context)
 
-    def facts(self) -> dict[str, int]:
+    def get_position_hashes(self) -> dict[str, int]:
         """Return hashes of the data position and the last samples, to check that they are equal on all ranks.
 
         A hash is 0 if it is unknown, because a prefetching thread reads the batches ahead of the training step.
         """
         is_known = self._reading_thread in (0, threading.get_ident())
-        position = hash_to_number((self.epoch, self.seen)) if is_known else 0
+        position = hash_to_int((self.epoch, self.seen)) if is_known else 0
         seen = self._source.number if is_known and self._reading_thread else 0
         return {"position": position, "samples" if isinstance(self._source, StreamedSource) else "order": seen}
 
@@ -191,9 +191,9 @@ class ShardedDataLoader:
         merges = self._merge_last and batches > 1 and 0 < count % size < self._shard.size
         return -(-(batches - merges) // self._accumulate)
 
-    def shard_over(self, context: ParallelContext) -> None:
+    def set_parallel_context(self, context: ParallelContext) -> None:
         """After a change of the parallel layout, shard later batches over the data-parallel ranks of ``context``."""
-        self.check_ranks(context.data.size)
+        self.check_num_ranks(context.data.size)
         self._shard, self._context = DataShard(context.data.rank, context.data.size), context
 
     def example(self) -> Any:
@@ -221,7 +221,7 @@ class ShardedDataLoader:
 
     # --- checks
 
-    def check_ranks(self, num_ranks: int) -> None:
+    def check_num_ranks(self, num_ranks: int) -> None:
         """Raise ConfigError if a global batch would have fewer samples than there are data-parallel ranks."""
         count, size = self._source.count, self.batch_size
         if size is not None and size < num_ranks:
@@ -255,7 +255,7 @@ def create_data_loader(source: Any, context: ParallelContext, **options: Any) ->
     return loader
 
 
-def example_of_data(source: Any, model: nn.Module, collate: Collate | None = None) -> dict[str, Any] | None:
+def make_example_arguments(source: Any, model: nn.Module, collate: Collate | None = None) -> dict[str, Any] | None:
     """Build example arguments for ``model.forward`` from the first two samples of a data set or DataLoader.
 
     Leaves out values that ``forward`` does not accept. Returns None if the samples cannot be read by their index.

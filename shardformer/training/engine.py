@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 from shardformer.checkpoint.load import LoadedCheckpoint, load_with_callback
 from shardformer.checkpoint.reshard_in_memory import ReshardStats
 from shardformer.checkpoint.retention import CheckpointRetention, list_checkpoints
-from shardformer.checkpoint.save import AsyncSave, async_save_checkpoint, check_savable, save_checkpoint
+from shardformer.checkpoint.save import AsyncSave, async_save_checkpoint, check_can_save, save_checkpoint
 from shardformer.comm.collective_call import compare_step_call, run_on_first_rank, wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_objects, all_reduce
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, InputError
-from shardformer.filesystem.atomic_write import path_of
+from shardformer.filesystem.atomic_write import to_absolute_path
 from shardformer.filesystem.lock import hold
 from shardformer.gradients.clipping import grad_norm, scale_gradients
 from shardformer.layout.sharding_metadata import metadata_of
@@ -33,7 +33,7 @@ from shardformer.mesh.rank_grid import AXES
 from shardformer.pipeline.pipeline import Pipeline, evaluating
 from shardformer.public_names import renamed_arguments, renamed_parameters
 from shardformer.sharding.describe import count_parameters, format_summary, format_summary_as_html
-from shardformer.torch_compat import is_true
+from shardformer.torch_compat import is_true_or_unknown
 from shardformer.training.data_loader import ShardedDataLoader, is_batch_list, move_to_device, to_forward_arguments
 from shardformer.weights.save_pretrained import export_pretrained
 from shardformer.zero.zero_optimizer import ZeroOptimizer
@@ -63,13 +63,15 @@ def lock_checkpoint_folder(folder: str | os.PathLike[str], owner: object, world:
 
     The first rank takes the lock. If it fails, all ranks raise.
     """
-    run_on_first_rank(lambda: hold(path_of(folder), owner), world, f"Saving into {folder}")
+    run_on_first_rank(lambda: hold(to_absolute_path(folder), owner), world, f"Saving into {folder}")
 
 
 def has_checkpoint(folder: str | os.PathLike[str], world: Axis) -> bool:
     """Return whether a folder contains a checkpoint. The first rank looks for it, and all ranks get the same answer."""
     return run_on_first_rank(
-        lambda: path_of(folder).is_dir() and bool(list_checkpoints(path_of(folder))), world, f"Looking into {folder}"
+        lambda: to_absolute_path(folder).is_dir() and bool(list_checkpoints(to_absolute_path(folder))),
+        world,
+        f"Looking into {folder}",
     )
 
 
@@ -183,10 +185,10 @@ class Engine:
         """
         return self._compute_loss(batch, "engine(batch)")
 
-    def _compute_loss(self, batch: Any, call: str, *, trains: bool = False) -> Tensor:
+    def _compute_loss(self, batch: Any, caller: str, *, trains: bool = False) -> Tensor:
         batch = self._prepare_batch(batch)
         if not (trains or (self.model.training and torch.is_grad_enabled())):
-            compare_step_call(f"{call} in eval mode", self.world)
+            compare_step_call(f"{caller} in eval mode", self.world)
             return self._average_over_data_ranks(self.pipeline.evaluate(batch))
         if self._pending_loss is not None or self._is_backward_done:
             raise InputError(
@@ -199,7 +201,7 @@ class Engine:
                 "The engine cannot train without an optimizer.",
                 remedy="Call initialize(model, optimizer), or call engine.eval() to compute losses only.",
             )
-        compare_step_call(call, self.world, self.data.facts() if self.has_data else None)
+        compare_step_call(caller, self.world, self.data.get_position_hashes() if self.has_data else None)
         self._notify("before_forward")
         try:
             self._pending_loss = self._average_over_data_ranks(self.pipeline.step(batch))
@@ -350,7 +352,7 @@ class Engine:
         self.grad_norm = norm = grad_norm(self.model) if config.max_grad_norm or self.takes_grad_norm else None
         if norm is None:
             return True
-        if config.on_nonfinite == "ignore" or is_true(torch.isfinite(norm)):
+        if config.on_nonfinite == "ignore" or is_true_or_unknown(torch.isfinite(norm)):
             scale_gradients(self.model, norm, config.max_grad_norm or math.inf)
             return True
         if config.on_nonfinite == "skip":
@@ -389,10 +391,10 @@ class Engine:
         if self.listener is not None:
             self.listener(event)
 
-    def _check_between_steps(self, call: str) -> None:
+    def _check_between_steps(self, caller: str) -> None:
         if self._pending_loss is not None or self._is_backward_done:
             raise InputError(
-                f"{call} cannot be called in the middle of a step.",
+                f"{caller} cannot be called in the middle of a step.",
                 remedy="Call it after engine.step(), or discard the step with engine.zero_grad().",
             )
 
@@ -468,7 +470,7 @@ class Engine:
     def check_save(self, *, extra: Any = None, position: Any = None) -> None:
         """Check that the engine can be saved, and otherwise raise the error of ``save``, without writing a file."""
         engine_state = pack_engine_state(self.steps, self.skipped, position, extra)
-        check_savable(self.model, self.optimizer, scheduler=self.scheduler, extra=engine_state)
+        check_can_save(self.model, self.optimizer, scheduler=self.scheduler, extra=engine_state)
 
     def wait(self) -> Path | None:
         """Wait until a checkpoint that is written in the background is complete. Return its path, or None."""
@@ -482,12 +484,12 @@ class Engine:
         Restores weights, optimizer, scheduler, random state, step count and data position. If an error is raised, all
         of them keep their previous state, including the gradients of an unfinished step.
         """
-        return self.load_and_take(directory)
+        return self.load_and_run_callback(directory)
 
-    def load_and_take(
-        self, folder: str | os.PathLike[str], take: Callable[[LoadedCheckpoint], object] = lambda _: None
+    def load_and_run_callback(
+        self, folder: str | os.PathLike[str], callback: Callable[[LoadedCheckpoint], object] = lambda _: None
     ) -> LoadedCheckpoint:
-        """Load a checkpoint and pass it to the function ``take``. If one of them fails, the engine is not changed."""
+        """Load a checkpoint and pass it to the function ``callback``. If one fails, the engine is not changed."""
         wait_for_all_ranks("engine.load", self.world)
         self.wait()
         before = self.steps, self.skipped, self.data.state() if self.has_data else None
@@ -500,7 +502,7 @@ class Engine:
         def take_user_state(checkpoint: LoadedCheckpoint) -> None:
             *place, loaded = unpack_engine_state(checkpoint)
             restore(*place)
-            take(loaded)
+            callback(loaded)
 
         try:
             checkpoint = load_with_callback(folder, self.model, self.optimizer, self.scheduler, take_user_state)
@@ -554,7 +556,7 @@ class Engine:
             monitor.has_several_optimizers = sum(len(getattr(each, "inner", (each,))) for each in optimizers) > 1
         _ = self.world  # connects all ranks now, because later only some ranks may reach a collective
         if self.has_data:
-            self.data.shard_over(context)
+            self.data.set_parallel_context(context)
 
     @renamed_parameters({"folder": "directory"})
     def export(self, directory: str | os.PathLike[str], tokenizer: Any = None) -> None:

@@ -26,12 +26,23 @@ from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
 from shardformer.layout.packed_weights import check_trains_adapters, find_packed_weights
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_module, metadata_of
 from shardformer.mesh.init_distributed import launch_from_torch, launcher_variable, num_slurm_tasks
-from shardformer.mesh.parallel_context import ParallelContext, local_device, with_grid_axes, with_ring_axes
+from shardformer.mesh.parallel_context import (
+    ParallelContext,
+    get_local_device,
+    reshape_sequence_axis,
+    reshape_tensor_axis,
+)
 from shardformer.mesh.rank_grid import RankGrid
-from shardformer.meta_init.materialization import copy_to_meta, record_changes
+from shardformer.meta_init.materialization import copy_to_meta, record_if_lazy
 from shardformer.offload.activations import offload_activations
-from shardformer.pipeline.contrastive_losses import warn_of_batch_statistics
-from shardformer.pipeline.pipeline import Pipeline, is_batch_norm, modes_of, set_modes, start_training
+from shardformer.pipeline.contrastive_losses import warn_about_batch_statistics
+from shardformer.pipeline.pipeline import (
+    Pipeline,
+    ensure_training_mode,
+    get_training_modes,
+    is_batch_norm,
+    set_training_modes,
+)
 from shardformer.random_state import restore_random_state_on_error
 from shardformer.shard_model_api import shard_in_place
 from shardformer.sharding.checks import check_no_dtensors
@@ -46,7 +57,7 @@ from shardformer.training.data_loader import (
 )
 from shardformer.training.engine import Engine
 from shardformer.training.user_changes import ItemKey, Snapshot, apply_changes, collect_changes, take_snapshot
-from shardformer.zero.optimizer_state_view import detach_zero_optimizer, unchanged_on_error
+from shardformer.zero.optimizer_state_view import detach_zero_optimizer, rollback_on_error
 from shardformer.zero.shard_optimizer import shard_optimizer
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -131,11 +142,11 @@ def num_processes() -> int:
 def make_context(context: ParallelContext | None, config: ParallelConfig) -> ParallelContext:
     if context is None:
         if dist.is_initialized() or launcher_variable() is not None:
-            return _with_derived_axes(launch_from_torch(**config.sizes), config)  # type: ignore[arg-type]
-        context = ParallelContext.of({}, device=local_device())
+            return _add_derived_axes(launch_from_torch(**config.sizes), config)  # type: ignore[arg-type]
+        context = ParallelContext.of({}, device=get_local_device())
     differs = [name for name, size in config.sizes.items() if size not in (None, 1) and context.sizes[name] != size]
     if not differs:
-        return _with_derived_axes(context, config)
+        return _add_derived_axes(context, config)
     name = differs[0]
     problem, remedy = f"the context has {name}={context.sizes[name]}", "Pass only one of them"
     if context.world is None and all(size == 1 for size in context.sizes.values()):
@@ -145,12 +156,12 @@ def make_context(context: ParallelContext | None, config: ParallelConfig) -> Par
     raise ConfigError(f"The argument parallel requests {name}={config.sizes[name]}, but {problem}.", remedy=remedy)
 
 
-def _with_derived_axes(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
+def _add_derived_axes(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
     """Add the mesh axes of a tensor-parallel grid, and the ring and Ulysses axes, to a context if they are used."""
     if "ring" not in context.sizes:
         sequence = config.sequence if isinstance(config.sequence, int) else list(config.sequence)
-        context = with_ring_axes(context, sequence)
-    return context if "row" in context.sizes else with_grid_axes(context, config.tensor)
+        context = reshape_sequence_axis(context, sequence)
+    return context if "row" in context.sizes else reshape_tensor_axis(context, config.tensor)
 
 
 def _shard_with_optimizers(
@@ -177,7 +188,7 @@ def _shard_with_optimizers(
             model.to(context.device)
             if config.activation_offload != "device":
                 offload_activations(model, config.activation_offload)
-            on_sharded(start_training(model))
+            on_sharded(ensure_training_mode(model))
 
         if METADATA_ATTRIBUTE in plain.__dict__:
             if compiler:
@@ -246,7 +257,7 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
         )
     context = _make_resharded_context(engine.context, config)
     if engine.has_data:
-        engine.data.check_ranks(context.data.size)
+        engine.data.check_num_ranks(context.data.size)
     changes = collect_changes(arguments.snapshot, engine.model, arguments.meta_model, engine.world)
     compiled = next((path for path, module in engine.model.named_modules() if is_compiled_in_place(module)), None)
     if compiled_stacks(engine.model) and not config.compile:
@@ -259,15 +270,15 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
     optimizers = [own for each in engine.optimizers for own in getattr(each, "inner", [each])]
     with (
         restore_random_state_on_error(engine.context.device),
-        unchanged_on_error(optimizers, engine.schedulers),
+        rollback_on_error(optimizers, engine.schedulers),
         closing(ReshardSource(engine.model, engine.optimizer)) as old,
     ):
-        with record_changes(arguments.meta_model):
+        with record_if_lazy(arguments.meta_model):
             model = copy.deepcopy(arguments.meta_model)
         apply_changes(changes, model)
         for path in checkpointed:
             vars(model.get_submodule(path))["gradient_checkpointing"] = True
-        modes = modes_of(model)
+        modes = get_training_modes(model)
         policy = copy.copy(arguments.policy)
         model = _shard_with_optimizers(model, [], policy, config, context, example=arguments.example)
         pipeline = make_pipeline(model, config, arguments.loss_fn, arguments.loss_weight)
@@ -280,7 +291,7 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
         if config.effective_zero_stage is not None and optimizers:
             optimizers = [shard_optimizer(model, optimizers, **config.zero_options())]
         moved = old.load_into(model, optimizers)
-    set_modes(model, modes)
+    set_training_modes(model, modes)
     apply_changes(changes, arguments.meta_model)
     engine.adopt(model, optimizers, pipeline, config, context)
     arguments.take_snapshot(model)
@@ -297,7 +308,7 @@ def _make_resharded_context(context: ParallelContext, config: ParallelConfig) ->
         sizes["data"] = count // (prod(sizes.values()) or 1)
     grid = RankGrid.of(sizes)
     other = ParallelContext.of(sizes, grid.coords(context.rank), world=context.world, device=context.device)
-    return _with_derived_axes(other, config)
+    return _add_derived_axes(other, config)
 
 
 def initialize(
@@ -351,16 +362,16 @@ def initialize(
     options = {"batch_size": batch_size, **(data_options or {})}
     data = None if train_data is None else create_data_loader(train_data, process_grid, **options)
     plain, _ = unwrap_compiled(model)
-    example = partial(_example_arguments, data, plain, has_target=loss_fn is not None)
+    example = partial(_make_example_inputs, data, plain, has_target=loss_fn is not None)
     arguments = RebuildArguments(None, policy, loss_fn, loss_weight, example=example)
-    engine = _shard_engine(model, optimizers, scheduler, config, process_grid, arguments)
+    engine = _create_sharded_engine(model, optimizers, scheduler, config, process_grid, arguments)
     engine.scheduler_every = scheduler_every
     if data is not None:
         engine.set_data(data)
     return engine
 
 
-def shard_with_data(
+def make_engine_without_data(
     model: nn.Module,
     optimizer: Any,
     config: ParallelConfig,
@@ -375,12 +386,12 @@ def shard_with_data(
     """
     _check_argument_types(model, None, None, "step", context, None)
     if context.data.size > 1 and any(map(is_batch_norm, model.modules())):
-        warn_of_batch_statistics(f"over {context.data.size} data ranks")
+        warn_about_batch_statistics(f"over {context.data.size} data ranks")
     arguments = RebuildArguments(None, policy, None, None, example=example)
-    return _shard_engine(model, _normalize_optimizers(optimizer), None, config, context, arguments)
+    return _create_sharded_engine(model, _normalize_optimizers(optimizer), None, config, context, arguments)
 
 
-def _example_arguments(data: ShardedDataLoader | None, model: nn.Module, *, has_target: bool) -> Any:
+def _make_example_inputs(data: ShardedDataLoader | None, model: nn.Module, *, has_target: bool) -> Any:
     """Build example arguments of ``forward`` from the first training samples, or return None if none can be read."""
     batch = data.example() if data is not None else None
     if batch is None or is_batch_list(batch):
@@ -404,7 +415,7 @@ def _check_argument_types(
     check_argument("data_options", data_options, is_dict, rule, "Remove data_options")
 
 
-def _shard_engine(
+def _create_sharded_engine(
     model: nn.Module,
     optimizer: OptimizerArgument,
     scheduler: Any,
@@ -415,7 +426,7 @@ def _shard_engine(
     """Shard the model and create the training engine. If one rank fails, all ranks restore the model and raise."""
     plain, _ = unwrap_compiled(model)
     if METADATA_ATTRIBUTE not in plain.__dict__ and not find_packed_weights(plain):
-        arguments.meta_model = start_training(copy_to_meta(plain))
+        arguments.meta_model = ensure_training_mode(copy_to_meta(plain))
     engines: list[Engine] = []
 
     def create(model: nn.Module) -> None:
@@ -434,7 +445,7 @@ def _shard_engine(
             context, make, action="create the pipeline, optimizer and scheduler"
         )
         if config.effective_zero_stage is not None and optimizers:
-            with unchanged_on_error(optimizers):
+            with rollback_on_error(optimizers):
                 optimizers = [shard_optimizer(model, optimizers, **config.zero_options())]
         has_target = arguments.loss_fn is not None
         engine = Engine(model, optimizers, pipeline, config, context, scheduler=schedulers, has_target=has_target)

@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardformer.errors import ConfigError, InputError, did_you_mean
-from shardformer.filesystem.atomic_write import create_file, path_of, remove_leftovers, replace_text, write_all
+from shardformer.filesystem.atomic_write import (
+    create_file,
+    remove_stale_temporary_files,
+    replace_text,
+    to_absolute_path,
+    write_all,
+)
 from shardformer.filesystem.lock import hold, release
 
 FILE = "records.jsonl"
@@ -64,7 +70,7 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: str | Path, resume_at: int | None = None) -> None:
-        self._folder = folder = path_of(folder)
+        self._folder = folder = to_absolute_path(folder)
         if folder.is_file():
             raise ConfigError(f"The metrics folder {str(folder)!r} is a file.", remedy="Pass the path of a folder.")
         hold(folder, self)
@@ -75,7 +81,7 @@ class MetricsWriter:
             raise
 
     def _open_log_file(self, path: Path, resume_at: int | None) -> BinaryIO:
-        remove_leftovers(path.parent, path.name)
+        remove_stale_temporary_files(path.parent, path.name)
         if resume_at is not None and os.path.lexists(path):
             if path.is_symlink() or not path.is_file():
                 raise ConfigError(

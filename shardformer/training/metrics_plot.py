@@ -61,10 +61,10 @@ def read_runs(paths: Sequence[str | Path]) -> Runs:
     real = [file.resolve() for file in files]
     if twice := [file for file, name in zip(files, real) if real.count(name) > 1]:
         raise ConfigError(f"The run {str(twice[0])!r} was passed twice.", remedy="Pass each run once.")
-    return dict(zip(name_runs([Path(path) for path in paths]), map(read_records, files)))
+    return dict(zip(make_unique_run_names([Path(path) for path in paths]), map(read_records, files)))
 
 
-def name_runs(runs: Sequence[Path]) -> list[str]:
+def make_unique_run_names(runs: Sequence[Path]) -> list[str]:
     """Name each run after the last parts of its path, with as few parts as needed to distinguish the runs."""
     parts = [Path(os.path.abspath(path)).parts for path in runs]
     parts = [p[:-1] if path.is_file() and p[-1] == "records.jsonl" else p for path, p in zip(runs, parts)]
@@ -74,7 +74,7 @@ def name_runs(runs: Sequence[Path]) -> list[str]:
     return [os.path.join(*part[-count:]) for part in parts]
 
 
-def list_panels(runs: Runs) -> list[str]:
+def list_default_metrics(runs: Runs) -> list[str]:
     """Return the metrics to plot by default. Of the metrics that measure the speed, only one is included."""
     names = list_metrics(runs)
     return [name for name in names if name not in _SAME_CURVE or "tokens_per_s" not in names]
@@ -89,7 +89,7 @@ def list_metrics(runs: Runs) -> list[str]:
     return [name for name in _TITLES if name in found] + [name for name in found if name not in _TITLES]
 
 
-def metric_series(records: Sequence[MetricsRecord], name: str) -> Series:
+def get_metric_series(records: Sequence[MetricsRecord], name: str) -> Series:
     """Return the steps and the values of a metric, sorted by step. NaN and infinite values are included."""
     pairs = sorted(((r.step, r.values[name]) for r in records if name in r.values), key=lambda pair: pair[0])
     table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
@@ -102,25 +102,25 @@ def drop_nonfinite(series: Series) -> Series:
     return series[0][keep], series[1][keep]
 
 
-def moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def compute_moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the centered moving average of a curve. The window is shorter near both ends."""
     window = np.ones(min(len(values) // 40, 250) * 2 + 1)
     # a running sum would lose the values that follow a loss of 1e18
     return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
 
 
-def is_smoothed(name: str, series: Series) -> bool:
+def should_smooth(name: str, series: Series) -> bool:
     """Return whether a metric is plotted as a moving average, because it fluctuates and has many points."""
     return name not in _NEVER_SMOOTHED and int(np.isfinite(series[1]).sum()) > _MANY_POINTS
 
 
-def curve_to_plot(name: str, series: Series) -> Series:
+def get_plot_series(name: str, series: Series) -> Series:
     """Return the curve to plot for a metric, which is smoothed if it has many points. Infinite values become NaN."""
     steps, values = series
     good = np.isfinite(values)
     shown = np.where(good, values, np.nan)
-    if is_smoothed(name, series):
-        shown[good] = moving_average(values[good])
+    if should_smooth(name, series):
+        shown[good] = compute_moving_average(values[good])
     return steps, shown
 
 
@@ -161,9 +161,11 @@ def layout_changes(records: Sequence[MetricsRecord]) -> list[LayoutChange]:
     return changes
 
 
-def loss_difference(records: Sequence[MetricsRecord], others: Sequence[MetricsRecord]) -> tuple[float, int] | None:
+def compare_losses(
+    records: Sequence[MetricsRecord], other_records: Sequence[MetricsRecord]
+) -> tuple[float, int] | None:
     """Return the largest relative difference between the losses of two runs, and the number of compared steps."""
-    one, two = (dict(zip(*drop_nonfinite(metric_series(each, "loss")))) for each in (records, others))
+    one, two = (dict(zip(*drop_nonfinite(get_metric_series(each, "loss")))) for each in (records, other_records))
     common = one.keys() & two.keys()
     scale = {step: max(abs(one[step]), abs(two[step])) or 1.0 for step in common}
     return (max(abs(one[step] - two[step]) / scale[step] for step in common), len(common)) if common else None
@@ -172,7 +174,7 @@ def loss_difference(records: Sequence[MetricsRecord], others: Sequence[MetricsRe
 def describe_differences(runs: Runs) -> list[str]:
     """Compare the losses of each run with those of the first run, and describe each comparison in one line."""
     (first, records), *others = runs.items()
-    found = ((run, loss_difference(records, each)) for run, each in others)
+    found = ((run, compare_losses(records, each)) for run, each in others)
     return [
         f"{run}: loss differs from {first} by at most {each[0]:.1e} (relative, {each[1]} steps)"
         if each[0]
@@ -182,12 +184,12 @@ def describe_differences(runs: Runs) -> list[str]:
     ]
 
 
-def find_coinciding(runs: Runs, name: str) -> list[tuple[int, int]]:
+def find_coinciding_curves(runs: Runs, name: str) -> list[tuple[int, int]]:
     """Find the groups of runs whose curves for a metric coincide.
 
     Returns, for each run, its position among the runs with the same curve, and the number of these runs.
     """
-    series = [dict(zip(*drop_nonfinite(metric_series(records, name)))) for records in runs.values()]
+    series = [dict(zip(*drop_nonfinite(get_metric_series(records, name)))) for records in runs.values()]
     values = [value for each in series for value in each.values()]
     bound = _COINCIDE * (max(values) - min(values)) if values else 0.0
     groups: list[list[int]] = []
@@ -254,9 +256,9 @@ def make_figure(runs: Runs, names: Sequence[str] | None = None) -> Figure:
 
     Args:
         runs: Records by run name.
-        names: Metrics to draw. By default, the metrics that ``list_panels`` returns are drawn.
+        names: Metrics to draw. By default, the metrics that ``list_default_metrics`` returns are drawn.
     """
-    names = list(names) if names is not None else list_panels(runs)
+    names = list(names) if names is not None else list_default_metrics(runs)
     if not names:
         where = ", ".join(runs) or "no run"
         raise ConfigError(
@@ -296,18 +298,20 @@ def _to_png(figure: Figure) -> bytes:
 
 
 def _draw_panel(axes: Axes, runs: Runs, name: str) -> None:
-    places = zip(find_coinciding(runs, name), find_coinciding(runs, VALIDATION + name))
+    places = zip(find_coinciding_curves(runs, name), find_coinciding_curves(runs, VALIDATION + name))
     for color, records, (place, validation_place) in zip(_choose_colors(len(runs)), runs.values(), places):
-        trained, validated = metric_series(records, name), metric_series(records, VALIDATION + name)
+        trained, validated = get_metric_series(records, name), get_metric_series(records, VALIDATION + name)
         _draw_curve(axes, trained, color, name, place)
-        _draw_validation(axes, drop_nonfinite(validated), color, validation_place, has_best=name == "loss")
+        _draw_validation(axes, drop_nonfinite(validated), color, validation_place, mark_best=name == "loss")
         for steps, recorded in (trained, validated):
             bad = steps[~np.isfinite(recorded)]
             if len(bad):  # an empty line breaks the constrained layout
                 edge: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
                 axes.plot(bad, np.zeros_like(bad), "x", color=color, markersize=5, **edge)
     both = (name, VALIDATION + name)
-    values = np.concatenate([drop_nonfinite(metric_series(records, n))[1] for records in runs.values() for n in both])
+    values = np.concatenate(
+        [drop_nonfinite(get_metric_series(records, n))[1] for records in runs.values() for n in both]
+    )
     if uses_log_scale(name, values):
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(lambda *_: "")
@@ -317,7 +321,7 @@ def _draw_panel(axes: Axes, runs: Runs, name: str) -> None:
     axes.set_title(
         f"{panel_title(name)} (validation)" if only_validation else panel_title(name), loc="left", fontsize=10
     )
-    _style_axes(axes, runs, _tick_formatter(name, values))
+    _style_axes(axes, runs, _make_tick_formatter(name, values))
     if len(values) == 0:
         axes.set_yticks([])
         axes.text(0.5, 0.5, "no finite value", transform=axes.transAxes, ha="center", color=_INK)
@@ -341,14 +345,16 @@ def _style_axes(axes: Axes, runs: Runs, format_value: Callable[[float, float], s
     axes.set_xlim((0 if first <= 0.1 * last else first) - margin, last + margin)
 
 
-def _draw_validation(axes: Axes, series: Series, color: Any, place: tuple[int, int], has_best: bool) -> None:
+def _draw_validation(
+    axes: Axes, series: Series, color: Any, overlap_position: tuple[int, int], mark_best: bool
+) -> None:
     steps, values = series
-    number, count = place
+    number, count = overlap_position
     dashes = (-2 * number * _DASH, (_DASH, (2 * count - 1) * _DASH))
     size = 3.5 + 3.0 * (count - 1 - number)  # coinciding points are concentric
     marker = "o" if len(steps) <= 40 else ""
     axes.plot(steps, values, linestyle=dashes, color=color, marker=marker, markersize=size, linewidth=1.3)
-    if has_best and len(steps):
+    if mark_best and len(steps):
         best = int(values.argmin())
         style = {"markersize": 9 + size, "markerfacecolor": color, "markeredgecolor": "black", "zorder": 4}
         style |= {"markeredgewidth": 0.8, "clip_on": False}
@@ -371,18 +377,18 @@ def _draw_layout_changes(axes: Axes, runs: Runs, *, has_text: bool) -> None:
             text.set(color=color if len(runs) > 1 else _INK, fontsize=8.5, ha="right" if is_right else "left", va="top")
 
 
-def _draw_curve(axes: Axes, series: Series, color: Any, name: str, place: tuple[int, int]) -> None:
-    number, count = place
+def _draw_curve(axes: Axes, series: Series, color: Any, name: str, overlap_position: tuple[int, int]) -> None:
+    number, count = overlap_position
     dashes = (-number * _DASH, (_DASH, (count - 1) * _DASH)) if number else "solid"  # dashes over the first run's line
-    steps, curve = curve_to_plot(name, series)
-    if is_smoothed(name, series):
+    steps, curve = get_plot_series(name, series)
+    if should_smooth(name, series):
         recorded = np.where(np.isfinite(series[1]), series[1], np.nan)
         axes.plot(steps, recorded, color=color, alpha=0.25, linewidth=0.8)
     axes.plot(steps, curve, color=color, linewidth=1.6, linestyle=dashes)
     axes.plot(steps[find_isolated_points(curve)], curve[find_isolated_points(curve)], "o", color=color, markersize=3.5)
 
 
-def _tick_formatter(name: str, values: NDArray[np.float64]) -> Callable[[float, float], str]:
+def _make_tick_formatter(name: str, values: NDArray[np.float64]) -> Callable[[float, float], str]:
     if name == "memory_bytes":
         top = values.max(initial=0.0)
         unit, scale = next(((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)) if top >= s), ("B", 1.0))
@@ -416,12 +422,12 @@ def _draw_legend(figure: Figure, runs: Runs, names: Sequence[str]) -> None:
     else:
         first = next(iter(runs))
         for color, (run, records) in zip(_choose_colors(len(runs)), runs.items()):
-            found = loss_difference(runs[first], records) if run != first else None
+            found = compare_losses(runs[first], records) if run != first else None
             how = "equal to" if found and found[0] == 0 else f"within {found[0]:.0e} of" if found else ""
             equal = f" (loss {how} {_shorten_run_name(first, 30)})" if found and found[0] <= _EQUAL else ""
             entries.append((_shorten_run_name(run, 60) + equal, Line2D([], [], color=color, linewidth=2)))
-    trained = [(name, metric_series(records, name)) for records in runs.values() for name in names]
-    validated = [metric_series(records, VALIDATION + name) for records in runs.values() for name in names]
+    trained = [(name, get_metric_series(records, name)) for records in runs.values() for name in names]
+    validated = [get_metric_series(records, VALIDATION + name) for records in runs.values() for name in names]
     if any(len(steps) for steps, _ in validated):
         line = Line2D([], [], color=_INK, linestyle="--", marker="o", markersize=3.5, linewidth=1.3)
         entries.append(("validation", line))
@@ -430,7 +436,7 @@ def _draw_legend(figure: Figure, runs: Runs, names: Sequence[str]) -> None:
         entries.append(("lowest validation loss", star))
     if any(layout_changes(records) for records in runs.values()):
         entries.append(("resume or change of layout", Line2D([], [], color=_INK, linestyle=":", linewidth=1.2)))
-    if any(is_smoothed(name, series) for name, series in trained):
+    if any(should_smooth(name, series) for name, series in trained):
         entries.append(("moving average", Line2D([], [], color=_INK, linewidth=1.6)))
         entries.append(("as recorded", Line2D([], [], color=_INK, alpha=0.3, linewidth=1)))
     if not all(np.isfinite(values).all() for _, values in [*validated, *(series for _, series in trained)]):
@@ -449,7 +455,7 @@ def _shorten_run_name(name: str, max_length: int) -> str:
 # --------------------------------------------------------------------------------------------------------- the summary
 
 
-def metrics_summary(runs: Runs) -> list[dict[str, str]]:
+def summarize_runs(runs: Runs) -> list[dict[str, str]]:
     """Summarize each run in a table row, with its last and best loss, mean speed and peak memory.
 
     The best and mean values ignore NaN and infinite values.
@@ -468,17 +474,17 @@ def metrics_as_json(runs: Runs) -> dict[str, Any]:
         recorded = {name: None for record in records for name in record.values}
         metrics = {name: _summarize_metric(records, name) for name in recorded}
         changes = [{"step": change.step, "text": change.text} for change in layout_changes(records)]
-        found.append({"run": run, **_progress(records), "metrics": metrics, "layout_changes": changes})
+        found.append({"run": run, **_get_run_progress(records), "metrics": metrics, "layout_changes": changes})
     (first, one), *others = runs.items()
     differences = [
         {"run": run, "other": first, "relative": each[0], "steps": each[1]}
         for run, records in others
-        if (each := loss_difference(one, records)) is not None
+        if (each := compare_losses(one, records)) is not None
     ]
     return {"runs": found, "loss_differences": differences}
 
 
-def _progress(records: Sequence[MetricsRecord]) -> dict[str, Any]:
+def _get_run_progress(records: Sequence[MetricsRecord]) -> dict[str, Any]:
     return {
         "step": max((record.step for record in records), default=0),
         "seconds": value_to_json(records[-1].seconds if records else 0.0),
@@ -486,7 +492,7 @@ def _progress(records: Sequence[MetricsRecord]) -> dict[str, Any]:
 
 
 def _summarize_metric(records: Sequence[MetricsRecord], name: str) -> dict[str, Any]:
-    series = metric_series(records, name)
+    series = get_metric_series(records, name)
     found: dict[str, Any] = {"last": value_to_json(series[1][-1])}
     steps, values = drop_nonfinite(series)
     if len(values):
@@ -496,15 +502,15 @@ def _summarize_metric(records: Sequence[MetricsRecord], name: str) -> dict[str, 
 
 
 def _summarize_run(records: Sequence[MetricsRecord]) -> dict[str, str]:
-    losses = {name: metric_series(records, name)[1] for name in ("loss", VALIDATION + "loss")}
-    progress = _progress(records)
+    losses = {name: get_metric_series(records, name)[1] for name in ("loss", VALIDATION + "loss")}
+    progress = _get_run_progress(records)
     cells = {"step": str(progress["step"]), "time": _format_duration(float(progress["seconds"]))}
     for name, values in losses.items():
         shown = name.replace("/", " ")
         best = values[np.isfinite(values)]
         cells[f"last {shown}"] = _format_loss(values[-1]) if len(values) else ""
         cells[f"best {shown}"] = _format_loss(best.min()) if len(best) else cells[f"last {shown}"]
-    speed, memory = (drop_nonfinite(metric_series(records, name))[1] for name in ("tokens_per_s", "memory_bytes"))
+    speed, memory = (drop_nonfinite(get_metric_series(records, name))[1] for name in ("tokens_per_s", "memory_bytes"))
     cells["mean tokens/s"] = _format_number(float(f"{speed.mean():.4g}")) if len(speed) else ""
     cells["peak memory"] = format_bytes(float(memory.max())) if len(memory) else ""
     return cells

@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, replace
 from types import FrameType
 from typing import Any
 
-from shardformer.comm.collective_call import gather_at_step
+from shardformer.comm.collective_call import gather_and_check_call
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import InputError, ShardFormerError
 from shardformer.launcher.shutdown import has_launcher, register_graceful_shutdown
@@ -23,7 +23,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 REPEATED_SIGNAL_S = 5.0
 """A repeated signal within this time is ignored: a scheduler signals the launcher and this process."""
 _REPLACED: dict[int, Any] = {}
-"""Previous handlers that ``StepSynchronizer.handling_signals`` has replaced, by signal."""
+"""Previous handlers that ``StepSynchronizer.capture_signals`` has replaced, by signal."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,9 @@ class StepSynchronizer:
             ShardFormerError: The failure of one rank; raised on all ranks.
         """
         world, local = engine.world, [int(self.failure is not None), *map(int, astuple(self._local))]
-        failed, *requests = (any(column) for column in zip(*gather_at_step("Trainer.agree", world, local), strict=True))
+        failed, *requests = (
+            any(column) for column in zip(*gather_and_check_call("Trainer.agree", world, local), strict=True)
+        )
         self._local, self._received = StepRequests(), self._received | StepRequests(*requests)
         if failed:
             self.is_broken = True
@@ -105,7 +107,7 @@ class StepSynchronizer:
         return received
 
     @contextmanager
-    def handling_signals(self, on_signal: Callable[[signal.Signals], None]) -> Iterator[None]:
+    def capture_signals(self, on_signal: Callable[[signal.Signals], None]) -> Iterator[None]:
         """Record SIGTERM and SIGINT in a ``with`` block instead of exiting. A second signal calls the previous handler.
 
         Forked child processes get the previous handlers, because worker pools stop their processes with SIGTERM. If the
@@ -149,7 +151,7 @@ class StepSynchronizer:
 
 
 def _restore_signal_handlers() -> None:
-    """Restore the signal handlers that were replaced by ``StepSynchronizer.handling_signals``."""
+    """Restore the signal handlers that were replaced by ``StepSynchronizer.capture_signals``."""
     for number, handler in _REPLACED.items():
         if handler is not None:  # None: the handler was not installed by Python
             signal.signal(number, handler)

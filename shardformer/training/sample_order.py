@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from shardformer.comm.collective_call import hash_to_number
-from shardformer.consistency.training_data import fingerprint, first_and_last_samples
+from shardformer.comm.collective_call import hash_to_int
+from shardformer.consistency.training_data import fingerprint, get_first_and_last_samples
 from shardformer.errors import ConfigError, InputError, ShardFormerError
-from shardformer.gradient_accumulation.micro_batches import batch_size_of, rebuild_container, split_batch
+from shardformer.gradient_accumulation.micro_batches import get_batch_size, rebuild_container, split_batch
 from shardformer.layout.shard_spec import even_bounds
 from shardformer.random_state import SharedEpochRandomness, hash_seed, restore_cpu_generators, seed_generators, seeded
 
@@ -63,7 +63,7 @@ class StreamedSource:
         reader = self._get_reader(epoch, seed, start)
         if self._collate is None:
             for batch, count, part in reader.read_shards(shard, start):
-                self.number = fingerprint(*first_and_last_samples(batch))
+                self.number = fingerprint(*get_first_and_last_samples(batch))
                 yield count, part
         else:
             assert size is not None
@@ -72,7 +72,7 @@ class StreamedSource:
                 if drop_last and len(samples) < size:
                     break
                 if merge_last and not drop_last:
-                    samples += reader.read_end(shard.size)
+                    samples += reader.read_remaining(shard.size)
                 check_batch_size(len(samples), shard)
                 local_slice = shard.local_slice(len(samples))
                 self.number = fingerprint(samples[0], samples[-1])
@@ -115,7 +115,7 @@ class _StreamReader:
         with self._random.drawing():
             return list(islice(self._iterator, count))
 
-    def read_end(self, limit: int) -> list[Any]:
+    def read_remaining(self, limit: int) -> list[Any]:
         """Return the remaining samples of the stream if there are fewer than ``limit``, and otherwise an empty list."""
         found = self.read(limit)
         if len(found) < limit:
@@ -133,7 +133,7 @@ class _StreamReader:
         while found := self._read_next(1):
             (batch,) = found
             named = batch if isinstance(batch, Mapping) else {"batch": batch}
-            count = batch_size_of(named)
+            count = get_batch_size(named)
             self.count += count
             left = min(self.count - start, count)
             if left <= 0:
@@ -255,8 +255,8 @@ class IndexedSource:
 
         ``global_batches`` splits the order of an epoch into batches.
         """
-        order = self._epoch_order(epoch, seed)
-        self.number = 0 if self._sampler is None else hash_to_number(order)
+        order = self._get_epoch_order(epoch, seed)
+        self.number = 0 if self._sampler is None else hash_to_int(order)
         batches = list(global_batches(order))
         sizes = [len(batch) for batch in batches]
         for size in sizes:
@@ -286,21 +286,25 @@ class IndexedSource:
         with restore_cpu_generators():
             return self._collate([self.read(index % self.size) for index in range(2)])
 
-    def _epoch_order(self, epoch: int, seed: int) -> Sequence[Any]:
+    def _get_epoch_order(self, epoch: int, seed: int) -> Sequence[Any]:
         if self._sampler is not None:
             with SharedEpochRandomness(self._sampler, epoch, seed).drawing():
                 found = list(self._sampler)
             plain = _to_python_number
             return [[*map(plain, batch)] for batch in found] if self.makes_batches else [*map(plain, found)]
         count = len(self._data)
-        return torch.randperm(count, generator=epoch_generator(seed, epoch)).tolist() if self._shuffle else range(count)
+        return (
+            torch.randperm(count, generator=make_epoch_generator(seed, epoch)).tolist()
+            if self._shuffle
+            else range(count)
+        )
 
 
 def _to_python_number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def epoch_generator(seed: int, epoch: int) -> torch.Generator:
+def make_epoch_generator(seed: int, epoch: int) -> torch.Generator:
     """Return the random generator that shuffles the samples of an epoch."""
     return torch.Generator().manual_seed(hash_seed(seed, epoch, "order"))
 

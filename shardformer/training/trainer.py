@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from shardformer.checkpoint.load import LoadedCheckpoint
 from shardformer.errors import ConfigError
 from shardformer.launcher.shutdown import is_aborted_by_launcher
-from shardformer.pipeline.pipeline import modes_of, set_modes, start_training
+from shardformer.pipeline.pipeline import ensure_training_mode, get_training_modes, set_training_modes
 from shardformer.sharding.describe import format_summary, format_summary_as_html
 from shardformer.training.data_loader import ShardedDataLoader, create_data_loader, is_batch_list
 from shardformer.training.engine import Engine, needs_metric
@@ -23,7 +23,7 @@ from shardformer.training.hook import Hook
 from shardformer.training.hooks.progress import Progress
 from shardformer.training.hooks.throughput import Throughput
 from shardformer.training.preemption import StepRequests, StepSynchronizer
-from shardformer.zero.optimizer_state_view import unchanged_on_error
+from shardformer.zero.optimizer_state_view import rollback_on_error
 
 HOOKS, TRAINER_USER_KEY = "hooks", "user"
 """Keys of the hook states and of the user's values in a checkpoint."""
@@ -86,12 +86,12 @@ class Trainer:
         self._started_at = time.perf_counter()
 
     def __repr__(self) -> str:
-        return format_summary(*self._summary())
+        return format_summary(*self._get_summary())
 
     def _repr_html_(self) -> str:
-        return format_summary_as_html(*self._summary())
+        return format_summary_as_html(*self._get_summary())
 
-    def _summary(self) -> tuple[str, dict[str, str]]:
+    def _get_summary(self) -> tuple[str, dict[str, str]]:
         title, rows = self.engine.summary()
         total = f" of {self.num_steps}" if self.engine.has_data and self.num_steps is not None else ""
         hooks = ", ".join(self._named_hooks()) or "none"
@@ -194,10 +194,10 @@ class Trainer:
         self.last_step, self.last_epoch = steps, epochs
         self.problem, self.stopped_by, self.was_interrupted = None, None, False
         self._synchronizer, self._started_at = StepSynchronizer(), time.perf_counter()
-        self._training_modes = modes_of(start_training(self.engine.model))
+        self._training_modes = get_training_modes(ensure_training_mode(self.engine.model))
         self.engine.listener = self._call_hooks
         try:
-            with self._synchronizer.handling_signals(self._report_signal):
+            with self._synchronizer.capture_signals(self._report_signal):
                 self._call_hooks_synchronized("setup")
                 self._call_hooks_synchronized("before_train")
                 self._position = self._training_data.state()
@@ -302,7 +302,7 @@ class Trainer:
         self._current_activity = f"step {self.step + 1}"
         if not self.engine.model.training:  # a hook left the model in eval mode
             self.engine.train()
-            set_modes(self.engine.model, self._training_modes)
+            set_training_modes(self.engine.model, self._training_modes)
         self.samples = self._training_data.batch_samples
         self.tokens = round(self.samples * _mean_tokens_per_sample(batch))
         # read before train_step, in which the scheduler sets the rate of the next step
@@ -390,8 +390,8 @@ class Trainer:
                 if state is not None and name in hooks:
                     hooks[name].load_state(state)
 
-        with unchanged_on_error((), self.hooks):
-            loaded = self.engine.load_and_take(folder, load_hook_states)
+        with rollback_on_error((), self.hooks):
+            loaded = self.engine.load_and_run_callback(folder, load_hook_states)
         self.extra = saved.get(TRAINER_USER_KEY, self.extra)
         left = [name for name, state in saved.get(HOOKS, {}).items() if state is not None and name not in hooks]
         if left and self.is_first:

@@ -28,7 +28,7 @@ from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import Axis
 from shardformer.sharding.forward_checks import OF_LIBRARIES, is_library_hook
 from shardformer.tensor_parallel.parallel_module import MODULE_HOOK_TABLES
-from shardformer.torch_compat import COMPILED_CALL, has_data, tensor_hooks_of, view_as_bytes
+from shardformer.torch_compat import COMPILED_CALL, get_tensor_hooks, has_data, view_as_bytes
 
 ItemKey = tuple[str, str, str]
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
@@ -67,13 +67,13 @@ def take_snapshot(model: nn.Module, unsharded: nn.Module) -> dict[ItemKey, Snaps
     for name, param in model.named_parameters(remove_duplicate=False):
         trains = param.requires_grad
         found["parameter", name, "requires_grad"] = Snapshot(str(trains), trains, is_sendable=True)
-        found["parameter", name, "hooks"] = _snapshot_hooks(tensor_hooks_of(param))
+        found["parameter", name, "hooks"] = _snapshot_hooks(get_tensor_hooks(param))
     for path, module in model.named_modules():
         hooks = [hook for table in MODULE_HOOK_TABLES for hook in getattr(module, table).values()]
         found["module", path, "hooks"] = _snapshot_hooks(hooks)
         found["module", path, ""] = _snapshot_module(module)
         found |= {("buffer", path, name): snapshot for name, snapshot in _buffers(module)}
-        known = vars(modules[path]) if path in modules and _is_package_module(module) else None
+        known = vars(modules[path]) if path in modules and _is_shardformer_module(module) else None
         found |= {("attribute", path, name): snapshot for name, snapshot in _snapshot_attributes(module, known)}
     return found
 
@@ -88,7 +88,7 @@ def collect_changes(
     now, local = take_snapshot(model, unsharded), dict[ItemKey, Snapshot]()
 
     def describe_local_changes() -> dict[ItemKey, tuple[str, Any]]:
-        local.update(_changed_items(before, now))
+        local.update(_diff_snapshots(before, now))
         cpu = {key: x.value.cpu() if isinstance(x.value, Tensor) else x.value for key, x in local.items()}
         return {key: (x.description, (cpu[key],) if x.is_sendable else None) for key, x in local.items()}
 
@@ -97,7 +97,7 @@ def collect_changes(
     for key, (description, value) in [pair for items in by_rank for pair in items.items()]:
         is_same = all(items[key][0] == description for items in by_rank if key in items)
         if not is_same or (value is None and key not in local):
-            raise _reshard_error(key, "differs between ranks")
+            raise _make_reshard_error(key, "differs between ranks")
         changes[key] = local[key].value if key in local else value[0]
     return changes
 
@@ -120,7 +120,7 @@ def apply_changes(changes: Mapping[ItemKey, Any], unsharded: nn.Module) -> None:
             vars(owner)[last] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _changed_items(before: Mapping[ItemKey, Snapshot], after: Mapping[ItemKey, Snapshot]) -> dict[ItemKey, Snapshot]:
+def _diff_snapshots(before: Mapping[ItemKey, Snapshot], after: Mapping[ItemKey, Snapshot]) -> dict[ItemKey, Snapshot]:
     """Return the items that changed between snapshots. Raise ConfigError if one cannot be set in a resharded model."""
 
     def summary(item: Snapshot | None) -> object:
@@ -136,7 +136,7 @@ def _changed_items(before: Mapping[ItemKey, Snapshot], after: Mapping[ItemKey, S
         if key in after and after[key].is_computed:
             continue
         if key not in after or not after[key].is_copyable:
-            raise _reshard_error(key)
+            raise _make_reshard_error(key)
         found[key] = after[key]
     return found
 
@@ -152,7 +152,7 @@ def _snapshot_hooks(hooks: list[Any]) -> Snapshot:
 
 def _snapshot_module(module: nn.Module) -> Snapshot:
     """Record a module, to detect whether the user replaces it. A module without parameters or buffers can be copied."""
-    inside = [*module.parameters(), *module.buffers(), *(m for m in module.modules() if _is_package_module(m))]
+    inside = [*module.parameters(), *module.buffers(), *(m for m in module.modules() if _is_shardformer_module(m))]
     if inside:
         return Snapshot(type(module).__qualname__, is_copyable=False, identity=id(module))
     kinds = (f"{path} {type(m).__module__}.{type(m).__qualname__}" for path, m in module.named_modules())
@@ -167,7 +167,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Snapshot]]:
 
 
 def _snapshot_attributes(module: nn.Module, initial: Mapping[str, Any] | None) -> Iterator[tuple[str, Snapshot]]:
-    of_library = any(_library_of(cls) in OF_LIBRARIES for cls in type(module).__mro__ if cls is not nn.Module)
+    of_library = any(_get_package_name(cls) in OF_LIBRARIES for cls in type(module).__mro__ if cls is not nn.Module)
     for name, value in vars(module).items():
         if name in INTERNAL or name.startswith("_shardformer") or (initial is not None and name not in initial):
             continue
@@ -190,7 +190,7 @@ def _snapshot_attribute(name: str, value: Any, depth: int) -> Iterator[tuple[str
     elif isinstance(value, MethodType):
         if not is_library_hook(value.__func__):
             yield name, Snapshot(value.__qualname__, is_copyable=False, identity=id(value.__func__))
-    elif not isinstance(value, nn.Module) and _library_of(type(value)) not in ("shardformer", "builtins"):
+    elif not isinstance(value, nn.Module) and _get_package_name(type(value)) not in ("shardformer", "builtins"):
         yield name, Snapshot(type(value).__qualname__, is_copyable=False)
         for inner, each in vars(value).items() if depth and hasattr(value, "__dict__") else ():
             yield from ((f"{name}.{path}", snapshot) for path, snapshot in _snapshot_attribute(inner, each, depth - 1))
@@ -233,15 +233,15 @@ def _is_plain_value(value: Any) -> bool:
     return isinstance(value, PLAIN)
 
 
-def _is_package_module(module: nn.Module) -> bool:
-    return _library_of(type(module)) == "shardformer"
+def _is_shardformer_module(module: nn.Module) -> bool:
+    return _get_package_name(type(module)) == "shardformer"
 
 
-def _library_of(cls: type) -> str:
+def _get_package_name(cls: type) -> str:
     return cls.__module__.partition(".")[0]
 
 
-def _reshard_error(key: ItemKey, problem: str = "cannot be carried over to another layout") -> ConfigError:
+def _make_reshard_error(key: ItemKey, problem: str = "cannot be carried over to another layout") -> ConfigError:
     kind, path, name = key
     what = f"{kind} {path or 'of the model'}{f' ({name})' if name else ''}"
     return ConfigError(

@@ -25,13 +25,20 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.discovery.example_inputs import find_unknown_inputs
-from shardformer.discovery.reduced_model import ReducedModel, find_first_batch, probe_loss, reduce_model
-from shardformer.discovery.shrink_config import build_meta_model, get_first_architecture, model_class
-from shardformer.errors import TRACEBACK_VARIABLE, ConfigError, PolicyError, ShardFormerError, did_you_mean, first_line
+from shardformer.discovery.reduced_model import ReducedModel, compute_probe_loss, find_first_batch, reduce_model
+from shardformer.discovery.shrink_config import build_meta_model, get_first_architecture, get_model_class
+from shardformer.errors import (
+    TRACEBACK_VARIABLE,
+    ConfigError,
+    PolicyError,
+    ShardFormerError,
+    did_you_mean,
+    get_first_line,
+)
 from shardformer.gradient_accumulation.micro_batches import (
     MEDIA_TOKEN_FIELDS,
-    batch_size_of,
-    special_token_ids,
+    get_batch_size,
+    get_special_token_ids,
     split_batch,
 )
 from shardformer.policies.policy import Policy
@@ -45,9 +52,9 @@ from shardformer.verify.small_models import (
     RandomBatches,
     SmallModel,
     is_vision_only,
+    model_loss,
     num_samples,
-    sample_loss,
-    supported_depth,
+    round_up_to_supported_depth,
 )
 
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION")
@@ -61,7 +68,7 @@ MULTIMODAL_TASKS = (
 """Tasks whose models read images and text. They determine the main class of a model type with several classes."""
 
 
-def main_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
+def get_main_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
     """Return a dict from transformers model types to the name of their class for the first match in ``tasks``."""
     from transformers.models.auto import modeling_auto
 
@@ -73,12 +80,12 @@ def main_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
 
 
 @lru_cache(maxsize=1)
-def all_classes() -> Mapping[str, str]:
+def get_all_main_classes() -> Mapping[str, str]:
     """Return a dict from all transformers model types to the name of their main class."""
     from transformers.models.auto import modeling_auto
 
     names = (re.fullmatch("MODEL_FOR_(.*)_MAPPING_NAMES", name) for name in dir(modeling_auto))
-    found = main_classes((*MULTIMODAL_TASKS, *TASKS, *(name[1] for name in names if name)))
+    found = get_main_classes((*MULTIMODAL_TASKS, *TASKS, *(name[1] for name in names if name)))
     base = modeling_auto.MODEL_MAPPING_NAMES.items()
     return {**{kind: names if isinstance(names, str) else names[0] for kind, names in base}, **found}
 
@@ -92,7 +99,7 @@ class ReducedModelType:
     """Picklable function that builds a small random model from the default config of a transformers model type.
 
     Args:
-        model_type: one of ``all_classes()``.
+        model_type: one of ``get_all_main_classes()``.
         head: a class of transformers. If empty, it is the main class of the type.
     """
 
@@ -101,23 +108,23 @@ class ReducedModelType:
 
     @property
     def head_class(self) -> str:
-        return self.head or all_classes()[self.model_type]
+        return self.head or get_all_main_classes()[self.model_type]
 
     def config(self) -> Any:
-        return _reduced_model(self).model.config
+        return _make_reduced_model(self).model.config
 
     def __call__(self) -> nn.Module:
-        model = copy.deepcopy(_reduced_model(self).model)
+        model = copy.deepcopy(_make_reduced_model(self).model)
         if hasattr(model.config, "use_cache"):
             model.config.use_cache = False
         return model
 
-    def batches_and_loss(self) -> dict[str, Any]:
+    def get_batch_and_loss_fn(self) -> dict[str, Any]:
         """Return a ``batch_fn`` for the model, and a ``loss_fn`` if the model does not compute a loss itself."""
         batch_fn = ExampleBatches(self)
         batches: dict[str, Any] = {"batch_fn": batch_fn}
         own_loss = {"labels", CONTRAST} & batch_fn(0).keys()
-        return batches if own_loss else {**batches, "loss_fn": output_mean, "loss_weight": num_samples}
+        return batches if own_loss else {**batches, "loss_fn": compute_output_loss, "loss_weight": num_samples}
 
 
 @dataclass(frozen=True)
@@ -137,7 +144,7 @@ class ExampleBatch:
     @staticmethod
     def of(model: nn.Module, batch: Mapping[str, Tensor]) -> ExampleBatch:
         compares = CONTRAST in inspect.signature(model.forward).parameters
-        return ExampleBatch(batch, special_token_ids(model.config), next(model.parameters()).dtype, compares)
+        return ExampleBatch(batch, get_special_token_ids(model.config), next(model.parameters()).dtype, compares)
 
 
 @dataclass(frozen=True)
@@ -152,8 +159,8 @@ class ExampleBatches:
     samples: int = 2
 
     def __call__(self, step: int) -> Mapping[str, Tensor]:
-        example = _example_batch(self.model_fn)
-        count = batch_size_of(example.batch)
+        example = _make_example_batch(self.model_fn)
+        count = get_batch_size(example.batch)
         each = split_batch(example.batch, [1] * count, ids=example.ids)
         rolled = [_roll_text(each[n % count], step + n // count, example.ids) for n in range(self.samples)]
         batch = {name: torch.cat([one[name] for one in rolled]) if x.dim() else x for name, x in example.batch.items()}
@@ -166,7 +173,7 @@ class ExampleBatches:
 
 def is_multimodal(head: str) -> bool:
     """Return whether the forward method of a transformers class accepts images or sounds."""
-    kind = model_class(head)
+    kind = get_model_class(head)
     names = inspect.signature(kind.forward).parameters if kind is not None else {}
     return any(name in names for name in ("pixel_values", "input_features", "input_values"))
 
@@ -181,25 +188,25 @@ def _roll_text(sample: Mapping[str, Tensor], shift: int, ids: Mapping[str, int])
     return {**sample, MEDIA_TOKEN_FIELDS: rolled}
 
 
-def output_mean(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+def compute_output_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """Return a loss for a model without labels: the sum of the weighted mean squares of all outputs."""
-    return probe_loss(model(**batch), equal_sample_weights=True)
+    return compute_probe_loss(model(**batch), equal_sample_weights=True)
 
 
 @lru_cache(maxsize=1)
-def _example_batch(model_fn: Callable[[], nn.Module]) -> ExampleBatch:
+def _make_example_batch(model_fn: Callable[[], nn.Module]) -> ExampleBatch:
     if isinstance(model_fn, ReducedModelType):
-        small = _reduced_model(model_fn)
+        small = _make_reduced_model(model_fn)
         return ExampleBatch.of(small.model, small.batch)
     model = model_fn().eval()
     try:
         return ExampleBatch.of(model, find_first_batch(model))
     except Exception as error:
-        raise _example_batch_error(model, f"{type(error).__name__}: {first_line(error)}") from error
+        raise _make_example_batch_error(model, f"{type(error).__name__}: {get_first_line(error)}") from error
 
 
 @lru_cache(maxsize=1)
-def _reduced_model(small: ReducedModelType) -> ReducedModel:
+def _make_reduced_model(small: ReducedModelType) -> ReducedModel:
     transformers = load_transformers()
     try:
         config = transformers.CONFIG_MAPPING[small.model_type](architectures=[small.head_class])
@@ -212,15 +219,15 @@ def _reduced_model(small: ReducedModelType) -> ReducedModel:
     try:
         return reduce_model(model, media_in_text=True)
     except PolicyError as error:
-        raise _example_batch_error(model, error.what) from error
+        raise _make_example_batch_error(model, error.what) from error
 
 
-def _example_batch_error(model: nn.Module, why: str) -> ConfigError:
+def _make_example_batch_error(model: nn.Module, reason: str) -> ConfigError:
     needed, optional = find_unknown_inputs(model)
     unknown = f". Its forward pass needs {', '.join(needed)}, whose values are unknown" if needed else ""
     unknown += f". The values of {', '.join(optional)} are unknown" if optional and not needed else ""
     return ConfigError(
-        f"{type(model).__name__} failed on every batch that was derived from its config ({why:.400}){unknown}.",
+        f"{type(model).__name__} failed on every batch that was derived from its config ({reason:.400}){unknown}.",
         remedy=BATCH_FUNCTION,
     )
 
@@ -234,7 +241,7 @@ BATCH_FUNCTION = (
 HUB_TIMEOUT_S = 5.0
 
 
-def hub_url() -> str:
+def get_hub_url() -> str:
     from huggingface_hub import constants
 
     return str(constants.ENDPOINT)
@@ -247,7 +254,7 @@ def is_hub_reachable() -> bool:
     if constants.HF_HUB_OFFLINE:
         return False
     try:
-        with urlopen(Request(hub_url(), method="HEAD"), timeout=HUB_TIMEOUT_S):
+        with urlopen(Request(get_hub_url(), method="HEAD"), timeout=HUB_TIMEOUT_S):
             return True
     except HTTPError:
         return True  # the server answered
@@ -266,19 +273,19 @@ MAX_ERROR_LENGTH = 600  # maximum number of characters of an error in user code
 
 def import_module_or_file(name_or_file: str) -> ModuleType:
     """Import a module by its name or from a .py file. Raises ConfigError if the import fails."""
-    return _module_from_file(Path(name_or_file)) if name_or_file.endswith(".py") else _import_by_name(name_or_file)
+    return _import_from_file(Path(name_or_file)) if name_or_file.endswith(".py") else _import_by_name(name_or_file)
 
 
 def _import_by_name(name: str) -> ModuleType:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        with _empty_stdin():
+        with _stdin_from_devnull():
             return import_module(name)
     except (Exception, SystemExit) as error:
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         if name and (missing is None or not f"{name}.".startswith(f"{missing}.")):
-            raise _import_error(f"The module {name!r}", error) from error
+            raise _make_import_error(f"The module {name!r}", error) from error
         raise ConfigError(
             f"There is no module {name!r}: {error}.",
             rule=f"{MODULE_SPEC_FORMS}. Modules are searched in {str(Path.cwd())!r} and the installed packages.",
@@ -289,19 +296,19 @@ def _import_by_name(name: str) -> ModuleType:
 def call_user_function(function: Callable[[], Any], name: str) -> Any:
     """Call a user's function, and convert its exceptions to ConfigError."""
     try:
-        with _empty_stdin():
+        with _stdin_from_devnull():
             return function()
     except ShardFormerError:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"The function {name} failed: {_error_with_location(error)}.",
+            f"The function {name} failed: {_format_error_with_location(error)}.",
             remedy=f"Fix the function. To see the traceback, set {TRACEBACK_VARIABLE}=1.",
         ) from error
 
 
 @contextmanager
-def _empty_stdin() -> Iterator[None]:
+def _stdin_from_devnull() -> Iterator[None]:
     """Replace standard input by an empty file inside a ``with`` block, so that user code cannot wait for input."""
     before = sys.stdin
     with open(os.devnull, encoding="utf-8") as empty:
@@ -312,7 +319,7 @@ def _empty_stdin() -> Iterator[None]:
             sys.stdin = before
 
 
-def _error_with_location(error: BaseException) -> str:
+def _format_error_with_location(error: BaseException) -> str:
     """Format an exception of user code with its class, message and line number."""
     frames = traceback.extract_tb(error.__traceback__)
     line = getattr(error, "lineno", None) or (frames[-1].lineno if frames else None)
@@ -322,14 +329,14 @@ def _error_with_location(error: BaseException) -> str:
     return f"{kind}: {error}"[:MAX_ERROR_LENGTH] + (f" (line {line})" if line else "")
 
 
-def _import_error(what: str, error: BaseException) -> ConfigError:
+def _make_import_error(name: str, error: BaseException) -> ConfigError:
     return ConfigError(
-        f"{what} cannot be imported: {_error_with_location(error)}.",
+        f"{name} cannot be imported: {_format_error_with_location(error)}.",
         remedy="Fix the module. To see the traceback, run `python -c 'import ...'`.",
     )
 
 
-def _module_from_file(path: Path) -> ModuleType:
+def _import_from_file(path: Path) -> ModuleType:
     spec = spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise ConfigError(
@@ -344,11 +351,11 @@ def _module_from_file(path: Path) -> ModuleType:
     module = sys.modules[spec.name] = module_from_spec(spec)
     assert spec.loader is not None
     try:
-        with _empty_stdin():
+        with _stdin_from_devnull():
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
-        raise _import_error(str(path), error) from error
+        raise _make_import_error(str(path), error) from error
     return module
 
 
@@ -358,7 +365,7 @@ _FUNCTION_KEYS = ("model_fn", "batch_fn", "loss_fn", "policy", "loss_weight")
 
 
 @dataclass(frozen=True)
-class Pretrained:
+class PretrainedBuilder:
     """Picklable function that builds a transformers model from a folder, a config.json or the hub.
 
     Args:
@@ -382,7 +389,7 @@ class Pretrained:
                 if "drop" in name and isinstance(value, float):
                     setattr(config, name, 0.0)
         if self.head.endswith("ForSequenceClassification") and config.pad_token_id is None:
-            config.pad_token_id = first_token(config.eos_token_id, 0)  # the head finds the last token by it
+            config.pad_token_id = get_first_token_id(config.eos_token_id, 0)  # the head finds the last token by it
         if self.head.endswith("ForQuestionAnswering"):
             config.num_labels = 2  # start and end
         if HEAD_CONFIG.get(self.head, {}).get("is_decoder"):
@@ -404,12 +411,12 @@ class Pretrained:
             )
         except OSError as error:
             raise ConfigError(
-                f"{self.where!r} has no weights for {self.head}: {first_line(error)}.",
+                f"{self.where!r} has no weights for {self.head}: {get_first_line(error)}.",
                 remedy="For random weights, pass the path of the config.json. Otherwise, save the weights next to it.",
             ) from error
         except Exception as error:  # inconsistent sizes raise errors of any type
             raise ConfigError(
-                f"transformers cannot build {self.head} from {self.where!r}: {first_line(error)}.",
+                f"transformers cannot build {self.head} from {self.where!r}: {get_first_line(error)}.",
                 remedy="Correct the config.json of the model.",
             ) from error
         return model
@@ -441,7 +448,7 @@ class ModelSource:
     @property
     def heads(self) -> tuple[str, ...]:
         """Names of all head classes of the model's family, such as BertForMaskedLM. Raises ConfigError if unknown."""
-        if self.model_type not in HEAD_CLASSES or not isinstance(self.model_fn, SmallModel | Pretrained):
+        if self.model_type not in HEAD_CLASSES or not isinstance(self.model_fn, SmallModel | PretrainedBuilder):
             raise ConfigError(
                 f"The head classes of {self.title} are unknown.",
                 rule=f"They are known for the families {', '.join(HEAD_CLASSES)}, unless a function builds the model.",
@@ -454,7 +461,7 @@ class ModelSource:
         if isinstance(self.model_fn, ReducedModelType):
             _check_class_exists(head, self.title)
             return _make_source_of_type(self.model_type, head)
-        if not isinstance(self.model_fn, SmallModel | Pretrained):
+        if not isinstance(self.model_fn, SmallModel | PretrainedBuilder):
             raise ConfigError(
                 f"head={head!r} has no effect on {self.title}, because a function builds this model.",
                 remedy="Remove the option, and build the head in the function.",
@@ -480,7 +487,7 @@ class ModelSource:
                 remedy="Use fewer pipeline stages, or decrease --num-model-chunks.",
             )
         model_fn = self.model_fn.deeper(layers)
-        title = f"{self.title}, {supported_depth(model_fn.family, self.head, layers)} layers"
+        title = f"{self.title}, {round_up_to_supported_depth(model_fn.family, self.head, layers)} layers"
         return replace(self, title=title, model_fn=model_fn, config=model_fn.config())
 
     def batches(self, batch: int = 4, sequence: int = TOKENS) -> Callable[[int], Mapping[str, Any]]:
@@ -495,7 +502,7 @@ class ModelSource:
         sizes = self.config.to_dict() if self.head in FAMILY_OF and hasattr(self.config, "to_dict") else {}
         if sizes and is_vision_only(self.head):
             return RandomBatches(self.head, batch=batch, num_labels=self.config.num_labels, changes=sizes)
-        if isinstance(self.model_fn, Pretrained) and not sizes and is_multimodal(self.head):
+        if isinstance(self.model_fn, PretrainedBuilder) and not sizes and is_multimodal(self.head):
             if sequence != TOKENS:
                 raise ConfigError(
                     f"sequence={sequence} has no effect on {self.title}.",
@@ -516,13 +523,13 @@ class ModelSource:
                 f"sequence={sequence} exceeds the maximum of {longest} positions of {self.title}.",
                 remedy=f"Use a sequence of {longest} tokens or fewer.",
             )
-        eos = first_token(getattr(self.config, "eos_token_id", None), 2)
+        eos = get_first_token_id(getattr(self.config, "eos_token_id", None), 2)
         return RandomBatches(self.head, vocab_size, batch, sequence, self.config.num_labels, eos, sizes)
 
     @property
     def loss_fn(self) -> Callable[[nn.Module, Mapping[str, Any]], Tensor] | None:
-        """The user's loss function, or ``sample_loss`` for random batches, or None for the model's own loss."""
-        default = None if "batch_fn" in self.own else sample_loss
+        """The user's loss function, or ``model_loss`` for random batches, or None for the model's own loss."""
+        default = None if "batch_fn" in self.own else model_loss
         loss_fn: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = self.own.get("loss_fn", default)
         return loss_fn
 
@@ -542,8 +549,8 @@ def find_model(name: str, *, dropout: bool = True) -> ModelSource:
         return ModelSource(f"the small random {name}", sample, sample.head_class, sample.config())
     path = Path(name).expanduser()
     if path.exists():
-        return _make_pretrained_source(name, Pretrained(str(path), "", path.is_file(), dropout))
-    if name in all_classes():
+        return _make_pretrained_source(name, PretrainedBuilder(str(path), "", path.is_file(), dropout))
+    if name in get_all_main_classes():
         return _make_source_of_type(name)
     if ":" in name:
         return _make_source_from_function(name)
@@ -553,7 +560,7 @@ def find_model(name: str, *, dropout: bool = True) -> ModelSource:
             rule=MODULE_SPEC_FORMS,
             remedy="Correct the path.",
         )
-    return _make_pretrained_source(name, Pretrained(name, "", dropout=dropout, local=not is_hub_reachable()))
+    return _make_pretrained_source(name, PretrainedBuilder(name, "", dropout=dropout, local=not is_hub_reachable()))
 
 
 def find_policy(name: str) -> type[Policy]:
@@ -575,39 +582,39 @@ def find_policy(name: str) -> type[Policy]:
     return kinds[class_name]
 
 
-def load_hf_config(where: str, local: bool = True) -> Any:
+def load_hf_config(name_or_path: str, local: bool = True) -> Any:
     """Load a transformers config from a folder, a config.json or the hub. Raises ConfigError if it is not found."""
     transformers = load_transformers()
     try:
-        config = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, local_files_only=local)
+        config = transformers.AutoConfig.from_pretrained(name_or_path, trust_remote_code=False, local_files_only=local)
     except Exception as error:  # invalid files raise errors of any type
-        if Path(where).exists():
+        if Path(name_or_path).exists():
             raise ConfigError(
-                f"{where!r} has no config that transformers can read: {first_line(error)}.",
+                f"{name_or_path!r} has no config that transformers can read: {get_first_line(error)}.",
                 remedy="Pass a folder written by save_pretrained, or module:function for your own model.",
             ) from error
         raise ConfigError(
-            f"There is no model {where!r}: it is not a family, nor a folder or file in {str(Path.cwd())!r}, "
+            f"There is no model {name_or_path!r}: it is not a family, nor a folder or file in {str(Path.cwd())!r}, "
             + (
-                f"it is not in the local cache of the hub, and {hub_url()} cannot be reached"
+                f"it is not in the local cache of the hub, and {get_hub_url()} cannot be reached"
                 if local
-                else f"and {hub_url()} reports: {first_line(error)}"
+                else f"and {get_hub_url()} reports: {get_first_line(error)}"
             ),
             rule=f"{MODULE_SPEC_FORMS}. The families are {', '.join(SMALL_CONFIGS)}.",
-            remedy=f"{_suggest_names(where)}Correct the name. Without a network, download the model on another machine "
-            f"with `hf download {where} --local-dir DIR` and pass DIR.",
+            remedy=f"{_suggest_names(name_or_path)}Correct the name. Without a network, download the model on another "
+            f"machine with `hf download {name_or_path} --local-dir DIR` and pass DIR.",
         ) from error
     layers = getattr(config, "num_hidden_layers", None)
     if type(layers) is int and layers > MAX_SMALL_LAYERS:
         raise ConfigError(
-            f"The config {where!r} has {layers} layers, which is too many for a small model.",
+            f"The config {name_or_path!r} has {layers} layers, which is too many for a small model.",
             rule=f"The maximum is {MAX_SMALL_LAYERS} layers.",
             remedy="Decrease num_hidden_layers, or the corresponding field of this model family.",
         )
     return config
 
 
-def first_token(tokens: int | list[int] | None, default: int) -> int:
+def get_first_token_id(tokens: int | list[int] | None, default: int) -> int:
     """Return the token id in a config field such as ``eos_token_id``. If the field is a list, return the first id."""
     if isinstance(tokens, list):
         return tokens[0] if tokens else default
@@ -617,15 +624,15 @@ def first_token(tokens: int | list[int] | None, default: int) -> int:
 def _make_source_of_type(model_type: str, head: str = "") -> ModelSource:
     small = ReducedModelType(model_type, head)
     return ModelSource(
-        f"the small random {model_type}", small, small.head_class, small.config(), small.batches_and_loss()
+        f"the small random {model_type}", small, small.head_class, small.config(), small.get_batch_and_loss_fn()
     )
 
 
-def _make_pretrained_source(title: str, found: Pretrained) -> ModelSource:
-    config = load_hf_config(found.where, found.local)
+def _make_pretrained_source(title: str, pretrained: PretrainedBuilder) -> ModelSource:
+    config = load_hf_config(pretrained.where, pretrained.local)
     head = get_first_architecture(config) or DEFAULT_HEAD.get(config.model_type, "")
     _check_class_exists(head, title)
-    return ModelSource(title, replace(found, head=head), head, config)
+    return ModelSource(title, replace(pretrained, head=head), head, config)
 
 
 def _min_vocab_size(config: Any) -> int | None:
@@ -636,7 +643,7 @@ def _min_vocab_size(config: Any) -> int | None:
 
 
 def _check_class_exists(head: str, title: str) -> None:
-    if model_class(head) is None:
+    if get_model_class(head) is None:
         hint = _suggest_names(head, {*dir(load_transformers())} - {head})
         raise ConfigError(
             f"transformers has no class {head!r}, which {title} specifies" if head else f"{title} specifies no class",
@@ -644,8 +651,8 @@ def _check_class_exists(head: str, title: str) -> None:
         )
 
 
-def _suggest_names(name: str, known: Any = SMALL_CONFIGS) -> str:
-    hint = did_you_mean(name, known)
+def _suggest_names(name: str, candidates: Any = SMALL_CONFIGS) -> str:
+    hint = did_you_mean(name, candidates)
     return f"{hint} " if hint.startswith("Did") else ""
 
 

@@ -96,7 +96,7 @@ class Report:
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def tolerances_for(dtype: torch.dtype) -> Tolerances:
+def get_tolerances(dtype: torch.dtype) -> Tolerances:
     """Return the tolerances for a comparison in float32 or float64. Raises ConfigError for other dtypes."""
     if dtype == torch.float64:
         return Tolerances(1e-10, 1e-10, 2.2e-16)
@@ -109,7 +109,7 @@ def tolerances_for(dtype: torch.dtype) -> Tolerances:
     )
 
 
-def tolerances_of_16_bits(dtype: torch.dtype) -> Tolerances:
+def get_16_bit_tolerances(dtype: torch.dtype) -> Tolerances:
     """Return the tolerances for models with 16-bit parameters and fp32 master weights.
 
     The tolerances are larger than rounding errors, including a ReLU that rounding flips (T5), and smaller than the

@@ -17,7 +17,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from shardformer.errors import ConfigError, check_choice
-from shardformer.torch_compat import has_data, memory_of
+from shardformer.torch_compat import get_storage_id, has_data
 from shardformer.transformers_compat import load_transformers
 
 _BERT: dict[str, Any] = dict(
@@ -114,7 +114,7 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _class_names(prefix: str, *suffixes: str) -> tuple[str, ...]:
+def _add_suffixes(prefix: str, *suffixes: str) -> tuple[str, ...]:
     return tuple(prefix + suffix for suffix in suffixes)
 
 
@@ -122,38 +122,38 @@ _CLASSIFY, _TAG, _ANSWER = "ForSequenceClassification", "ForTokenClassification"
 _IMAGES = ("Model", "ForImageClassification", "ForMaskedImageModeling")
 
 HEAD_CLASSES: dict[str, tuple[str, ...]] = {
-    "bert": _class_names(
+    "bert": _add_suffixes(
         "Bert", "Model", "ForPreTraining", "LMHeadModel", "ForMaskedLM", "ForNextSentencePrediction", _CLASSIFY,
         "ForMultipleChoice", _TAG, _ANSWER,
     ),
-    "gpt2": _class_names("GPT2", "Model", "LMHeadModel", "DoubleHeadsModel", _CLASSIFY, _TAG, _ANSWER),
-    "llama": _class_names("Llama", "Model", "ForCausalLM", _CLASSIFY, _ANSWER, _TAG),
-    "t5": _class_names("T5", "Model", "ForConditionalGeneration", "EncoderModel", _CLASSIFY, _TAG, _ANSWER),
-    "opt": _class_names("OPT", "Model", "ForCausalLM", _CLASSIFY, _ANSWER),
-    "bloom": _class_names("Bloom", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
-    "falcon": _class_names("Falcon", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
-    "gpt_neo": _class_names("GPTNeo", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
-    "gptj": _class_names("GPTJ", "Model", "ForCausalLM", _CLASSIFY, _ANSWER),
-    "qwen2": _class_names("Qwen2", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
-    "qwen3": _class_names("Qwen3", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
-    "mistral": _class_names("Mistral", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
-    "roberta": _class_names(
+    "gpt2": _add_suffixes("GPT2", "Model", "LMHeadModel", "DoubleHeadsModel", _CLASSIFY, _TAG, _ANSWER),
+    "llama": _add_suffixes("Llama", "Model", "ForCausalLM", _CLASSIFY, _ANSWER, _TAG),
+    "t5": _add_suffixes("T5", "Model", "ForConditionalGeneration", "EncoderModel", _CLASSIFY, _TAG, _ANSWER),
+    "opt": _add_suffixes("OPT", "Model", "ForCausalLM", _CLASSIFY, _ANSWER),
+    "bloom": _add_suffixes("Bloom", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
+    "falcon": _add_suffixes("Falcon", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
+    "gpt_neo": _add_suffixes("GPTNeo", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
+    "gptj": _add_suffixes("GPTJ", "Model", "ForCausalLM", _CLASSIFY, _ANSWER),
+    "qwen2": _add_suffixes("Qwen2", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
+    "qwen3": _add_suffixes("Qwen3", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
+    "mistral": _add_suffixes("Mistral", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
+    "roberta": _add_suffixes(
         "Roberta", "Model", "ForCausalLM", "ForMaskedLM", _CLASSIFY, "ForMultipleChoice", _TAG, _ANSWER
     ),
-    "albert": _class_names(
+    "albert": _add_suffixes(
         "Albert", "Model", "ForPreTraining", "ForMaskedLM", _CLASSIFY, _TAG, _ANSWER, "ForMultipleChoice"
     ),
-    "ernie": _class_names(
+    "ernie": _add_suffixes(
         "Ernie", "Model", "ForPreTraining", "ForCausalLM", "ForMaskedLM", "ForNextSentencePrediction", _CLASSIFY,
         "ForMultipleChoice", _TAG, _ANSWER,
     ),
-    "whisper": _class_names("Whisper", "Model", "ForConditionalGeneration", "ForCausalLM", "ForAudioClassification"),
-    "vit": _class_names("ViT", *_IMAGES),
-    "beit": _class_names("Beit", *_IMAGES, "ForSemanticSegmentation", "Backbone"),
-    "swin": _class_names("Swin", *_IMAGES, "Backbone"),
-    "swinv2": _class_names("Swinv2", *_IMAGES, "Backbone"),
-    "sam": _class_names("Sam", "Model", "VisionModel"),
-    "blip-2": _class_names(
+    "whisper": _add_suffixes("Whisper", "Model", "ForConditionalGeneration", "ForCausalLM", "ForAudioClassification"),
+    "vit": _add_suffixes("ViT", *_IMAGES),
+    "beit": _add_suffixes("Beit", *_IMAGES, "ForSemanticSegmentation", "Backbone"),
+    "swin": _add_suffixes("Swin", *_IMAGES, "Backbone"),
+    "swinv2": _add_suffixes("Swinv2", *_IMAGES, "Backbone"),
+    "sam": _add_suffixes("Sam", "Model", "VisionModel"),
+    "blip-2": _add_suffixes(
         "Blip2", "Model", "ForConditionalGeneration", "ForImageTextRetrieval", "VisionModel", "QFormerModel",
         "TextModelWithProjection", "VisionModelWithProjection",
     ),
@@ -212,7 +212,7 @@ def is_vision_only(head: str) -> bool:
     return FAMILY_OF.get(head) in _VISION_FAMILIES or head == "Blip2VisionModel"
 
 
-def head_config_fields(head: str, changes: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+def get_head_config_fields(head: str, changes: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return the config fields of the small model for a head class, with ``changes`` applied."""
     family = SMALL_CONFIGS[FAMILY_OF[head]]
     settings = {**family, **HEAD_CONFIG.get(head, {})}
@@ -224,11 +224,11 @@ def head_config_fields(head: str, changes: Mapping[str, Any] = MappingProxyType(
 IGNORED = 255
 
 
-def image_batch(
+def make_image_batch(
     head: str, generator: Generator, settings: Mapping[str, Any], batch: int, num_labels: int
 ) -> dict[str, Tensor]:
     """Return a batch of random images, with the labels that the head class requires."""
-    images_BCss = random_images(generator, settings, batch)
+    images_BCss = make_random_images(generator, settings, batch)
     if head.endswith("ForImageClassification"):
         labels_B = torch.randint(num_labels, (batch,), generator=generator)
         return {"pixel_values": images_BCss, "labels": labels_B}
@@ -238,16 +238,16 @@ def image_batch(
         labels_Bss[:, :3] = settings.get("semantic_loss_ignore_index", IGNORED)
         return {"pixel_values": images_BCss, "labels": labels_Bss}
     if head.endswith("ForMaskedImageModeling"):
-        return {"pixel_values": images_BCss, **_mask_patches(head, generator, settings, batch)}
+        return {"pixel_values": images_BCss, **_make_patch_mask(head, generator, settings, batch)}
     return {"pixel_values": images_BCss}
 
 
-def random_images(generator: Generator, settings: Mapping[str, Any], batch: int) -> Tensor:
+def make_random_images(generator: Generator, settings: Mapping[str, Any], batch: int) -> Tensor:
     size = settings["image_size"]
     return torch.randn(batch, settings.get("num_channels", 3), size, size, generator=generator)
 
 
-def _mask_patches(head: str, generator: Generator, settings: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
+def _make_patch_mask(head: str, generator: Generator, settings: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
     num_patches = (settings["image_size"] // settings["patch_size"]) ** 2
     order_BP = torch.rand(batch, num_patches, generator=generator).argsort(dim=1)
     if head != "BeitForMaskedImageModeling":
@@ -257,13 +257,13 @@ def _mask_patches(head: str, generator: Generator, settings: Mapping[str, Any], 
     return {"bool_masked_pos": order_BP == 0, "labels": labels_B}
 
 
-def sam_batch(generator: Generator, settings: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
+def make_sam_batch(generator: Generator, settings: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
     """Return a random batch for the Segment Anything Model (SAM), with two prompts per image."""
     vision = settings["vision_config"]
     size, grid = vision["image_size"], vision["image_size"] // vision["patch_size"]
     kinds_BQK = torch.tensor([1, 0, -1, -10]).expand(batch, 2, 4).clone()
     return {
-        "pixel_values": random_images(generator, vision, batch),
+        "pixel_values": make_random_images(generator, vision, batch),
         "input_points": size * torch.rand(batch, 2, 4, 2, generator=generator),
         "input_labels": kinds_BQK,
         "input_boxes": size * torch.rand(batch, 2, 4, generator=generator),
@@ -271,7 +271,7 @@ def sam_batch(generator: Generator, settings: Mapping[str, Any], batch: int) -> 
     }
 
 
-def blip_batch(
+def make_blip_batch(
     head: str, generator: Generator, settings: Mapping[str, Any], text: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return a random batch for a BLIP-2 head class, with images and text, or with the inputs of a submodel."""
@@ -288,7 +288,7 @@ def blip_batch(
             "query_embeds": queries, "attention_mask": mask_BS, "encoder_hidden_states": states,
             "encoder_attention_mask": mask, "query_length": torch.tensor(5),
         }  # fmt: skip
-    images = random_images(generator, settings["vision_config"], batch)
+    images = make_random_images(generator, settings["vision_config"], batch)
     if head.startswith("Blip2Vision"):
         return {"pixel_values": images}
     image_tokens = torch.full((batch, settings["num_query_tokens"]), settings["image_token_index"])
@@ -308,7 +308,7 @@ def blip_batch(
 # B batch, M mel bins, F frames, T target tokens, H hidden
 
 
-def sound_batch(
+def make_audio_batch(
     head: str, generator: Generator, settings: Mapping[str, Any], text: Mapping[str, Tensor], num_labels: int
 ) -> dict[str, Tensor]:
     """Return a random batch for a Whisper head class, with spectrograms, and with text or class labels."""
@@ -355,9 +355,9 @@ class RandomBatches:
         generator = torch.Generator().manual_seed(1000 + step)
         family = FAMILY_OF.get(self.head, "")
         if self.head == "SamModel":
-            return sam_batch(generator, self._config_fields, self.batch)
+            return make_sam_batch(generator, self._config_fields, self.batch)
         if is_vision_only(self.head):
-            return image_batch(self.head, generator, self._config_fields, self.batch, self.num_labels)
+            return make_image_batch(self.head, generator, self._config_fields, self.batch, self.num_labels)
         ids = self._random_tokens(generator, self.batch, self.sequence)
         mask = torch.ones_like(ids)
         mask[:, -2:] = 0
@@ -365,14 +365,14 @@ class RandomBatches:
             ids[:, -3] = self.eos
         batch = {"input_ids": ids, "attention_mask": mask}
         if family == "whisper":
-            return sound_batch(self.head, generator, self._config_fields, batch, self.num_labels)
+            return make_audio_batch(self.head, generator, self._config_fields, batch, self.num_labels)
         if family == "blip-2":
-            return blip_batch(self.head, generator, self._config_fields, batch)
+            return make_blip_batch(self.head, generator, self._config_fields, batch)
         return {**batch, **self._random_labels(generator, ids)}
 
     @property
     def _config_fields(self) -> dict[str, Any]:
-        return head_config_fields(self.head, self.changes)
+        return get_head_config_fields(self.head, self.changes)
 
     def _random_tokens(self, generator: torch.Generator, *shape: int) -> Tensor:
         return torch.randint(FIRST_TOKEN, self.vocab_size, shape, generator=generator)
@@ -416,7 +416,7 @@ class RandomBatches:
         }  # fmt: skip
 
 
-def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """Return the loss of a model, or, without a loss, the mean squared distance of its outputs from a cosine curve.
 
     The cosine is the same in every row, so the loss of a batch is the mean of the losses of its shards. It is not
@@ -427,8 +427,8 @@ def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """
     output = model(**batch)
     losses = [x for x in (getattr(output, "loss", None), getattr(output, "mc_loss", None)) if x is not None]
-    outputs = _float_outputs(output) if isinstance(output, Mapping) else iter(())
-    distances = losses or [_distance_from_cosine(x) for x in _unique_tensors(outputs)]
+    outputs = _iterate_float_outputs(output) if isinstance(output, Mapping) else iter(())
+    distances = losses or [_compute_mse_to_cosine(x) for x in _unique_tensors(outputs)]
     if not distances:
         raise ConfigError(
             f"{type(model).__name__} returned no loss: its output, a {type(output).__name__}, has no field 'loss'.",
@@ -437,8 +437,8 @@ def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return torch.stack([x.double() for x in distances]).sum()
 
 
-def weights_loss_by_sample(head: str) -> bool:
-    """Return whether ``sample_loss`` averages over samples instead of labels for a head class.
+def averages_loss_over_samples(head: str) -> bool:
+    """Return whether ``model_loss`` averages over samples instead of labels for a head class.
 
     The losses of micro-batches must then be weighted by ``num_samples``.
     """
@@ -452,29 +452,29 @@ def num_samples(batch: Mapping[str, Any]) -> float:
     return float(next(v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim() > 0))
 
 
-def _float_outputs(output: Any) -> Iterator[Tensor]:
+def _iterate_float_outputs(output: Any) -> Iterator[Tensor]:
     """Yield all floating-point tensors in a nested model output, except key-value caches."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output
     elif isinstance(output, Mapping):
         for value in output.values():
-            yield from _float_outputs(value)
+            yield from _iterate_float_outputs(value)
     elif isinstance(output, tuple | list):
         for value in output:
-            yield from _float_outputs(value)
+            yield from _iterate_float_outputs(value)
 
 
 def _unique_tensors(tensors: Iterator[Tensor]) -> list[Tensor]:
     """Remove tensors that share memory with an earlier tensor, such as the transpose of the logits."""
     found: dict[tuple[int, int], Tensor] = {}
     for tensor in tensors:
-        place = tensor.data_ptr() if has_data(tensor) else memory_of(tensor)
+        place = tensor.data_ptr() if has_data(tensor) else get_storage_id(tensor)
         found.setdefault((place, tensor.numel()), tensor)
     return list(found.values())
 
 
-def _distance_from_cosine(x: Tensor) -> Tensor:
+def _compute_mse_to_cosine(x: Tensor) -> Tensor:
     row = x.shape[1:]
     wave = torch.arange(row.numel(), dtype=torch.float64, device=x.device).cos().view(row)
     return (x.double() - wave).square().mean()
@@ -493,7 +493,7 @@ STACKS: Mapping[str, int] = MappingProxyType(
 """Number of layer stacks in a head, if it is not one."""
 
 
-def supported_depth(family: str, head: str, layers: int) -> int:
+def round_up_to_supported_depth(family: str, head: str, layers: int) -> int:
     """Round a number of layers up to a depth that the small model of a family supports."""
     stacks = STACKS.get(head, 1)
     least = {"swin": 3, "swinv2": 3}.get(family, 4 if head == "BeitForSemanticSegmentation" else 2)
@@ -501,9 +501,9 @@ def supported_depth(family: str, head: str, layers: int) -> int:
     return stacks * (each + each % 2 if family == "gpt_neo" else each)
 
 
-def depth_config_fields(family: str, head: str, layers: int) -> dict[str, Any]:
+def get_depth_config_fields(family: str, head: str, layers: int) -> dict[str, Any]:
     """Return the config fields for a small model of a family with at least ``layers`` layers in total."""
-    each = supported_depth(family, head, layers) // STACKS.get(head, 1)
+    each = round_up_to_supported_depth(family, head, layers) // STACKS.get(head, 1)
     if family in ("sam", "blip-2"):
         settings = {**SMALL_CONFIGS[family], **HEAD_CONFIG.get(head, {})}
         return {part: {**settings[part], "num_hidden_layers": each} for part in _SUBMODEL_CONFIGS if part in settings}
@@ -561,7 +561,7 @@ class SmallModel:
 
     def deeper(self, layers: int) -> SmallModel:
         """Return a copy of this function that builds a model with at least ``layers`` layers."""
-        return replace(self, changes={**self.changes, **depth_config_fields(self.family, self.head_class, layers)})
+        return replace(self, changes={**self.changes, **get_depth_config_fields(self.family, self.head_class, layers)})
 
     def config(self) -> Any:
         """Return the transformers config for the head class. For a submodel, return the submodel's own config."""

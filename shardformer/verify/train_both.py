@@ -18,21 +18,21 @@ from shardformer.comm.collectives import all_gather_objects, all_reduce, gather_
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.config import STAGE_FIELDS, ShardConfig
 from shardformer.discovery.reduced_model import disable_dropout
-from shardformer.errors import ConfigError, InputError, ShardFormerError, check_int, check_names, first_line
+from shardformer.errors import ConfigError, InputError, ShardFormerError, check_int, check_names, get_first_line
 from shardformer.gradient_accumulation.micro_batch_loss import LossWeight
 from shardformer.gradient_accumulation.micro_batches import (
-    batch_size_of,
+    compute_micro_batch_sizes,
+    get_batch_size,
     iterate_named_tensors,
-    micro_batch_sizes,
     split_batch,
 )
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
 from shardformer.layout.sharding_metadata import metadata_of, shard_specs
-from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes, with_ring_axes
-from shardformer.mesh.rank_grid import AXES, num_ranks
-from shardformer.mesh.tensor_grid import TensorGrid, with_tensor_grid
-from shardformer.pipeline.pipeline import Pipeline, start_training
+from shardformer.mesh.parallel_context import ParallelContext, reshape_sequence_axis, reshape_tensor_axis
+from shardformer.mesh.rank_grid import AXES, count_ranks
+from shardformer.mesh.tensor_grid import TensorGrid, reshape_tensor_axis_by_mode
+from shardformer.pipeline.pipeline import Pipeline, ensure_training_mode
 from shardformer.pipeline.runtime import find_loss
 from shardformer.pipeline.schedules import make_schedule
 from shardformer.pipeline.stage_manager import PipelineStageManager
@@ -40,10 +40,10 @@ from shardformer.policies.policy import Policy
 from shardformer.random_state import seed_random
 from shardformer.shard_model_api import shard_in_place
 from shardformer.torch_compat import TorchDispatchMode, schema_of
-from shardformer.torch_patches import Patch, Undo, replace_attribute, temporarily
+from shardformer.torch_patches import Patch, Undo, replace_attribute, temporary_patch
 from shardformer.training.data_loader import move_to_device
-from shardformer.transformers_compat import forward_arguments
-from shardformer.verify.report import Tolerances, tolerances_for, tolerances_of_16_bits
+from shardformer.transformers_compat import filter_forward_arguments
+from shardformer.verify.report import Tolerances, get_16_bit_tolerances, get_tolerances
 from shardformer.verify.training_options import ReferenceOptimizers, VerifyTraining, make_verify_optimizers
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.shard_optimizer import shard_optimizer
@@ -81,7 +81,7 @@ class ForceFp64(TorchFunctionMode):
         """Run a backward pass in this mode, so that activation checkpointing recomputes the forward pass in fp64."""
         before, _CURRENT.mode = _CURRENT.mode, self
         try:
-            with temporarily(BACKWARD_PATCH, _patch_backward):
+            with temporary_patch(BACKWARD_PATCH, _patch_backward):
                 return func(*args, **kwargs)
         finally:
             _CURRENT.mode = before
@@ -147,17 +147,17 @@ def check_batch(job: VerifyJob) -> None:
         batch = job.batch_fn(0)
     except Exception:
         return
-    _split_micro_batches(job, data_rank_batch(job, batch, 0, job.data))
+    _split_micro_batches(job, get_rank_batch(job, batch, 0, job.data))
 
 
-def data_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, num_shards: int) -> dict[str, Any]:
+def get_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, num_shards: int) -> dict[str, Any]:
     """Return the shard of a global batch for one data-parallel rank, in the dtype of the models."""
     if not any(x.dim() for _, x in iterate_named_tensors(batch)):
         raise ConfigError(
             f"The batch has no tensor with a batch dimension (keys: {', '.join(batch) or 'none'}).",
             remedy="Return the arguments of the model's forward method from batch_fn.",
         )
-    size = batch_size_of(batch)
+    size = get_batch_size(batch)
     if size % num_shards:
         raise ConfigError(
             f"data={num_shards} does not divide the batch of {size} samples.",
@@ -170,42 +170,40 @@ def data_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, num_sha
 
 def check_samples_are_independent(job: VerifyJob, model: nn.Module) -> None:
     """Raise ConfigError if a batch is split although the model compares the samples of a batch with each other."""
-    reference = data_rank_batch(job, job.batch_fn(0), 0, job.num_parts)
-    part = data_rank_batch(job, job.batch_fn(0), 0, job.data)
+    reference = get_rank_batch(job, job.batch_fn(0), 0, job.num_parts)
+    part = get_rank_batch(job, job.batch_fn(0), 0, job.data)
     for larger, smaller, remedy in (
         (reference, part, "Set average_loss_over='ranks' (--average-loss-over ranks), or use one data rank"),
         (part, _split_micro_batches(job, part)[0], "Use one micro-batch (--micro-batches 1), or data ranks (--data 2)"),
     ):
-        if batch_size_of(smaller) < batch_size_of(larger):
-            for name in _outputs_with_sample_pairs(model, larger, smaller):
+        if get_batch_size(smaller) < get_batch_size(larger):
+            for name in _find_pairwise_outputs(model, larger, smaller):
                 raise ConfigError(
                     f"{type(model).__name__} compares the samples of a batch with each other: its output {name} for "
-                    f"{batch_size_of(larger)} samples has one row and one column per sample.",
+                    f"{get_batch_size(larger)} samples has one row and one column per sample.",
                     rule="If a batch is split, the loss of each shard is computed without the other samples.",
                     remedy=remedy,
                 )
 
 
-def _outputs_with_sample_pairs(
-    model: nn.Module, larger: Mapping[str, Any], smaller: Mapping[str, Any]
-) -> Iterator[str]:
+def _find_pairwise_outputs(model: nn.Module, larger: Mapping[str, Any], smaller: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of model outputs with one row and one column per sample, which contrastive models return."""
     try:
         with torch.no_grad():
-            both = [model(**forward_arguments(batch, model)) for batch in (larger, smaller)]
+            both = [model(**filter_forward_arguments(batch, model)) for batch in (larger, smaller)]
     except Exception:  # a loss_fn calls the model in another way
         return
     if all(isinstance(output, Mapping) for output in both):
         for name in both[0].keys() & both[1].keys():
             shapes = [tuple(x.shape) if isinstance(x := output[name], Tensor) else () for output in both]
-            if shapes == [(batch_size_of(batch),) * 2 for batch in (larger, smaller)]:
+            if shapes == [(get_batch_size(batch),) * 2 for batch in (larger, smaller)]:
                 yield name
 
 
 def _split_micro_batches(job: VerifyJob, part: Mapping[str, Any]) -> list[dict[str, Any]]:
     if job.pipeline is None:
         return [dict(part)]
-    return split_batch(part, micro_batch_sizes(batch_size_of(part), job.pipeline.num_parts, None), ids=job.ids)
+    return split_batch(part, compute_micro_batch_sizes(get_batch_size(part), job.pipeline.num_parts, None), ids=job.ids)
 
 
 class PrecomputedForward(nn.Module):
@@ -247,14 +245,14 @@ class LossFunction:
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         if self.takes_model is not None:
-            return self._call(model if self.takes_model else model(**forward_arguments(batch, model)), batch)
+            return self._call(model if self.takes_model else model(**filter_forward_arguments(batch, model)), batch)
         try:
             loss, self.takes_model = self._call(model, batch), True
         except ShardFormerError:
             raise
         except Exception as error:
             try:
-                loss, self.takes_model = self._call(model(**forward_arguments(batch, model)), batch), False
+                loss, self.takes_model = self._call(model(**filter_forward_arguments(batch, model)), batch), False
             except ShardFormerError:
                 raise
             except Exception as other:
@@ -274,7 +272,7 @@ class LossFunction:
 
 
 def _describe_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
+    return f"{type(error).__name__}: {get_first_line(error)}"
 
 
 MAX_NORM = 1.0
@@ -362,7 +360,7 @@ class VerifyJob:
 
     @property
     def bounds(self) -> Tolerances:
-        return tolerances_for(self.dtype) if self.training.dtype is None else tolerances_of_16_bits(self.training.dtype)
+        return get_tolerances(self.dtype) if self.training.dtype is None else get_16_bit_tolerances(self.training.dtype)
 
     @property
     def pipe(self) -> int:
@@ -397,9 +395,9 @@ def run_job(job: VerifyJob) -> tuple[TrainingTrace | None, TrainingTrace, str, s
 
     Returns the traces of both models, the name of the model, and a description of the layout.
     """
-    sizes = {"tensor": job.tensor, "pipe": job.pipe, "data": job.data, "sequence": num_ranks(job.sequence)}
+    sizes = {"tensor": job.tensor, "pipe": job.pipe, "data": job.data, "sequence": count_ranks(job.sequence)}
     context = ParallelContext.from_world(sizes, torch.device(job.device))
-    context = with_grid_axes(with_ring_axes(context, job.sequence), job.grid)
+    context = reshape_tensor_axis(reshape_sequence_axis(context, job.sequence), job.grid)
     world = context.flatten(*AXES)
     plain = run_on_all_ranks(
         lambda: _train_unsharded(job) if world.rank == 0 else None, world, "Training in one process"
@@ -407,7 +405,7 @@ def run_job(job: VerifyJob) -> tuple[TrainingTrace | None, TrainingTrace, str, s
     sharded, name = _train_sharded(job, context)
     layout = [str(context), *([str(job.pipeline)] if job.pipeline is not None else [])]
     mode = job.config.get("tensor_parallel_mode", "1d")
-    layout += [str(TensorGrid.of(with_tensor_grid(context, mode), mode))] if mode != "1d" else []
+    layout += [str(TensorGrid.of(reshape_tensor_axis_by_mode(context, mode), mode))] if mode != "1d" else []
     layout += ["reference loss over the full batch"] if job.num_parts < job.data else []
     layout += [str(job.training)] if job.training.zero_stage is not None else []
     return plain, sharded, name, ", ".join(layout)
@@ -416,7 +414,7 @@ def run_job(job: VerifyJob) -> tuple[TrainingTrace | None, TrainingTrace, str, s
 def build(job: VerifyJob) -> nn.Module:
     torch.manual_seed(0)
     dtype = torch.float32 if job.training.dtype is not None else job.dtype
-    model = start_training(job.model_fn().to(torch.device(job.device), dtype))
+    model = ensure_training_mode(job.model_fn().to(torch.device(job.device), dtype))
     disable_dropout(model)
     job.training.freeze(model)
     config: Any = getattr(model, "config", None)
@@ -442,7 +440,7 @@ def _compute_loss(job: VerifyJob, model: nn.Module, batch: Mapping[str, Any]) ->
     return loss
 
 
-def _loss_of_step(
+def _compute_seeded_loss(
     job: VerifyJob, model: nn.Module, part: Mapping[str, Any], step: int, rank: int, seed: int = 0
 ) -> Tensor:
     """Compute the loss with a seed for the step and the data rank, so that both models use the same random numbers."""
@@ -450,7 +448,7 @@ def _loss_of_step(
     return _compute_loss(job, model, part)
 
 
-def _precision_mode(job: VerifyJob) -> AbstractContextManager[Any]:
+def _get_precision_context(job: VerifyJob) -> AbstractContextManager[Any]:
     return ForceFp64() if job.compute_dtype == torch.float64 else nullcontext()
 
 
@@ -478,8 +476,8 @@ def _record_backward(job: VerifyJob, model: nn.Module, step: int, trace: Trainin
         grads = {n: p.grad for n, p in model.named_parameters()}
         return {n: None if grad is None else grad.clone() / job.training.loss_scale for n, grad in grads.items()}
 
-    with _precision_mode(job):
-        loss = _unsharded_loss(job, model, step)
+    with _get_precision_context(job):
+        loss = _compute_unsharded_loss(job, model, step)
         rounded = [gradients(RandomRounding(seed)) for seed in range(step, step + DRAWS, job.steps)]
         grads = gradients(nullcontext())
     for name, grad in grads.items():
@@ -490,21 +488,21 @@ def _record_backward(job: VerifyJob, model: nn.Module, step: int, trace: Trainin
     trace.grads.append({name: None if grad is None else grad.cpu() for name, grad in grads.items()})
 
 
-def _unsharded_loss(job: VerifyJob, model: nn.Module, step: int, seed: int = 0) -> Tensor:
+def _compute_unsharded_loss(job: VerifyJob, model: nn.Module, step: int, seed: int = 0) -> Tensor:
     losses = []
-    for backward in job.training.backward_indices(step):
+    for backward in job.training.get_accumulation_indices(step):
         batch = job.batch_fn(backward)
         for rank in range(job.num_parts):
-            part = move_to_device(data_rank_batch(job, batch, rank, job.num_parts), torch.device(job.device))
-            losses.append(_loss_of_step(job, model, part, backward, rank, seed).double())
+            part = move_to_device(get_rank_batch(job, batch, rank, job.num_parts), torch.device(job.device))
+            losses.append(_compute_seeded_loss(job, model, part, backward, rank, seed).double())
     return torch.stack(losses).mean()
 
 
 def _check_loss_is_reproducible(job: VerifyJob, model: nn.Module) -> None:
     """Raise ConfigError if the model uses random numbers, so that the loss changes when it is computed again."""
     draws_anew = job.pipeline is not None or job.num_parts < job.data
-    with torch.no_grad(), _precision_mode(job):
-        first, second = (float(_unsharded_loss(job, model, 0, seed)) for seed in (0, int(draws_anew)))
+    with torch.no_grad(), _get_precision_context(job):
+        first, second = (float(_compute_unsharded_loss(job, model, 0, seed)) for seed in (0, int(draws_anew)))
     if abs(first - second) > job.bounds.loss * abs(first):
         raise ConfigError(
             f"The loss of the first batch is {first:.6g}, but {second:.6g} when it is computed again.",
@@ -527,19 +525,19 @@ def _train_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTr
     optimizer = (
         optimizer[0]
         if job.training.zero_stage is None
-        else shard_optimizer(model, optimizer, **job.training.zero_arguments())
+        else shard_optimizer(model, optimizer, **job.training.get_shard_optimizer_kwargs())
     )
     run_step: StepFn = partial(_forward_backward, job, model, optimizer)
     if job.pipeline is not None:
         run_step = _make_pipeline_step(job, model, job.pipeline)
     for step in range(job.steps):
-        with CollectiveRecorder(context) as recorder, _precision_mode(job):
-            loss = _run_backwards(job, model, optimizer, run_step, step)
+        with CollectiveRecorder(context) as recorder, _get_precision_context(job):
+            loss = _run_backward_passes(job, model, optimizer, run_step, step)
         mean = all_reduce(loss.detach().clone(), context.data, purpose="check") / context.data.size
         trace.losses.append(float(mean))
         trace.grads.append(
             _gather_full_tensors(
-                model, context, {n: _full_gradient(optimizer, n, p) for n, p in model.named_parameters()}
+                model, context, {n: _get_full_gradient(optimizer, n, p) for n, p in model.named_parameters()}
             )
         )
         trace.norms.append(float(clip_grad_norm_(model, MAX_NORM)))
@@ -555,20 +553,20 @@ def _train_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTr
     return trace, name
 
 
-def _run_backwards(job: VerifyJob, model: nn.Module, optimizer: Any, run_step: StepFn, step: int) -> Tensor:
+def _run_backward_passes(job: VerifyJob, model: nn.Module, optimizer: Any, run_step: StepFn, step: int) -> Tensor:
     """Run all forward and backward passes of the sharded model in one step, and return the mean loss."""
     own = optimizer if isinstance(optimizer, ZeroOptimizer) else None
-    rank, last = metadata_of(model).context.data.rank, job.training.backward_indices(step)[-1]
+    rank, last = metadata_of(model).context.data.rank, job.training.get_accumulation_indices(step)[-1]
     losses = []
-    for backward in job.training.backward_indices(step):
-        part = move_to_device(data_rank_batch(job, job.batch_fn(backward), rank, job.data), torch.device(job.device))
+    for backward in job.training.get_accumulation_indices(step):
+        part = move_to_device(get_rank_batch(job, job.batch_fn(backward), rank, job.data), torch.device(job.device))
         waits = nullcontext() if backward == last else own.no_sync() if own is not None else no_sync(model)
         with waits:
             losses.append(run_step(part, backward, rank).detach())
     return torch.stack(losses).mean()
 
 
-def _full_gradient(optimizer: Any, name: str, param: Tensor) -> Tensor | None:
+def _get_full_gradient(optimizer: Any, name: str, param: Tensor) -> Tensor | None:
     """Return the full gradient of a parameter, even if ZeRO has sharded it."""
     if isinstance(optimizer, ZeroOptimizer):
         return optimizer.full_gradient(name) if param.requires_grad else None
@@ -578,7 +576,7 @@ def _full_gradient(optimizer: Any, name: str, param: Tensor) -> Tensor | None:
 def _forward_backward(
     job: VerifyJob, model: nn.Module, optimizer: Any, part: Mapping[str, Any], step: int, data_rank: int
 ) -> Tensor:
-    loss = _loss_of_step(job, model, part, step, data_rank).double()
+    loss = _compute_seeded_loss(job, model, part, step, data_rank).double()
     share = loss / job.training.gradient_accumulation_steps
     optimizer.backward(share) if isinstance(optimizer, ZeroOptimizer) else share.backward()
     return loss

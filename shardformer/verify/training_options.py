@@ -78,7 +78,7 @@ class VerifyTraining:
                 remedy="Write an expression that matches full parameter names, for example embeddings.*.",
             ) from error
         rule = "Use an optimizer of torch.optim for dense gradients that takes no closure, or LAMB or LARS"
-        check_choice("optimizer", self.optimizer, _optimizer_classes(), rule)
+        check_choice("optimizer", self.optimizer, _get_optimizer_classes(), rule)
         for name, default in (("optimizer", "SGD"), ("precision", "fp32"), ("offload", None)):
             if self.zero_stage is None and (value := getattr(self, name)) != default:
                 raise ConfigError(
@@ -88,7 +88,7 @@ class VerifyTraining:
                 )
         check_int("gradient_accumulation_steps", self.gradient_accumulation_steps)
 
-    def backward_indices(self, step: int) -> range:
+    def get_accumulation_indices(self, step: int) -> range:
         """Return the indices of the backward passes in a step, counted from the first backward pass of training."""
         return range(step * self.gradient_accumulation_steps, (step + 1) * self.gradient_accumulation_steps)
 
@@ -129,7 +129,7 @@ class VerifyTraining:
         """Factor by which the loss is scaled before the backward pass. It is 1 except in fp16."""
         return SCALE if self.precision == "fp16" else 1.0
 
-    def zero_arguments(self) -> dict[str, Any]:
+    def get_shard_optimizer_kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments for ``shard_optimizer`` that correspond to these options."""
         kept = MixedPrecision(self.precision, loss_scale=LossScale(SCALE))
         return {"stage": self.zero_stage, "precision": kept, "offload": self.offload}
@@ -147,7 +147,7 @@ class VerifyTraining:
         return ", ".join([f"ZeRO stage {self.zero_stage}, {self.optimizer}", *more])
 
 
-def _optimizer_classes() -> dict[str, Any]:
+def _get_optimizer_classes() -> dict[str, Any]:
     found = {n: kind for n, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, Optimizer)}
     return {**{n: kind for n, kind in found.items() if n not in UNSUPPORTED_OPTIMIZERS}, "LAMB": LAMB, "LARS": LARS}
 
@@ -187,7 +187,7 @@ def make_verify_optimizers(params: Iterable[nn.Parameter], training: VerifyTrain
     if training.zero_stage is None or not trainable:  # a stage may have no trainable parameters
         return [torch.optim.SGD([{"params": trainable}], lr=LEARNING_RATE, momentum=0.9)]
     kind, rate = (
-        _optimizer_classes()[training.optimizer],
+        _get_optimizer_classes()[training.optimizer],
         LEARNING_RATE if not training.is_adaptive else LEARNING_RATE / 50,
     )
     settings = {"momentum": 0.9} if training.optimizer in ("SGD", "LARS") else {}

@@ -19,19 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
-from shardformer.errors import ConfigError, ShardFormerError, WorkerError, check_names, wants_traceback
-from shardformer.gradient_accumulation.micro_batches import special_token_ids
+from shardformer.errors import ConfigError, ShardFormerError, WorkerError, check_names, is_traceback_enabled
+from shardformer.gradient_accumulation.micro_batches import get_special_token_ids
 from shardformer.layout.tied_tensors import max_difference
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.local_ranks.worker_process import RemoteCall
-from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes
-from shardformer.mesh.rank_grid import num_ranks
-from shardformer.mesh.tensor_grid import GRID_MODES, with_tensor_grid
+from shardformer.mesh.parallel_context import ParallelContext, reshape_tensor_axis
+from shardformer.mesh.rank_grid import count_ranks
+from shardformer.mesh.tensor_grid import GRID_MODES, reshape_tensor_axis_by_mode
 from shardformer.pipeline.stage_manager import PipelineStageManager, partition_model
 from shardformer.policies.policy import Policy
 from shardformer.shard_model_api import resolve_policy
 from shardformer.sharding.checks import check_can_be_sharded, make_checked_plan
-from shardformer.verify.report import Difference, Report, Tolerances, tolerances_for
+from shardformer.verify.report import Difference, Report, Tolerances, get_tolerances
 from shardformer.verify.train_both import (
     MAX_NORM,
     BatchFn,
@@ -79,15 +79,17 @@ def check_layout(
             f"model_fn returned a {type(model).__name__} instead of a model.", remedy="Return an nn.Module."
         )
     check_can_be_sharded(model)
-    ranks = num_ranks(tensor, "tensor")
+    ranks = count_ranks(tensor, "tensor")
     if ranks == 1 and stages is None and policy is None and not options:
         return getattr(model, "config", None)  # no policy is needed, or a rank finds the error
     # copied, because the original is pickled for the workers and must not hold this model
     own = policy if isinstance(policy, type) else deepcopy(policy)
     chosen, _ = resolve_policy(model, own, tensor=ranks, may_run_copy=stages is not None, example=example)
     context, mode = ParallelContext.of({"tensor": ranks}), (options or {}).get("tensor_parallel_mode", "1d")
-    context = with_grid_axes(context, tensor)
-    config = ShardConfig(context=with_tensor_grid(context, mode) if mode in GRID_MODES else context, **(options or {}))
+    context = reshape_tensor_axis(context, tensor)
+    config = ShardConfig(
+        context=reshape_tensor_axis_by_mode(context, mode) if mode in GRID_MODES else context, **(options or {})
+    )
     plan = make_checked_plan(model, chosen, config)
     if stages is not None:
         partition_model(plan.model, chosen, stages)
@@ -100,36 +102,39 @@ NO_DIFFERENCE = Difference(0.0, "", -1.0)
 NOISE_FACTOR = 4.0  # allowed multiple of the rounding noise, where the noise exceeds the tolerance
 
 
-def compare(job: VerifyJob, plain: TrainingTrace, sharded: TrainingTrace, name: str, layout: str) -> Report:
+def compare(job: VerifyJob, unsharded: TrainingTrace, sharded: TrainingTrace, name: str, layout: str) -> Report:
     bounds = job.bounds
     if job.training.is_adaptive and job.training.dtype is None:
         bounds = replace(bounds, loss=ADAPTIVE_BOUND, gradient=ADAPTIVE_BOUND)
-    loss = _worst_scalar_difference(plain.losses, sharded.losses, bounds.loss)
-    norm = _worst_scalar_difference(plain.norms, sharded.norms, bounds.gradient)
-    gradient, missing = _worst_gradient_difference(plain, sharded, bounds)
-    weight, gone = _worst_weight_difference(job, plain, sharded, bounds)
+    loss = _worst_scalar_difference(unsharded.losses, sharded.losses, bounds.loss)
+    norm = _worst_scalar_difference(unsharded.norms, sharded.norms, bounds.gradient)
+    gradient, missing = _worst_gradient_difference(unsharded, sharded, bounds)
+    weight, gone = _worst_weight_difference(job, unsharded, sharded, bounds)
     missing += [f"{name} (weight)" for name in gone]
     layout = ", ".join([layout, *(k.removeprefix("enable_") for k, v in job.config.items() if v is True)])
-    dtype, losses = str(job.compute_dtype).removeprefix("torch."), list(zip(plain.losses, sharded.losses, strict=True))
+    dtype, losses = (
+        str(job.compute_dtype).removeprefix("torch."),
+        list(zip(unsharded.losses, sharded.losses, strict=True)),
+    )
     return Report(
         name, layout, job.steps, dtype, bounds, loss, gradient, weight, norm, sharded.collectives, losses,
         missing=missing,
     )  # fmt: skip
 
 
-def _worst_scalar_difference(plain: list[float], sharded: list[float], bound: float) -> Difference:
+def _worst_scalar_difference(unsharded: list[float], sharded: list[float], bound: float) -> Difference:
     found = []
-    for step, (a, b) in enumerate(zip(plain, sharded, strict=True)):
+    for step, (a, b) in enumerate(zip(unsharded, sharded, strict=True)):
         relative = abs(a - b) / max(abs(a), 1e-30) if a == a and b == b else float("inf")
         found.append(Difference(relative, f"step {step}", relative / bound))
     return max(found, key=lambda d: d.used)
 
 
 def _worst_gradient_difference(
-    plain: TrainingTrace, sharded: TrainingTrace, bounds: Tolerances
+    unsharded: TrainingTrace, sharded: TrainingTrace, bounds: Tolerances
 ) -> tuple[Difference, list[str]]:
     worst, missing = NO_DIFFERENCE, []
-    for step, (sharded_grads, plain_grads) in enumerate(zip(sharded.grads, plain.grads, strict=True)):
+    for step, (sharded_grads, plain_grads) in enumerate(zip(sharded.grads, unsharded.grads, strict=True)):
         largest = max((float(g.abs().max()) for g in plain_grads.values() if g is not None and g.numel()), default=0.0)
         for name in {**plain_grads, **sharded_grads}:
             a, b = plain_grads.get(name), sharded_grads.get(name)
@@ -137,41 +142,43 @@ def _worst_gradient_difference(
                 if a is not b:
                     missing.append(f"{name} (step {step})")
                 continue
-            noise = NOISE_FACTOR * (plain.noise.get(name, 0.0) + bounds.eps * largest)
-            worst = _larger_difference(worst, a, b, a, bounds.gradient, noise, f"{name}, step {step}")
+            noise = NOISE_FACTOR * (unsharded.noise.get(name, 0.0) + bounds.eps * largest)
+            worst = _update_worst_difference(worst, a, b, a, bounds.gradient, noise, f"{name}, step {step}")
     return worst, missing
 
 
 def _worst_weight_difference(
-    job: VerifyJob, plain: TrainingTrace, sharded: TrainingTrace, bounds: Tolerances
+    job: VerifyJob, unsharded: TrainingTrace, sharded: TrainingTrace, bounds: Tolerances
 ) -> tuple[Difference, list[str]]:
     """Return the largest difference of a weight, relative to its change in training, and the missing weights."""
     worst = NO_DIFFERENCE
-    gone = [name for name in {**plain.after, **sharded.after} if (name in plain.after) != (name in sharded.after)]
-    steps = len(plain.losses)
-    for name, after in plain.after.items():
-        if name in gone or (job.training.is_adaptive and _is_only_rounding(plain, name)):
+    gone = [
+        name for name in {**unsharded.after, **sharded.after} if (name in unsharded.after) != (name in sharded.after)
+    ]
+    steps = len(unsharded.losses)
+    for name, after in unsharded.after.items():
+        if name in gone or (job.training.is_adaptive and _is_rounding_noise(unsharded, name)):
             continue
-        moved = after - plain.before[name]
+        moved = after - unsharded.before[name]
         rounding = bounds.eps * float(after.abs().max()) if after.numel() else 0.0
-        scale = LEARNING_RATE * steps * steps * min(1.0, MAX_NORM / max(min(plain.norms), 1e-30))
-        noise = NOISE_FACTOR * (rounding + scale * plain.noise.get(name, 0.0) + scale * bounds.eps)
-        worst = _larger_difference(worst, after, sharded.after[name], moved, bounds.gradient, noise, name)
+        scale = LEARNING_RATE * steps * steps * min(1.0, MAX_NORM / max(min(unsharded.norms), 1e-30))
+        noise = NOISE_FACTOR * (rounding + scale * unsharded.noise.get(name, 0.0) + scale * bounds.eps)
+        worst = _update_worst_difference(worst, after, sharded.after[name], moved, bounds.gradient, noise, name)
     return worst, gone
 
 
-def _is_only_rounding(plain: TrainingTrace, name: str) -> bool:
+def _is_rounding_noise(unsharded: TrainingTrace, name: str) -> bool:
     """Return whether a gradient is zero except for rounding errors, like that of the key bias in attention."""
-    grads = [grad for step in plain.grads if (grad := step.get(name)) is not None and grad.numel()]
-    return plain.noise.get(name, 0.0) > 1e-3 * max((float(grad.abs().max()) for grad in grads), default=0.0)
+    grads = [grad for step in unsharded.grads if (grad := step.get(name)) is not None and grad.numel()]
+    return unsharded.noise.get(name, 0.0) > 1e-3 * max((float(grad.abs().max()) for grad in grads), default=0.0)
 
 
-def _larger_difference(
-    worst: Difference, expected: Tensor, actual: Tensor, reference: Tensor, bound: float, noise: float, where: str
+def _update_worst_difference(
+    worst: Difference, expected: Tensor, actual: Tensor, reference: Tensor, bound: float, noise: float, location: str
 ) -> Difference:
     if expected.shape != actual.shape:
         return Difference(
-            float("inf"), f"{where}: {tuple(actual.shape)} instead of {tuple(expected.shape)}", float("inf")
+            float("inf"), f"{location}: {tuple(actual.shape)} instead of {tuple(expected.shape)}", float("inf")
         )
     if not expected.numel():
         return worst
@@ -180,7 +187,7 @@ def _larger_difference(
     used = difference / allowed if allowed > 0 else (0.0 if difference == 0 else float("inf"))
     if used <= worst.used:
         return worst
-    return Difference(difference / max(magnitude, noise / bound, 1e-300), where, used)
+    return Difference(difference / max(magnitude, noise / bound, 1e-300), location, used)
 
 
 NOTE_VARIABLE = "SHARDFORMER_UNGUARDED"
@@ -199,7 +206,7 @@ def check_main_guard() -> None:
 
 
 @contextmanager
-def report_main_guard() -> Iterator[None]:
+def explain_missing_main_guard() -> Iterator[None]:
     """Convert a WorkerError to ConfigError if it was caused by a script without a main guard."""
     before = os.environ.get(NOTE_VARIABLE)
     with TemporaryDirectory(prefix="shardformer-") as folder:
@@ -224,9 +231,9 @@ def _main_module_location() -> str:
     return "the script"
 
 
-def _main_guard_error(place: str) -> ConfigError:
+def _main_guard_error(location: str) -> ConfigError:
     return ConfigError(
-        f'verify() was called outside `if __name__ == "__main__":`, at {place}.',
+        f'verify() was called outside `if __name__ == "__main__":`, at {location}.',
         rule="verify starts processes that import the script, which would call verify again.",
         remedy='Move the call and the other top-level code of the script under if __name__ == "__main__":\n',
     )
@@ -271,23 +278,23 @@ def verify(
             batch are raised before any process starts.
     """
     check_main_guard()
-    tolerances_for(dtype)
-    options = _non_default_options(config)
+    get_tolerances(dtype)
+    options = _get_non_default_options(config)
     how = training or VerifyTraining()
-    grid, sequence = _tensor_and_sequence_sizes(tensor)
-    tensor = num_ranks(grid, "tensor")
+    grid, sequence = _parse_axis_sizes(tensor)
+    tensor = count_ranks(grid, "tensor")
     job = VerifyJob(
         model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, options, pipeline, how, sequence, grid
     )
     stages = None if pipeline is None else pipeline.stage_manager()
     start = time.perf_counter()
     RemoteCall.of(run_job_and_report, (job,), {})  # raises if an argument cannot be pickled
-    job = replace(job, ids=special_token_ids(check_layout(model_fn, grid, policy, job.config, stages, job.example)))
+    job = replace(job, ids=get_special_token_ids(check_layout(model_fn, grid, policy, job.config, stages, job.example)))
     check_batch(job)
     if pool is not None:
         report = _run_job_in_pool(pool, job)
     else:
-        with WorkerPool(tensor * job.pipe * data * num_ranks(sequence), timeout_s=3600.0) as own:
+        with WorkerPool(tensor * job.pipe * data * count_ranks(sequence), timeout_s=3600.0) as own:
             report = _run_job_in_pool(own, job)
     report.seconds = time.perf_counter() - start
     return report
@@ -295,26 +302,26 @@ def verify(
 
 def _run_job_in_pool(pool: WorkerPool, job: VerifyJob) -> Report:
     try:
-        with report_main_guard():
+        with explain_missing_main_guard():
             report = pool.run(run_job_and_report, job)[0]
     except WorkerError:
         raise
     except ShardFormerError as error:
-        if wants_traceback():
+        if is_traceback_enabled():
             raise
         raise error.with_traceback(None) from None  # all ranks raised the same error
     assert report is not None
     return report
 
 
-def _tensor_and_sequence_sizes(tensor: int | Mapping[str, Any]) -> tuple[int | tuple[int, ...], int | tuple[int, int]]:
+def _parse_axis_sizes(tensor: int | Mapping[str, Any]) -> tuple[int | tuple[int, ...], int | tuple[int, int]]:
     if not isinstance(tensor, Mapping):
         return tensor, 1
     check_names(tensor, ("tensor", "sequence"), "tensor= has no axis", "It takes a size, or a dict of these axes")
     return tensor.get("tensor", 1), tensor.get("sequence", 1)
 
 
-def _non_default_options(config: Mapping[str, Any] | ShardConfig | None) -> dict[str, Any]:
+def _get_non_default_options(config: Mapping[str, Any] | ShardConfig | None) -> dict[str, Any]:
     if not isinstance(config, ShardConfig):
         config = ShardConfig.of(config or {})
     if config.context is not None or config.tensor_parallel_process_group is not None:

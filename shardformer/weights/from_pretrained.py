@@ -17,9 +17,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardformer.errors import ConfigError, check_bool, first_line
-from shardformer.meta_init.init_recipe import compute_values, deferred_storage_of
-from shardformer.meta_init.lazy_init import LazyLoading, record_calls
+from shardformer.errors import ConfigError, check_bool, get_first_line
+from shardformer.meta_init.init_recipe import compute_values, get_deferred_storage
+from shardformer.meta_init.lazy_init import LazyLoading, wrap_methods_for_recording
 from shardformer.meta_init.materialization import NOTES
 from shardformer.meta_init.safetensors_source import load_lazy_tensors
 from shardformer.public_names import renamed_parameters
@@ -79,7 +79,7 @@ def from_pretrained(
     files = [load_lazy_tensors(path, all_bytes=all_bytes) for path in _find_weights_files(path_or_name, hub)]
     state = {key: tensor for file in files for key, tensor in file.items()}
     generation = _load_generation_config(path_or_name, hub)
-    with _one_at_a_time, _without_loading_threads(), _quiet_transformers(), LazyLoading():
+    with _one_at_a_time, _disable_loading_threads(), _quiet_transformers(), LazyLoading():
         model, info = _load_model(
             model_class, path_or_name, config=config, state_dict=state, dtype=dtype, generation_config=generation
         )
@@ -89,7 +89,7 @@ def from_pretrained(
         _check_loaded_weights(model, path_or_name, info)
         _tie_equal_weights(model)
     model.name_or_path = model.config.name_or_path = path_or_name
-    record_calls(model)
+    wrap_methods_for_recording(model)
     vars(model)[NOTES] = [f"Weights loaded from {path_or_name!r}.", *_describe_missing_weights(info)]
     return cast(nn.Module, model)
 
@@ -125,7 +125,7 @@ def _load_config_and_class(
             )
         except Exception as error:  # the file and its fields may contain any value
             raise ConfigError(
-                f"transformers cannot read the config of {path_or_name!r}: {first_line(error)}.",
+                f"transformers cannot read the config of {path_or_name!r}: {get_first_line(error)}.",
                 remedy=f"Correct the path or name, or pass a config. {CONSENT}"
                 if auto
                 else "Correct the path or name, or pass a config",
@@ -150,7 +150,7 @@ def _load_config_and_class(
         except Exception as error:
             raise ConfigError(
                 f"transformers cannot build a {model_class.__name__} from the config of {path_or_name!r}: "
-                f"{first_line(error)}.",
+                f"{get_first_line(error)}.",
                 remedy=f"Correct config.json, or pass the class of the model. {CONSENT}.",
             ) from error
 
@@ -168,7 +168,7 @@ def _find_weights_files(path_or_name: str, hub_options: Mapping[str, Any]) -> li
             _check_index(path_or_name, index)
             return list(get_checkpoint_shard_files(path_or_name, index, **hub_options)[0])
     except (OSError, ValueError, KeyError) as error:
-        raise _make_no_weights_error(path_or_name, first_line(error)) from error
+        raise _make_no_weights_error(path_or_name, get_first_line(error)) from error
     raise _make_no_weights_error(path_or_name, f"it has neither {SINGLE} nor {WEIGHTS_INDEX_NAME}")
 
 
@@ -180,7 +180,7 @@ def _check_index(path_or_name: str, path: str) -> None:
         names = list(index["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _make_no_weights_error(
-            path_or_name, f"{WEIGHTS_INDEX_NAME} is not a valid index ({type(error).__name__}: {first_line(error)})"
+            path_or_name, f"{WEIGHTS_INDEX_NAME} is not a valid index ({type(error).__name__}: {get_first_line(error)})"
         ) from error
     for name in names:
         inside = isinstance(name, str) and not os.path.isabs(name) and ".." not in re.split(r"[/\\]", name)
@@ -191,9 +191,9 @@ def _check_index(path_or_name: str, path: str) -> None:
             )
 
 
-def _make_no_weights_error(path_or_name: str, why: str) -> ConfigError:
+def _make_no_weights_error(path_or_name: str, reason: str) -> ConfigError:
     return ConfigError(
-        f"{path_or_name!r} has no weights: {why}.",
+        f"{path_or_name!r} has no weights: {reason}.",
         rule="ShardFormer reads safetensors files, as written by save_pretrained.",
         remedy="Correct the path, or load the model with transformers and call save_pretrained once.",
     )
@@ -209,7 +209,7 @@ def _load_generation_config(path_or_name: str, hub_options: Mapping[str, Any]) -
 
 
 @contextmanager
-def _without_loading_threads() -> Iterator[None]:
+def _disable_loading_threads() -> Iterator[None]:
     """Make transformers load weights in the main thread, because ShardFormer records no calls in other threads."""
     before = os.environ.get(ASYNC)
     os.environ[ASYNC] = "1"
@@ -272,7 +272,7 @@ def _tie_equal_weights(model: Any) -> None:
     """Tie the parameters that the model declares as tied if their saved weights are equal, as transformers does."""
     for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
         one, other = model.get_parameter(target), model.get_parameter(source)
-        if one is other or deferred_storage_of(one) is None or deferred_storage_of(other) is None:
+        if one is other or get_deferred_storage(one) is None or get_deferred_storage(other) is None:
             continue
         if torch.equal(compute_values(one), compute_values(other)):
             owner, _, name = target.rpartition(".")

@@ -22,23 +22,23 @@ from shardformer.checkpoint.file_format import (
     CheckpointIndex,
     IndexEntry,
     TensorToWrite,
-    corrupt_checkpoint_error,
+    get_chunk_checksum,
+    make_corruption_error,
     sync,
-    weighted_sum,
-    write_file,
+    write_safetensors_file,
 )
-from shardformer.checkpoint.load import BoxReader
+from shardformer.checkpoint.load import ChunkReader
 from shardformer.checkpoint.save import prepare_save
 from shardformer.checkpoint.training_state import WEIGHTS, ModelTensors
 from shardformer.comm.collective_call import collective_call, run_on_all_ranks, run_on_first_rank, wait_for_all_ranks
 from shardformer.errors import ConfigError, InputError, check_int
-from shardformer.filesystem.atomic_write import DirectoryWriter, path_of, remove, write_new
+from shardformer.filesystem.atomic_write import DirectoryWriter, remove, to_absolute_path, write_new
 from shardformer.filesystem.lock import release
 from shardformer.layout.packed_weights import check_no_packed_weights, count_packed_values
 from shardformer.layout.sharding_metadata import ShardingMetadata, find_metadata, metadata_of
 from shardformer.public_names import renamed_parameters
 from shardformer.tensor_parallel.layers import Embedding1D, VocabParallelEmbedding1D
-from shardformer.transformers_compat import save_code
+from shardformer.transformers_compat import save_custom_code
 from shardformer.weights.state_dict import full_state_dict
 
 MAX_BYTES = 5 * 10**9
@@ -92,7 +92,7 @@ def export_pretrained(
         lambda: MODEL_DIRECTORY.create_temporary_directory(place, place).name, world, what
     )
     try:
-        run_on_all_ranks(lambda: checkpoint_directory.check_folder_is_visible(hidden), world, what)
+        run_on_all_ranks(lambda: checkpoint_directory.wait_for_hidden_folder(hidden), world, what)
         with prepare_save(hidden / EXPORT_FILE_NAME, model) as job:
             parts = job.run_or_clean_up(partial(job.write, to_disk=False))
         index = CheckpointIndex.read(parts)
@@ -129,12 +129,12 @@ def _resolve_export_directory(folder: Any, tensors: ModelTensors, max_file_bytes
             remedy="Convert it to complex64 before training, or store it as float64 with torch.view_as_real. "
             "save_checkpoint supports complex128.",
         )
-    target = path_of(folder)
-    check_target(target, tensors.model)
+    target = to_absolute_path(folder)
+    check_export_directory(target, tensors.model)
     return target
 
 
-def check_target(target: Path, model: Any = None) -> None:
+def check_export_directory(target: Path, model: Any = None) -> None:
     """Raise ConfigError if an export must not create or replace the directory ``target``.
 
     Files, the directory from which the model was loaded, and directories that no export wrote must not be replaced.
@@ -194,23 +194,23 @@ def _count_bytes(entry: IndexEntry) -> int:
 
 
 def _write_weights_file(path: Path, entries: Sequence[tuple[str, IndexEntry]], shards_path: Path) -> None:
-    with closing(BoxReader(shards_path)) as reader:
+    with closing(ChunkReader(shards_path)) as reader:
         tensors = [
             TensorToWrite(
                 name, getattr(torch, entry.dtype), entry.shape, partial(_read_full_tensor, reader, name, entry)
             )
             for name, entry in entries
         ]
-        write_file(path, tensors, {"format": "pt", **WRITTEN_BY})
+        write_safetensors_file(path, tensors, {"format": "pt", **WRITTEN_BY})
 
 
-def _read_full_tensor(reader: BoxReader, name: str, entry: IndexEntry) -> Tensor:
+def _read_full_tensor(reader: ChunkReader, name: str, entry: IndexEntry) -> Tensor:
     full = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
     for box in entry.boxes:
         view = full[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
         reader.read(f"{WEIGHTS}/{name}", box, (box.start, box.size), view)
-        if weighted_sum(view, box.start) != box.sum:
-            raise corrupt_checkpoint_error(f"The checksum of {name} differs from the checksum when it was written")
+        if get_chunk_checksum(view, box.start) != box.sum:
+            raise make_corruption_error(f"The checksum of {name} differs from the checksum when it was written")
     return full
 
 
@@ -226,7 +226,7 @@ def _complete_export(
         write_new(temporary_directory / EXPORT_INDEX_NAME, json.dumps(found, indent=2, sort_keys=True).encode())
     _save_config_and_tokenizer(temporary_directory, model, tokenizer)
     sync(temporary_directory)
-    check_target(target, model)  # it may have changed during the export
+    check_export_directory(target, model)  # it may have changed during the export
     MODEL_DIRECTORY.replace_target(temporary_directory, target)
     sync(target.parent)
 
@@ -238,7 +238,7 @@ def _save_config_and_tokenizer(folder: Path, model: Any, tokenizer: Any) -> None
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         if len(dtypes) == 1:
             config.dtype = str(dtypes.pop()).removeprefix("torch.")
-    save_code(model, folder, config)
+    save_custom_code(model, folder, config)
     objects: list[Any] = [config, getattr(model, "generation_config", None), tokenizer]
     for thing in objects:
         if hasattr(thing, "save_pretrained"):
@@ -298,7 +298,7 @@ def save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
     context = state.context
     wait_for_all_ranks("save_pretrained", *context.base_axes)
     check_no_packed_weights(self, "save_pretrained")
-    collective_call(context, lambda: _check_saving(state, save_directory, kwargs), action="save this model")
+    collective_call(context, lambda: _check_save_arguments(state, save_directory, kwargs), action="save this model")
     kwargs.pop("is_main_process", None)
     weights = kwargs.pop("state_dict", None) or full_state_dict(self)
 
@@ -313,7 +313,7 @@ def save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
     collective_call(context, write, action=f"write to {str(save_directory)!r}", error=InputError)
 
 
-def _check_saving(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any]) -> None:
+def _check_save_arguments(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any]) -> None:
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise ConfigError(
             f"save_pretrained requires a directory, but received the path of a file: {os.fspath(folder)!r}.",

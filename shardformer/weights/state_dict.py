@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardformer.checkpoint.plain_state import load_into_zero_shards
 from shardformer.comm.collective_call import collective_call, wait_for_all_ranks
-from shardformer.comm.collectives import all_gather_objects, broadcast, gather_full
+from shardformer.comm.collectives import all_gather_objects, broadcast, gather_full_tensor
 from shardformer.errors import ConfigError, did_you_mean
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of, sharded_module
@@ -27,9 +27,9 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool
     state = metadata_of(self)
     _check_load_arguments(assign)
     if state.parameter_owner is not None:
-        return _load_stage_3(self, state, state_dict, strict=strict)
+        return _load_stage3_state_dict(self, state, state_dict, strict=strict)
     here = {name: t for name, t in self.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    firsts = _first_names(self, state)
+    firsts = _get_first_tied_names(self, state)
     elsewhere = set(firsts) - set(here)
     state_dict = _add_tied_names(state_dict, here, firsts)
     _check_tensor_types({name: value for name, value in state_dict.items() if name in here or name in elsewhere})
@@ -49,24 +49,28 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool
     return type(self).load_state_dict(self, local, strict=strict)
 
 
-def _first_names(model: nn.Module, state: ShardingMetadata) -> dict[str, str]:
-    return {} if state.stages is None else state.stages.first_names(sharded_module(model)[1])
+def _get_first_tied_names(model: nn.Module, state: ShardingMetadata) -> dict[str, str]:
+    return {} if state.stages is None else state.stages.get_first_names(sharded_module(model)[1])
 
 
 def _add_tied_names(
-    state_dict: Mapping[str, Any], here: Mapping[str, Tensor], firsts: Mapping[str, str]
+    state_dict: Mapping[str, Any], local_state: Mapping[str, Tensor], first_names: Mapping[str, str]
 ) -> Mapping[str, Any]:
     """Add this pipeline stage's tied weights to a state dict that contains them under the names of other stages."""
-    values = {firsts[name]: value for name, value in state_dict.items() if name in firsts}
-    tied = {name: first for name in here if name not in state_dict and (first := firsts.get(name)) in values}
+    values = {first_names[name]: value for name, value in state_dict.items() if name in first_names}
+    tied = {
+        name: first for name in local_state if name not in state_dict and (first := first_names.get(name)) in values
+    }
     return {**state_dict, **{name: values[first] for name, first in tied.items()}}
 
 
-def _load_stage_3(self: nn.Module, state: ShardingMetadata, state_dict: Mapping[str, Any], *, strict: bool) -> Any:
+def _load_stage3_state_dict(
+    self: nn.Module, state: ShardingMetadata, state_dict: Mapping[str, Any], *, strict: bool
+) -> Any:
     """Load full tensors into parameters that ZeRO stage 3 has sharded."""
     shapes = {entry.name: entry.spec.shape for entry in state.entries}
     here = {name: x for name, x in self.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
-    firsts = _first_names(self, state)
+    firsts = _get_first_tied_names(self, state)
     state_dict = _add_tied_names(state_dict, here, firsts)
 
     def check() -> None:
@@ -168,7 +172,7 @@ def gather_state_dict(model: nn.Module, is_selected: Callable[[str], bool]) -> d
             entry = entries.get(id(value))
             if state.parameter_owner is not None and entry is not None:
                 state.parameter_owner.gather(value)
-            full = value.detach() if entry is None else gather_full(value, entry.spec, state.axis)
+            full = value.detach() if entry is None else gather_full_tensor(value, entry.spec, state.axis)
             gathered[id(value)] = full.cpu()
         out[name] = gathered[id(value)]
     if state.parameter_owner is not None:
@@ -195,7 +199,7 @@ def _broadcast_from_stages(
     selected = {name: found for name, found in stages.state.items() if is_selected(name)}
     for name, (first, shape) in selected.items():
         if first not in full:
-            source = stages.stages_of(name)[0]
+            source = stages.find_owner_ranks(name)[0]
             here = local_state[name] if source == pipe.rank else torch.empty(shape, dtype=dtypes[source][name])
             full[first] = broadcast(here.to(device).contiguous(), pipe, source).cpu()
     return {name: full[first] for name, (first, _) in selected.items()}

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from shardformer.errors import ConfigError
 from shardformer.layout.tied_tensors import max_difference
-from shardformer.torch_compat import has_step_hooks, state_when_made, without_fake_tensors
+from shardformer.torch_compat import get_initial_optimizer_state, has_step_hooks, without_fake_tensors
 
 SHAPES, CUT, STEPS, BOUND = ((6, 4), (4, 6)), 10, 3, 1e-6
 
@@ -122,12 +122,12 @@ def _copy_optimizer(optimizer: Optimizer, group: dict[str, Any], params: list[nn
         here["capturable"] = False  # not supported on the CPU; does not change the result
     tried.__dict__.update(own, param_groups=[{**here, "params": params}], state=defaultdict(dict), **hooks)
     for param in params:
-        if state := state_when_made(optimizer, group, param):
+        if state := get_initial_optimizer_state(optimizer, group, param):
             tried.state[param] = state
     return tried
 
 
-def state_after_step(optimizer: Optimizer, group: dict[str, Any], value: Tensor) -> dict[str, Any]:
+def compute_state_after_step(optimizer: Optimizer, group: dict[str, Any], value: Tensor) -> dict[str, Any]:
     param = nn.Parameter(value.clone())
     param.grad = torch.ones_like(param)
     tried = _copy_optimizer(optimizer, group, [param])
@@ -135,7 +135,7 @@ def state_after_step(optimizer: Optimizer, group: dict[str, Any], value: Tensor)
     return dict(tried.state[param])
 
 
-def state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, itemsize: int = 0) -> float:
+def estimate_state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, itemsize: int = 0) -> float:
     """Estimate the size in bytes of a parameter's optimizer state, by running one step on a smaller parameter.
 
     Args:
@@ -143,7 +143,7 @@ def state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, item
     """
     small = [min(n, 4) for n in param.shape]
     with without_fake_tensors():
-        state = state_after_step(optimizer, group, torch.zeros(small))
+        state = compute_state_after_step(optimizer, group, torch.zeros(small))
     found = 0.0
     for x in (x for x in state.values() if isinstance(x, Tensor) and x.dim()):
         full = [n if have == part else have for n, part, have in zip(param.shape, small, x.shape, strict=False)]

@@ -23,7 +23,7 @@ from shardformer.gradients.buckets import Bucket, GradientSlot
 from shardformer.layout.sharding_metadata import ParamEntry
 from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.host import AsyncCopy, HostDeviceCopier, HostMemory, WeightStore
-from shardformer.torch_compat import has_data, to_list
+from shardformer.torch_compat import has_data, tolist_or_ones
 from shardformer.zero.gradient_view import ShardedGradient
 from shardformer.zero.mixed_precision import KAHAN, RoundedSlice, RoundedWeights
 
@@ -100,15 +100,15 @@ class FlatShard:
         self.dtype = dtype if dtype is not None and first.is_floating_point() else first.dtype
         self.device = first.device
         self.wide = torch.promote_types(self.dtype, torch.float32)
-        self.length, self.places = bucket.shard_ranges(self.axis.size)
+        self.length, self.places = bucket.get_shard_ranges(self.axis.size)
         self.gathered, self.keeps = gathered, gathered is not None
         self._link = gathered.link if gathered is not None else None
         lasts = not self.keeps and not any(gradient.is_shared for gradient in self.gradients)
-        self.full: Tensor | None = self._new(self.length * self.axis.size) if lasts else None
+        self.full: Tensor | None = self._allocate_zeros(self.length * self.axis.size) if lasts else None
         if self._link is not None:
-            self.local = self._link.new_host(self.length, self.dtype).zero_()
+            self.local = self._link.allocate_on_host(self.length, self.dtype).zero_()
         else:
-            self.local = self._new(self.length) if self.full is None else self._get_local_shard(self.full)
+            self.local = self._allocate_zeros(self.length) if self.full is None else self._get_local_shard(self.full)
         self.host = host.part(self.length, self.wide) if host is not None else None
         rounds = rounding is not None and self.wide != self.dtype and host is None
         self.rounded = RoundedWeights(self.local, rests=rounding == KAHAN) if rounds else None
@@ -125,7 +125,7 @@ class FlatShard:
         self._shown: dict[int, tuple[ShardedGradient, Tensor | None]] = {}
         self._going_up: AsyncCopy | None = None
         self._fetched: tuple[Tensor, AsyncCopy] | None = None
-        self.sync_versions()
+        self.record_param_versions()
 
     def enable_stochastic_rounding(self, seeds: Mapping[int, int]) -> None:
         """Enable rounding of bf16 parameters after each update if the shard has no fp32 master weights.
@@ -157,12 +157,12 @@ class FlatShard:
     def has_gradient(self) -> list[bool]:
         """Whether any rank had a gradient, for each parameter. The first access synchronizes with the GPU."""
         if self._counts is not None:
-            counts: list[float] = to_list(self._counts)
+            counts: list[float] = tolist_or_ones(self._counts)
             self._had, self._counts = [a or b > 0 for a, b in zip(self._had, counts, strict=True)], None
         return self._had
 
     @property
-    def is_changed(self) -> bool:
+    def has_received_gradient(self) -> bool:
         """Whether any rank had a gradient for a parameter of this shard, even if the user has discarded it."""
         return any(self.has_gradient) or self._is_discarded
 
@@ -184,15 +184,15 @@ class FlatShard:
         written = [n for n, g in enumerate(self.gradients) if g.param._version != self._versions[n]]
         if self.keeps or not written:
             return
-        with self.changing():
+        with self.edit_master_weights():
             for number in written:
                 self._copy_param_to_shard(number)
-        self.sync_versions()
+        self.record_param_versions()
 
-    def _copy_param_to_shard(self, number: int) -> None:
-        gradient = self.gradients[number]
-        flat = _flatten(gradient, gradient.param.detach()) if self.full is None else None
-        if (param_slice := self._slice_of.get(number)) is None:
+    def _copy_param_to_shard(self, param_index: int) -> None:
+        gradient = self.gradients[param_index]
+        flat = _flatten_to_bucket_order(gradient, gradient.param.detach()) if self.full is None else None
+        if (param_slice := self._slice_of.get(param_index)) is None:
             return
         if flat is not None:
             self.local[param_slice.shard_range] = flat[param_slice.param_range]
@@ -201,26 +201,26 @@ class FlatShard:
             written = self.local[param_slice.shard_range].view_as(value).to(value.device)
             value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide)))
 
-    def sync_versions(self) -> None:
+    def record_param_versions(self) -> None:
         """Record the current versions of the parameters, in order to detect later changes outside the optimizer."""
         self._versions = [gradient.param._version for gradient in self.gradients]
 
-    def _new(self, numel: int) -> Tensor:
+    def _allocate_zeros(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
 
-    def _get_local_range(self, number: int) -> slice:
-        place, begin = self.places[number], self.axis.rank * self.length
+    def _get_local_range(self, param_index: int) -> slice:
+        place, begin = self.places[param_index], self.axis.rank * self.length
         low, high = max(place.start, begin), min(place.stop, begin + self.length)
         return slice(low - place.start, high - place.start) if low < high else slice(0, 0)
 
-    def _add_param(self, number: int, gradient: GradientSlot) -> ParamSlice | None:
+    def _add_param(self, param_index: int, gradient: GradientSlot) -> ParamSlice | None:
         """Copy a parameter into the shard, and return this rank's slice of it, or None if the rank has none.
 
         A parameter without elements gets a slice on every rank, as in a single process. Communicates one all-reduce if
         several ranks store slices of the parameter.
         """
-        flat = _flatten(gradient, gradient.param.detach())
-        place, here = self.places[number], self._get_local_range(number)
+        flat = _flatten_to_bucket_order(gradient, gradient.param.detach())
+        place, here = self.places[param_index], self._get_local_range(param_index)
         if self.full is not None:
             self.full[place] = flat
             gradient.param.data = gradient.unpack(self.full[place])
@@ -235,15 +235,15 @@ class FlatShard:
         else:
             value = flat[here].to(self.wide, copy=True) if self.has_masters else self.local[at]
         value = value.view(gradient.shape) if gradient.is_full else value
-        return ParamSlice(gradient, number, here, at, nn.Parameter(value, gradient.param.requires_grad))
+        return ParamSlice(gradient, param_index, here, at, nn.Parameter(value, gradient.param.requires_grad))
 
-    def shard_state(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
+    def shard_optimizer_state(self, param_index: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's slice of the optimizer state of an unsharded parameter."""
-        gradient, here = self.gradients[number], self._get_local_range(number)
+        gradient, here = self.gradients[param_index], self._get_local_range(param_index)
         found = {}
         for name, x in state.items():
             if isinstance(x, Tensor) and x.shape == gradient.param.shape and (x.dim() or name != "step"):
-                x = _flatten(gradient, x.to_dense() if x.is_sparse else x)
+                x = _flatten_to_bucket_order(gradient, x.to_dense() if x.is_sparse else x)
                 x = x.view(gradient.shape).clone() if gradient.is_full else x[here].clone()
             # a fused optimizer keeps its step count on the device of the parameter
             found[name] = x.to("cpu") if self.host is not None and isinstance(x, Tensor) else x
@@ -275,7 +275,7 @@ class FlatShard:
 
     # --- gradients as the user sees them between backward and zero_grad
 
-    def show_gradients_to_user(self) -> None:
+    def set_param_gradients(self) -> None:
         """Set ``.grad`` of the model's and the optimizer's parameters to views of the reduced gradients.
 
         On a GPU, missing gradients become zeros.
@@ -293,61 +293,61 @@ class FlatShard:
                 seen = gradient.param.grad = ShardedGradient(self, number)
                 self._shown[number] = seen, view
 
-    def apply_user_edit(self, number: int) -> None:
+    def apply_user_edit(self, param_index: int) -> None:
         """Apply the user's edits of a gradient to the shard, and clear ``.grad`` for the next backward pass.
 
         Raises:
             ConfigError: ``.grad`` was replaced by a tensor that was not computed from the original ``.grad``.
         """
-        gradient, grad = self.gradients[number], self.gradients[number].param.grad
-        is_own = isinstance(grad, ShardedGradient) and grad.is_gradient_of(self, number)
+        gradient, grad = self.gradients[param_index], self.gradients[param_index].param.grad
+        is_own = isinstance(grad, ShardedGradient) and grad.is_gradient_of(self, param_index)
         result = grad.result if isinstance(grad, ShardedGradient) and is_own else None
-        if (shown := self._shown.get(number)) is None:
+        if (shown := self._shown.get(param_index)) is None:
             if gradient.changed and grad is None:
-                self.discard_gradient(number)  # including gradients that were accumulated in no_sync
+                self.discard_gradient(param_index)  # including gradients that were accumulated in no_sync
             elif result is not None:
-                self._assign_gradient(number, result)
+                self._assign_gradient(param_index, result)
             return
-        param_slice = self._slice_of.get(number)
+        param_slice = self._slice_of.get(param_index)
         local = param_slice.value.grad if param_slice is not None else None
         if grad is None:
-            self.record_edit(number, "discarded")
+            self.record_gradient_edit(param_index, "discarded")
         if grad is None or (param_slice is not None and local is None):
-            self.discard_gradient(number)
+            self.discard_gradient(param_index)
             return
         if not is_own:
             raise assigned_gradient_error(gradient.entry.name)
-        del self._shown[number]
+        del self._shown[param_index]
         gradient.param.grad = None
         if result is not None:
-            self.record_edit(number, "replaced")
-            self.local_gradient(number).copy_(result)
+            self.record_gradient_edit(param_index, "replaced")
+            self.get_local_gradient(param_index).copy_(result)
         elif local is not None and local is not shown[1]:
-            self.local_gradient(number).copy_(local.reshape(-1))
+            self.get_local_gradient(param_index).copy_(local.reshape(-1))
 
-    def _assign_gradient(self, number: int, values: Tensor) -> None:
+    def _assign_gradient(self, param_index: int, values: Tensor) -> None:
         """Store a gradient that was computed from earlier gradients and assigned to ``p.grad`` after ``zero_grad``."""
-        self.gradients[number].param.grad = None
-        self.record_edit(number, "put back")
+        self.gradients[param_index].param.grad = None
+        self.record_gradient_edit(param_index, "put back")
         if self.sum is None:
-            self.receive(self._new(self.length), torch.zeros(len(self.gradients)))
-        self.has_gradient[number] = True
-        self.local_gradient(number).copy_(values)
+            self.receive(self._allocate_zeros(self.length), torch.zeros(len(self.gradients)))
+        self.has_gradient[param_index] = True
+        self.get_local_gradient(param_index).copy_(values)
 
-    def discard_gradient(self, number: int) -> None:
-        self._shown.pop(number, None)
-        if self.has_gradient[number]:
-            self._had[number], self._is_discarded = False, True
-            self.local_gradient(number).zero_()
-        self.gradients[number].param.grad = None
-        if (param_slice := self._slice_of.get(number)) is not None:
+    def discard_gradient(self, param_index: int) -> None:
+        self._shown.pop(param_index, None)
+        if self.has_gradient[param_index]:
+            self._had[param_index], self._is_discarded = False, True
+            self.get_local_gradient(param_index).zero_()
+        self.gradients[param_index].param.grad = None
+        if (param_slice := self._slice_of.get(param_index)) is not None:
             param_slice.value.grad = None
 
-    def record_edit(self, number: int, edit: str) -> None:
+    def record_gradient_edit(self, number: int, edit: str) -> None:
         """Record that the user has edited ``p.grad``, so that the optimizer step can compare the edits of all ranks."""
         self.edits = (self.edits + crc32(f"{edit} {self.gradients[number].entry.name}".encode())) % EDITS
 
-    def local_gradient(self, number: int) -> Tensor:
+    def get_local_gradient(self, number: int) -> Tensor:
         """Return this rank's slice of the gradient of a parameter, as a flat tensor."""
         if (total := self.sum) is None:
             raise ConfigError(
@@ -361,7 +361,7 @@ class FlatShard:
         """Return whether this rank stores the full gradient of a parameter."""
         return self.axis.size == 1 and not self.gradients[number].is_shared
 
-    def local_slice_of(self, number: int, x: Tensor) -> Tensor:
+    def slice_like_local_gradient(self, number: int, x: Tensor) -> Tensor:
         """Return the part of ``x``, a tensor with the parameter's shape, that matches this rank's gradient slice."""
         gradient = self.gradients[number]
         if gradient.is_shared:
@@ -416,7 +416,7 @@ class FlatShard:
                 param_slice.value.data = self.local[param_slice.shard_range].view_as(param_slice.value)
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
+    def edit_master_weights(self) -> Iterator[None]:
         """Load the master weights for changes inside this context, and save them on exit. Use it between two steps."""
         self.masters.load()
         self.masters.wait()
@@ -462,18 +462,22 @@ class FlatShard:
     def _get_local_shard(self, full: Tensor) -> Tensor:
         return full[self.axis.rank * self.length : (self.axis.rank + 1) * self.length]
 
-    def gather_gradient(self, number: int) -> Tensor | None:
+    def gather_gradient(self, param_index: int) -> Tensor | None:
         """Return the full gradient of a parameter. Communicates one all-gather of the whole bucket."""
         local = self.sum if self.sum is not None else torch.zeros(self.length, dtype=self.wide)
         full = start_all_gather(local.to(self.device), self.axis, 0, purpose="gradients").wait()
-        return self.gradients[number].unpack(full[self.places[number]]) if self.has_gradient[number] else None
+        return (
+            self.gradients[param_index].unpack(full[self.places[param_index]])
+            if self.has_gradient[param_index]
+            else None
+        )
 
     def write(self, values: Tensor) -> None:
         """Copy all-gathered values into those parameters of which this rank's model stores only slices."""
         for gradient, place in zip(self.gradients, self.places, strict=True):
             if gradient.is_shared:
                 gradient.param.detach().copy_(gradient.unpack(values[place]))
-        self.sync_versions()
+        self.record_param_versions()
 
 
 def assigned_gradient_error(name: str) -> ConfigError:
@@ -486,7 +490,7 @@ def assigned_gradient_error(name: str) -> ConfigError:
     )
 
 
-def _flatten(gradient: GradientSlot, value: Tensor) -> Tensor:
+def _flatten_to_bucket_order(gradient: GradientSlot, value: Tensor) -> Tensor:
     """Flatten a parameter, or an optimizer state with its shape, into the order of elements in the bucket.
 
     Communicates one all-reduce if several ranks store slices of the parameter.

@@ -30,10 +30,10 @@ class GradientStorage(Protocol):
     def gradients(self) -> Sequence[GradientSlot]: ...
     @property
     def wide(self) -> torch.dtype: ...
-    def local_gradient(self, param_index: int) -> Tensor: ...
+    def get_local_gradient(self, param_index: int) -> Tensor: ...
     def has_full_gradient(self, param_index: int) -> bool: ...
-    def local_slice_of(self, param_index: int, x: Tensor) -> Tensor: ...
-    def record_edit(self, param_index: int, edit: str) -> None: ...
+    def slice_like_local_gradient(self, param_index: int, x: Tensor) -> Tensor: ...
+    def record_gradient_edit(self, param_index: int, edit: str) -> None: ...
 
 
 class ShardedGradient(Tensor):
@@ -80,30 +80,30 @@ class ShardedGradient(Tensor):
     @property
     def local(self) -> Tensor:
         """This rank's slice of the gradient, as a flat tensor."""
-        return self.result if self.result is not None else self.owner.local_gradient(self.param_index)
+        return self.result if self.result is not None else self.owner.get_local_gradient(self.param_index)
 
     def is_gradient_of(self, shard: GradientStorage, param_index: int) -> bool:
         return self.shard() is shard and self.param_index == param_index
 
-    def create_result(self, x: Tensor) -> ShardedGradient:
+    def wrap_local_result(self, x: Tensor) -> ShardedGradient:
         return ShardedGradient(self.owner, self.param_index, x)
 
-    def record_edit(self, func: Any) -> None:
+    def record_gradient_edit(self, func: Any) -> None:
         if self.result is None:
-            self.owner.record_edit(self.param_index, str(func))
+            self.owner.record_gradient_edit(self.param_index, str(func))
 
     def slice_operand(self, x: Tensor, func: Any) -> Tensor:
         """Return the part of the other operand ``x`` that matches this rank's slice of the gradient."""
         local = self.local
         if isinstance(x, ShardedGradient):
             if not x.is_gradient_of(self.owner, self.param_index):
-                raise _unsupported_function(self, f"{func} with the gradient of another parameter")
+                raise _make_unsupported_function_error(self, f"{func} with the gradient of another parameter")
             return x.local
         if x.dim() == 0:
             return x.to(local.device) if x.device != local.device else x
         if torch.broadcast_shapes(x.shape, self.shape) != self.shape:
-            raise _unsupported_function(self, f"{func} with a tensor of shape {tuple(x.shape)}")
-        return self.owner.local_slice_of(self.param_index, x.expand(self.shape)).to(local.device)
+            raise _make_unsupported_function_error(self, f"{func} with a tensor of shape {tuple(x.shape)}")
+        return self.owner.slice_like_local_gradient(self.param_index, x.expand(self.shape)).to(local.device)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares what it has where there is none
@@ -125,7 +125,7 @@ class ShardedGradient(Tensor):
             return _call_with_replaced_tensors(
                 func, args, kwargs, lambda x: x.local.view(x.shape) if isinstance(x, ShardedGradient) else x
             )
-        raise _unsupported_function(first, name)
+        raise _make_unsupported_function_error(first, name)
 
 
 def _is_elementwise(packet: Any) -> bool:
@@ -146,13 +146,13 @@ def _apply_elementwise(func: Any, first: ShardedGradient, args: Any, kwargs: Any
     if func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": first.local.device if kwargs["device"] == first.device else kwargs["device"]}
     if func is torch.ops.aten.detach.default and first.result is None:
-        first.owner.local_gradient(first.param_index)  # raises if zero_grad discarded the gradient
+        first.owner.get_local_gradient(first.param_index)  # raises if zero_grad discarded the gradient
         return ShardedGradient(first.owner, first.param_index)  # still the gradient itself, not a computed result
     result = _call_with_replaced_tensors(func, args, kwargs, lambda x: first.slice_operand(x, func))
     if writes:
-        first.record_edit(func)
+        first.record_gradient_edit(func)
         return kwargs.get("out", args[0])
-    return torch_compat.tree_map_only(Tensor, first.create_result, result)
+    return torch_compat.tree_map_only(Tensor, first.wrap_local_result, result)
 
 
 def _apply_foreach(func: Any, args: Any, kwargs: Any) -> Any:
@@ -170,9 +170,9 @@ def _apply_foreach(func: Any, args: Any, kwargs: Any) -> Any:
     if torch_compat.schema_of(func).is_mutable or results is None:
         for first in firsts:
             if first is not None:
-                first.record_edit(func)
+                first.record_gradient_edit(func)
         return None
-    return [x if f is None else f.create_result(x) for f, x in zip(firsts, results, strict=True)]
+    return [x if f is None else f.wrap_local_result(x) for f, x in zip(firsts, results, strict=True)]
 
 
 def _empty_like(x: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def _empty_like(x: Tensor) -> Tensor:
     return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape) if isinstance(x, ShardedGradient) else x
 
 
-def _unsupported_function(gradient: ShardedGradient, operation: str) -> ConfigError:
+def _make_unsupported_function_error(gradient: ShardedGradient, operation: str) -> ConfigError:
     name = gradient.owner.gradients[gradient.param_index].entry.name
     return ConfigError(
         f"{operation} cannot be applied to the gradient of {name}, because this rank has only a shard of the gradient.",

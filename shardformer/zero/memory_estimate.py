@@ -18,9 +18,9 @@ from shardformer.errors import check_int, format_bytes
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, check_module
 from shardformer.offload.disk import FileShard, FileStore
 from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostMemory, OffloadConfig
-from shardformer.torch_compat import memory_of
+from shardformer.torch_compat import get_storage_id
 from shardformer.zero.config import ZeroOptions, as_optimizer_list
-from shardformer.zero.elementwise_trial import state_bytes
+from shardformer.zero.elementwise_trial import estimate_state_bytes
 from shardformer.zero.flat_shards import FlatShard
 from shardformer.zero.gradient_view import ShardedGradient
 from shardformer.zero.mixed_precision import MixedPrecision
@@ -92,7 +92,7 @@ def estimate_memory(
         check_int("data", data, unit="data ranks", example=4)
     narrow = options.precision.dtype
     size = {id(p): (narrow or p.dtype).itemsize for p in model.parameters() if p.is_floating_point()}
-    ranks = {key: n if stage > 0 else 1 for key, n in _ranks_per_parameter(model, data).items()}
+    ranks = {key: n if stage > 0 else 1 for key, n in _count_ranks_per_parameter(model, data).items()}
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen = sum(p.numel() * size.get(id(p), p.element_size()) for p in model.parameters() if not p.requires_grad)
     wide = {id(p): max(size[id(p)], 4) for p in trained}
@@ -100,7 +100,7 @@ def estimate_memory(
     sharded = sum(p.numel() * size[id(p)] / ranks[id(p)] for p in trained)
     sharded_wide = sum(p.numel() * wide[id(p)] / ranks[id(p)] for p in trained)
     states = sum(
-        state_bytes(each, group, p, wide[id(p)]) / ranks[id(p)]
+        estimate_state_bytes(each, group, p, wide[id(p)]) / ranks[id(p)]
         for each in optimizers
         for group in each.param_groups
         for p in group["params"]
@@ -143,7 +143,7 @@ def _move_estimate_to_host(
     )
 
 
-def _ranks_per_parameter(model: nn.Module, data: int | None) -> dict[int, int]:
+def _count_ranks_per_parameter(model: nn.Module, data: int | None) -> dict[int, int]:
     """Return the number of ranks over which ZeRO shards each parameter, by the id of the parameter."""
     state = model.__dict__.get(METADATA_ATTRIBUTE)
     if not isinstance(state, ShardingMetadata):
@@ -169,29 +169,29 @@ def measure_memory(
     grads = [g for entry in table.entries if (g := entry.param.grad) is not None and not isinstance(g, ShardedGradient)]
     on_host = [shard.local for shard in unit_shards if shard.is_offloaded]
     on_host += [x for shard in shards if shard.host is not None for x in shard.host.tensors()]
-    on_host += [x for shard in shards if shard.host is not None for x in _state_tensors(optimizers, shard)]
+    on_host += [x for shard in shards if shard.host is not None for x in _get_state_tensors(optimizers, shard)]
     return MemoryEstimate(
-        parameters=_storage_bytes(params),
-        gathered=_storage_bytes([base for unit in units for base in unit.bases]),
-        gradients=_storage_bytes([total for shard in here if (total := shard.sum) is not None] + grads),
-        masters=_storage_bytes([x for shard in here for x in _master_weights(shard)]),
-        states=_storage_bytes([x for shard in here for x in _state_tensors(optimizers, shard)]),
-        host=_storage_bytes(on_host),
+        parameters=_count_storage_bytes(params),
+        gathered=_count_storage_bytes([base for unit in units for base in unit.bases]),
+        gradients=_count_storage_bytes([total for shard in here if (total := shard.sum) is not None] + grads),
+        masters=_count_storage_bytes([x for shard in here for x in _get_master_weights(shard)]),
+        states=_count_storage_bytes([x for shard in here for x in _get_state_tensors(optimizers, shard)]),
+        host=_count_storage_bytes(on_host),
         disk=sum(shard.host.bytes_in_file for shard in shards if isinstance(shard.host, FileShard)),
     )
 
 
-def _storage_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum({memory_of(x): x.untyped_storage().nbytes() for x in tensors}.values())
+def _count_storage_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum({get_storage_id(x): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-def _master_weights(shard: FlatShard) -> list[Tensor]:
+def _get_master_weights(shard: FlatShard) -> list[Tensor]:
     if shard.rounded is not None:
         return [shard.rounded.rest] if shard.rounded.rest is not None else []
     return [p.value for p in shard.slices] if shard.has_masters else []
 
 
-def _state_tensors(optimizers: Sequence[Optimizer], shard: FlatShard) -> list[Tensor]:
+def _get_state_tensors(optimizers: Sequence[Optimizer], shard: FlatShard) -> list[Tensor]:
     states = [o.state[p.value] for o in optimizers for p in shard.slices if p.value in o.state]
     return [x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()]
 

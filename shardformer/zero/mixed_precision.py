@@ -169,7 +169,7 @@ class RoundedWeights(WeightStore):
         for param_slice in slices:
             self._values[param_slice.at] = param_slice.value.detach().reshape(-1)
         self._own.copy_(self._values)
-        self._keep_kahan_residual()
+        self._store_kahan_residual()
         self.evict()
 
     def load(self) -> bool:
@@ -189,16 +189,16 @@ class RoundedWeights(WeightStore):
             new = self._values.to(self._own.dtype)
             stays = (self._values - self._own).abs() <= (self._values - new).abs()  # keep the old value on a tie
             self._own.copy_(torch.where(stays, self._own, new))
-            self._keep_kahan_residual()
+            self._store_kahan_residual()
             return
         self.step += 1
         for param_slice in self._slices:
             wide = self._values[param_slice.at]
             self._own[param_slice.at] = stochastic_round(
-                wide, random_bits(wide, param_slice.first, param_slice.key, self.step)
+                wide, generate_random_bits(wide, param_slice.first, param_slice.key, self.step)
             )
 
-    def _keep_kahan_residual(self) -> None:
+    def _store_kahan_residual(self) -> None:
         if self.rest is not None and self._values is not None:
             self.rest.copy_(self._values - self._own)
 
@@ -217,19 +217,19 @@ class RoundedWeights(WeightStore):
         self.evict()
 
 
-def random_bits(like: Tensor, first: int, key: int, step: int) -> Tensor:
+def generate_random_bits(like: Tensor, first_index: int, key: int, step: int) -> Tensor:
     """Return 16 random bits for each element of a tensor, independent of which rank stores the element.
 
     Args:
-        first: Index of the first element in the parameter.
+        first_index: Index of the first element in the parameter.
         key: Seed of the parameter.
     """
-    seed = _mix_seed_bits(torch.tensor((key << 32) + step) * _MIX[0])
-    x = torch.arange(first, first + like.numel(), dtype=torch.int64, device=like.device) * _MIX[0]
-    return ((_mix_seed_bits(x + int(seed)) >> 40) & 0xFFFF).to(torch.int32)
+    seed = _hash_int64(torch.tensor((key << 32) + step) * _MIX[0])
+    x = torch.arange(first_index, first_index + like.numel(), dtype=torch.int64, device=like.device) * _MIX[0]
+    return ((_hash_int64(x + int(seed)) >> 40) & 0xFFFF).to(torch.int32)
 
 
-def _mix_seed_bits(x: Tensor) -> Tensor:
+def _hash_int64(x: Tensor) -> Tensor:
     for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return x

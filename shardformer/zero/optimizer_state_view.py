@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.comm.collective_call import all_gather_from_grid, collective_call
+from shardformer.comm.collective_call import all_gather_from_mesh, collective_call
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import ShardingMetadata, tables_here, tables_of
@@ -25,7 +25,7 @@ State = dict[str, Any]
 
 
 @contextmanager
-def unchanged_on_error(optimizers: Sequence[Optimizer], schedulers_and_hooks: Sequence[Any] = ()) -> Iterator[None]:
+def rollback_on_error(optimizers: Sequence[Optimizer], schedulers_and_hooks: Sequence[Any] = ()) -> Iterator[None]:
     """Restore optimizers, schedulers and hooks to their current state if the code inside the context raises.
 
     Args:
@@ -33,7 +33,7 @@ def unchanged_on_error(optimizers: Sequence[Optimizer], schedulers_and_hooks: Se
             copied, so in-place changes to them remain.
         schedulers_and_hooks: Their attributes are restored, including the contents of lists, dicts and sets.
     """
-    restores = [_snapshot(each) for each in optimizers]
+    restores = [_make_restore_function(each) for each in optimizers]
     attributes = [
         (each, {name: _copy_container(value) for name, value in vars(each).items()}) for each in schedulers_and_hooks
     ]
@@ -60,7 +60,7 @@ def _replace_content(target: State, content: State) -> None:
     target.update(content)
 
 
-def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
+def _make_restore_function(optimizer: Optimizer) -> Callable[[], None]:
     """Return a function that restores the current attributes, groups and states of an optimizer in place."""
     attributes, state = dict(vars(optimizer)), optimizer.state
     groups = [(group, dict(group), list(group["params"])) for group in optimizer.param_groups]
@@ -120,7 +120,7 @@ def detach_zero_optimizer(optimizer: Any) -> None:
         optimizer.__dict__.pop("zero_grad", None)
 
 
-def zero_optimizer_of(optimizer: Any) -> Any:
+def get_zero_optimizer(optimizer: Any) -> Any:
     """Return the ZeroOptimizer to which an optimizer belongs, or None.
 
     A copy of an optimizer does not belong to a ZeroOptimizer.
@@ -142,7 +142,7 @@ def _patch_state_dict(original: Any) -> Any:
     @wraps(original)
     def state_dict(self: Any) -> dict[str, Any]:
         found: dict[str, Any] = original(self)
-        if place := state_coordinates(self):
+        if place := get_state_coords(self):
             found[COORDINATES_KEY] = place
         return found
 
@@ -156,7 +156,7 @@ def _patch_load_state_dict(original: Any) -> Any:
             original(self, state_dict)
             return
         state_dict = _check_and_shard_state(self, state_dict, table)
-        with unchanged_on_error([self]):
+        with rollback_on_error([self]):
             collective_call(
                 table.context, lambda: original(self, state_dict), action=f"load the state of {type(self).__name__}"
             )
@@ -181,7 +181,7 @@ STATE_PATCHES: Mapping[Patch, Apply] = {
 
 def _find_model_metadata(optimizer: Any) -> ShardingMetadata | None:
     """Return the sharding metadata of an optimizer's model, or None if all ranks have the same parameters."""
-    if (holder := zero_optimizer_of(optimizer)) is not None:
+    if (holder := get_zero_optimizer(optimizer)) is not None:
         return holder.table  # type: ignore[no-any-return]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     tables = list(tables_of(params))
@@ -191,12 +191,12 @@ def _find_model_metadata(optimizer: Any) -> ShardingMetadata | None:
     return tables[0] if any(size > 1 for name, size in sizes.items() if name != "data") else None
 
 
-def state_coordinates(optimizer: Any) -> StateCoordinates:
+def get_state_coords(optimizer: Any) -> StateCoordinates:
     """Return the size of each mesh axis over which an optimizer's state is sharded, and this rank's position on it."""
-    table, holder = _find_model_metadata(optimizer), zero_optimizer_of(optimizer)
+    table, holder = _find_model_metadata(optimizer), get_zero_optimizer(optimizer)
     if table is None:
         return {}
-    if holder is not None and holder.shards_states:
+    if holder is not None and holder.has_sharded_states:
         names = set(table.context.sizes)
     else:
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -213,7 +213,7 @@ def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], table: Sh
     Raises:
         ConfigError: A different rank saved the state. Raised on all ranks.
     """
-    own, sums, problem, kind = state_coordinates(optimizer), list[float](), None, type(optimizer).__name__
+    own, sums, problem, kind = get_state_coords(optimizer), list[float](), None, type(optimizer).__name__
     counts = [len(group["params"]) for group in optimizer.param_groups]
     try:
         state_dict = _shard_state(optimizer, state_dict, table)
@@ -228,7 +228,7 @@ def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], table: Sh
     except (AttributeError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
         problem = f"The object passed to load_state_dict of this {kind} is not an optimizer state ({what})"
-    found = all_gather_from_grid((problem, own, sums), table.context)
+    found = all_gather_from_mesh((problem, own, sums), table.context)
     if problem is None:
         problem = next((f"Rank {rank}: {theirs}" for rank, (theirs, *_) in found if theirs is not None), None)
     if problem is None and any(
@@ -256,14 +256,14 @@ def _shard_state(optimizer: Any, state_dict: dict[str, Any], table: ShardingMeta
             for key, x in state.items()
         }
         for number, (state, spec, p) in states.items()
-        if isinstance(state, dict) and spec is not None and _is_full(state, spec, p)
+        if isinstance(state, dict) and spec is not None and _is_full_state(state, spec, p)
     }
     if not sharded or COORDINATES_KEY in state_dict:
         return state_dict
-    return {**state_dict, "state": {**state_dict["state"], **sharded}, COORDINATES_KEY: state_coordinates(optimizer)}
+    return {**state_dict, "state": {**state_dict["state"], **sharded}, COORDINATES_KEY: get_state_coords(optimizer)}
 
 
-def _is_full(state: Mapping[str, Any], spec: ShardSpec, param: Tensor) -> bool:
+def _is_full_state(state: Mapping[str, Any], spec: ShardSpec, param: Tensor) -> bool:
     shapes = {tuple(x.shape) for x in state.values() if isinstance(x, Tensor)}
     return spec.shape in shapes and tuple(param.shape) not in shapes
 
@@ -287,13 +287,13 @@ def _compute_state_norms(optimizer: Any, state_dict: Mapping[str, Any], table: S
     states = [
         state_dict["state"].get(number, {})
         for number, p in _pair_keys_with_params(optimizer, state_dict)
-        if id(p) in cut or zero_optimizer_of(optimizer) is not None
+        if id(p) in cut or get_zero_optimizer(optimizer) is not None
     ]
     tensors = [x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()]
     return [float(torch.abs(x).double().sum()) for x in tensors]
 
 
-class LiveState(MutableMapping[Tensor, State]):
+class OptimizerStateView(MutableMapping[Tensor, State]):
     """A mapping from parameters to their optimizer states, through which the states can also be changed.
 
     A key is a parameter of the model or this rank's slice of one. For a parameter without a slice on this rank, the
@@ -307,7 +307,7 @@ class LiveState(MutableMapping[Tensor, State]):
         self._owners: dict[int, Optimizer] = dict(held)
         self._slices |= {id(p.gradient.param): p for shard in shards for p in shard.slices}
 
-    def _find(self, key: Tensor) -> tuple[Any, Tensor] | None:
+    def _find_state(self, key: Tensor) -> tuple[Any, Tensor] | None:
         """Return the optimizer state that contains ``key``, and the key in it, or None if another rank has it."""
         if id(key) in self._slices:
             if (param_slice := self._slices[id(key)]) is None:
@@ -318,22 +318,22 @@ class LiveState(MutableMapping[Tensor, State]):
         return self._owners[id(key)].state, key
 
     def __getitem__(self, key: Tensor) -> State:
-        found = self._find(key)
+        found = self._find_state(key)
         return RemoteState(key) if found is None else found[0][found[1]]
 
     def __setitem__(self, key: Tensor, value: State) -> None:
-        if (found := self._find(key)) is not None:
+        if (found := self._find_state(key)) is not None:
             found[0][found[1]] = value
 
     def __delitem__(self, key: Tensor) -> None:
-        if (found := self._find(key)) is not None:
+        if (found := self._find_state(key)) is not None:
             del found[0][found[1]]
 
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, Tensor):
             return False
         try:
-            found = self._find(key)
+            found = self._find_state(key)
         except KeyError:
             return False
         return found is not None and found[1] in found[0]
@@ -349,7 +349,7 @@ class LiveState(MutableMapping[Tensor, State]):
             optimizer.state.clear()
 
     def __repr__(self) -> str:
-        return f"LiveState({dict(self)})"
+        return f"OptimizerStateView({dict(self)})"
 
 
 class RemoteState(dict[str, Any]):
@@ -362,7 +362,7 @@ class RemoteState(dict[str, Any]):
         return torch.empty(0, dtype=self._like.dtype, device=self._like.device)
 
 
-def load_in_place(optimizer: Any, state_dict: dict[str, Any]) -> None:
+def load_state_dict_in_place(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Load an optimizer state without replacing the dictionaries in ``optimizer.param_groups``.
 
     torch replaces these dictionaries, so that changes by schedulers and scripts with references to the old ones would

@@ -58,20 +58,20 @@ class OptimizerUpdate:
         """
         for shard in self._shards:
             shard.set_optimizer_gradients()
-        changed = [shard for shard in self._shards if shard.is_changed]
+        changed = [shard for shard in self._shards if shard.has_received_gradient]
         lasting = [shard for shard in changed if shard.host is None and shard.rounded is None]
         rounded = [[shard] for shard in changed if shard.rounded is not None]
         there = [[shard] for shard in changed if shard.host is not None]
         if isinstance(self._host, FileStore):
-            self._run(there)
+            self._update_shard_groups(there)
             self._commit_or_roll_back_files(self._host, [shard for turn in there for shard in turn])
-            self._run([lasting])
+            self._update_shard_groups([lasting])
         else:
-            self._run([lasting, *rounded, *there] if self._steps_separately else [changed])
+            self._update_shard_groups([lasting, *rounded, *there] if self._steps_separately else [changed])
 
-    def _run(self, shard_groups: Sequence[Sequence[FlatShard]]) -> None:
+    def _update_shard_groups(self, shard_groups: Sequence[Sequence[FlatShard]]) -> None:
         all_gather = ParamAllGather()
-        with self._host.use_update_threads() if self._host is not None else nullcontext():
+        with self._host.use_optimizer_threads() if self._host is not None else nullcontext():
             for number, group in enumerate(shard_groups):
                 for shard in (shard for coming in shard_groups[number : number + 2] for shard in coming):
                     shard.masters.fetch()
@@ -163,12 +163,12 @@ EDITS_DIFFER = 2.0**32
 """Number that is added to the count of ranks with an error if ranks edited gradients differently."""
 
 
-def sharded_grad_norm(
+def compute_sharded_grad_norm(
     shards: Sequence[FlatShard],
     table: ShardingMetadata,
     stage: int,
-    problem: Exception | None = None,
-    only: Collection[int] | None = None,
+    error: Exception | None = None,
+    param_ids: Collection[int] | None = None,
     *,
     in_stage: bool = False,
 ) -> Tensor:
@@ -177,8 +177,8 @@ def sharded_grad_norm(
     Communicates one all-reduce of four numbers over each axis.
 
     Args:
-        problem: An error on this rank, which makes every rank raise.
-        only: The ids of the parameters to include, or None to include all.
+        error: An error on this rank, which makes every rank raise.
+        param_ids: The ids of the parameters to include, or None to include all.
         in_stage: Whether only the ranks of one pipeline stage call this function.
 
     Raises:
@@ -187,12 +187,12 @@ def sharded_grad_norm(
     device = table.context.device
     here, there = (torch.zeros(4, dtype=torch.float64, device=place) for place in (device, "cpu"))
     edits = float(sum(shard.edits for shard in shards) % EDITS)
-    there[1:] += torch.tensor([float(problem is not None), edits, edits**2], dtype=torch.float64)
-    for shard in shards if problem is None else ():
+    there[1:] += torch.tensor([float(error is not None), edits, edits**2], dtype=torch.float64)
+    for shard in shards if error is None else ():
         total, found = here if shard.host is None else there, shard.sum
         for p in shard.slices:
-            is_asked = shard.has_gradient[p.number] and (only is None or id(p.gradient.param) in only)
-            if found is not None and is_asked and _counts_in_norm(p.gradient, table, stage):
+            is_asked = shard.has_gradient[p.number] and (param_ids is None or id(p.gradient.param) in param_ids)
+            if found is not None and is_asked and _is_included_in_norm(p.gradient, table, stage):
                 total[0] += torch.linalg.vector_norm(found[p.shard_range]).to(total) ** 2
     total, count = here + there.to(device), 1
     axes = sorted(table.context.base_axes, key=lambda axis: axis.name not in SHARED_GRADIENT_AXES)
@@ -204,8 +204,8 @@ def sharded_grad_norm(
             total, count = _flag_different_edits(total, count), 0
         total = all_reduce(total, axis, purpose="norm")
     total = _flag_different_edits(total, count)
-    if problem is not None:
-        raise problem
+    if error is not None:
+        raise error
     total, problems = total[0], total[1]
     if has_data(problems) and bool(problems >= EDITS_DIFFER):
         raise ConfigError(
@@ -231,7 +231,7 @@ def _flag_different_edits(total: Tensor, count: int) -> Tensor:
     return torch.stack([total[0], total[1] + EDITS_DIFFER * differs, total[2], total[3]])
 
 
-def _counts_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage: int) -> bool:
+def _is_included_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage: int) -> bool:
     """Return whether this rank adds a gradient to the norm, which only one of the ranks that store it does."""
     reduction, context = gradient.entry.reduction, table.context
     coords = context.coords
@@ -246,7 +246,7 @@ def _counts_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage: int)
     return all(coords[name] == 0 for name in others)
 
 
-def nonfinite_error(shards: Sequence[FlatShard], table: ShardingMetadata, norm: Tensor) -> InputError:
+def make_nonfinite_error(shards: Sequence[FlatShard], table: ShardingMetadata, norm: Tensor) -> InputError:
     """Create the error that reports the first parameter with a nonfinite gradient. Must be called on all ranks."""
     order = {id(entry): number for number, entry in enumerate(table.entries)}
     found = [

@@ -86,7 +86,7 @@ class LAMB(Optimizer):
                 mean = state["mean"] / (1 - first ** state["step"])
                 square = state["square"] / (1 - second ** state["step"])
                 update = mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * p
-                p.sub_(update * (group["lr"] * _trust_ratio(p, update)))
+                p.sub_(update * (group["lr"] * _compute_trust_ratio(p, update)))
         return loss
 
 
@@ -133,7 +133,7 @@ class LARS(Optimizer):
         return loss
 
 
-def _trust_ratio(p: Tensor, update: Tensor) -> Tensor:
+def _compute_trust_ratio(p: Tensor, update: Tensor) -> Tensor:
     """Return the norm of a parameter divided by the norm of its update, or 1 if either norm is 0."""
     long, short = p.norm(), update.norm()
     return torch.where((long > 0) & (short > 0), long / short, 1.0)

@@ -74,11 +74,11 @@ class DevicePlacement:
         if not self._is_open:
             return
         self._is_open = False
-        max_bytes: float = free_bytes(self._context.device) * MARGIN
+        max_bytes: float = get_min_free_bytes(self._context.device) * MARGIN
         for axis in self._context.base_axes:
             max_bytes = min(all_gather_objects(max_bytes, axis))
         if self._moves_shards:
-            max_bytes = self._move_shards(max_bytes, [self._device_bytes(shard) for shard in self._shards])
+            max_bytes = self._move_shards(max_bytes, [self._compute_device_bytes(shard) for shard in self._shards])
         if self._unsharded_cache is not None:
             self._unsharded_cache.max_bytes = max_bytes
 
@@ -90,7 +90,7 @@ class DevicePlacement:
                 move_shard_to_device(shard, self._optimizers)
         return max_bytes
 
-    def _device_bytes(self, shard: FlatShard) -> float:
+    def _compute_device_bytes(self, shard: FlatShard) -> float:
         found = shard.length * shard.wide.itemsize * (1 + (shard.wide != shard.dtype))
         for param_slice in shard.slices:
             states = (optimizer.state.get(param_slice.value, {}) for optimizer in self._optimizers)
@@ -99,7 +99,7 @@ class DevicePlacement:
         return most
 
 
-def free_bytes(device: torch.device) -> float:
+def get_min_free_bytes(device: torch.device) -> float:
     """Return how many bytes of GPU memory remained free when memory use was highest."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)

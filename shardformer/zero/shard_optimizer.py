@@ -12,7 +12,11 @@ from torch.optim import Optimizer
 
 from shardformer.comm.collective_call import collective_call
 from shardformer.comm.collectives import broadcast, checksum
-from shardformer.consistency.ddp_and_fsdp_guards import check_ddp, check_no_new_parameters, install_wrapper_guards
+from shardformer.consistency.ddp_and_fsdp_guards import (
+    check_no_new_parameters,
+    check_not_in_ddp,
+    install_wrapper_guards,
+)
 from shardformer.consistency.initial_weights import differs_across_ranks
 from shardformer.errors import ConfigError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
@@ -36,7 +40,7 @@ from shardformer.public_names import renamed_parameters
 from shardformer.torch_compat import has_data
 from shardformer.torch_patches import install_all
 from shardformer.zero.config import ZeroOptions, as_optimizer_list, offload_directory_error
-from shardformer.zero.elementwise_trial import can_step_separately, state_bytes
+from shardformer.zero.elementwise_trial import can_step_separately, estimate_state_bytes
 from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.partial_offload import check_free_memory_option
 from shardformer.zero.torch_optimizer_patches import TRAINING_PATCHES
@@ -51,7 +55,7 @@ def _format_options_per_line(settings: tuple[list[Optimizer], ZeroOptions]) -> l
     return [f"{name}={value!r}" for name, value in vars(options).items()] + [type(o).__name__ for o in optimizers]
 
 
-def check_support(
+def check_zero_support(
     model: nn.Module, optimizers: Sequence[Optimizer], options: ZeroOptions, table: ShardingMetadata
 ) -> None:
     check_optimizers(optimizers, table)
@@ -122,7 +126,7 @@ def check_file_offload(settings: ZeroOptions, optimizers: Sequence[Optimizer], t
         for group in optimizer.param_groups:
             for p in group["params"]:
                 wide = torch.promote_types(p.dtype, torch.float32).itemsize
-                size += (p.numel() * wide + state_bytes(optimizer, group, p, wide)) / ranks.get(id(p), 1)
+                size += (p.numel() * wide + estimate_state_bytes(optimizer, group, p, wide)) / ranks.get(id(p), 1)
     try:
         check_disk_space(folder, 2 * round(size))
     except OSError as error:
@@ -132,7 +136,7 @@ def check_file_offload(settings: ZeroOptions, optimizers: Sequence[Optimizer], t
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
-def metadata_for_training(model: nn.Module, context: ParallelContext | None) -> ShardingMetadata:
+def get_or_create_metadata(model: nn.Module, context: ParallelContext | None) -> ShardingMetadata:
     """Return the sharding metadata of a model, and create it first if the model is not sharded.
 
     Raises:
@@ -152,7 +156,7 @@ def metadata_for_training(model: nn.Module, context: ParallelContext | None) -> 
                 remedy="Omit context= to use the context of the model.",
             )
         return table
-    return _unsharded_metadata(model, context or _data_parallel_context())
+    return _create_unsharded_metadata(model, context or _data_parallel_context())
 
 
 def _data_parallel_context() -> ParallelContext:
@@ -161,7 +165,7 @@ def _data_parallel_context() -> ParallelContext:
     return ParallelContext.of({})
 
 
-def _unsharded_metadata(model: nn.Module, context: ParallelContext) -> ShardingMetadata:
+def _create_unsharded_metadata(model: nn.Module, context: ParallelContext) -> ShardingMetadata:
     """Create the metadata of an unsharded model, and broadcast its parameters and buffers to all data ranks."""
     if any(axis.size > 1 for name, axis in context.axes.items() if name != "data"):
         raise ConfigError(
@@ -192,7 +196,7 @@ def _unsharded_metadata(model: nn.Module, context: ParallelContext) -> ShardingM
         install_wrapper_guards(model, context)
 
     def check_before_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
-        check_ddp(model, context)
+        check_not_in_ddp(model, context)
         check_no_new_parameters(model, table)
         for reducer in table.reducers:
             reducer.refresh()
@@ -249,7 +253,7 @@ def shard_optimizer(
     Raises:
         ConfigError: A combination of arguments is not supported.
     """
-    table = metadata_for_training(model, context)
+    table = get_or_create_metadata(model, context)
 
     def make_options() -> tuple[list[Optimizer], ZeroOptions]:
         optimizers = as_optimizer_list(optimizer)
@@ -257,7 +261,7 @@ def shard_optimizer(
         steps = max_grad_norm, on_nonfinite
         layers = keep_frozen, reshard_after_forward
         options = ZeroOptions(stage, MixedPrecision.of(precision), places, *steps, *layers, bucket_bytes, overlap)
-        check_support(model, optimizers, options, table)
+        check_zero_support(model, optimizers, options, table)
         return optimizers, options
 
     return ZeroOptimizer(model, table, *collective_call(table.context, make_options, _format_options_per_line, ACTION))

@@ -25,7 +25,7 @@ from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.host import HostMemory
-from shardformer.offload.saved_tensors import SavedTensorHooks, check_version
+from shardformer.offload.saved_tensors import SavedTensorHooks, check_tensor_version
 from shardformer.transformers_compat import synchronize_generation
 from shardformer.zero.config import ZeroOptions
 from shardformer.zero.flat_shards import FlatShard, UnshardOptions
@@ -188,17 +188,17 @@ class GatherScheduler:
             if module is model or any(unit <= params for unit in params_of_groups):
                 begin = partial(self._begin_forward, path)
                 register_forward_hooks(module, HookOrder.PARAMETERS, begin, self._end_forward)
-                register_forward_hooks(module, HookOrder.PARAMETERS, after=self._stop_saving, always_call=True)
+                register_forward_hooks(module, HookOrder.PARAMETERS, after=self._remove_pack_hooks, always_call=True)
 
     def _begin_forward(self, path: str, module: nn.Module, args: Any) -> None:
         if self._saving is not None and module is not self._caller:
             return  # called inside a forward pass
         if self._saving is not None:  # an exception such as KeyboardInterrupt ended the previous forward pass
-            self._stop_saving(module, (), None)
+            self._remove_pack_hooks(module, (), None)
         if torch_compat.current_graph_task_id() >= 0:
             # Recomputation in a backward pass. Only re-entrant checkpoints leave saved tensors to these hooks.
             if torch.is_grad_enabled() and torch_compat.top_saved_tensors_hooks() is None:
-                self._start_saving(module)
+                self._add_pack_hooks(module)
             return
         if self._kind is not None or self._is_ending:  # an exception interrupted the previous pass
             self._kind, self._is_ending = None, False
@@ -209,9 +209,9 @@ class GatherScheduler:
         self.unsharded_cache.clear()
         self._free(*self.units)
         self._begin_pass(kind)
-        self._start_saving(module)
+        self._add_pack_hooks(module)
 
-    def _start_saving(self, module: nn.Module) -> None:
+    def _add_pack_hooks(self, module: nn.Module) -> None:
         self._caller, self._saving = module, SavedTensorHooks(self._pack, self._unpack, goes_first=True)
         self._saving.enter()
 
@@ -225,16 +225,16 @@ class GatherScheduler:
         if torch.is_grad_enabled():
             for x in torch_compat.tree_leaves(output):
                 if isinstance(x, Tensor) and x.requires_grad:
-                    x.register_hook(self._register_end_callback)
+                    x.register_hook(self._register_backward_end_callback)
 
     def end_forward_early(self, output: Any) -> None:
         """End the current forward pass at the end of a pipeline stage, before the called module returns."""
         assert self._caller is not None
         module = self._caller
         self._end_forward(module, (), output)
-        self._stop_saving(module, (), output)
+        self._remove_pack_hooks(module, (), output)
 
-    def _stop_saving(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _remove_pack_hooks(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self._caller:
             self._saving.leave()
             self._saving = self._caller = None
@@ -341,7 +341,7 @@ class GatherScheduler:
         if self._is_backward and not self.reducer.is_paused:
             self._reduce_remaining_groups()
         if self._plan is None:
-            self._plans[self._kind] = self._record_plan(self._plans.get(self._kind))
+            self._plans[self._kind] = self._merge_recorded_orders(self._plans.get(self._kind))
         self._kind = None
 
     # --- the first pass of a kind
@@ -365,7 +365,7 @@ class GatherScheduler:
             if chosen == requested:
                 return
 
-    def record_gradient(self, unit: ParamGroup) -> None:
+    def record_gradient_arrival(self, unit: ParamGroup) -> None:
         """Record the position in the backward pass at which a parameter group received its last gradient."""
         if self._kind is None or not self._is_backward:
             self._begin_backward(None)
@@ -380,9 +380,9 @@ class GatherScheduler:
             rest |= {index for indices in all_gather_objects(again, self.axis) for index in indices}
         for index in sorted(rest, reverse=True):
             self.reducer.send(self.units[index])
-        self.reducer.end_pass()
+        self.reducer.on_backward_end()
 
-    def _record_plan(self, previous: GatherOrder | None) -> GatherOrder:
+    def _merge_recorded_orders(self, previous: GatherOrder | None) -> GatherOrder:
         """Return the order of all-gathers that the ranks used in this pass, for later passes of the same kind."""
         assert self._kind is not None
         reports = all_gather_objects((self._read_indices, self._last_arrivals), self.axis)
@@ -399,7 +399,7 @@ class GatherScheduler:
 
     def _pack(self, x: Tensor) -> SavedParamView | None:
         """Save a gathered tensor as its position in a parameter group. Return None for other tensors."""
-        place = None if x.layout is not torch.strided else self._groups_by_address.get(torch_compat.memory_of(x))
+        place = None if x.layout is not torch.strided else self._groups_by_address.get(torch_compat.get_storage_id(x))
         if place is None:
             return None
         unit, base = place
@@ -418,14 +418,14 @@ class GatherScheduler:
                 remedy="Use stage=2, or remove create_graph=True.",
             )
         if packed.param is not None:
-            check_version(packed.param, packed.version)
+            check_tensor_version(packed.param, packed.version)
             return packed.param
         return packed.unit.bases[packed.base].as_strided(*packed.layout)
 
     # --- start and end of a backward pass
 
-    def _begin_backward(self, run: int | None) -> None:
-        """Begin a backward pass through the graph of forward pass number ``run``, by default the most recent one."""
+    def _begin_backward(self, forward_index: int | None) -> None:
+        """Begin a backward pass through the graph of forward pass ``forward_index``, by default the most recent one."""
         if torch_compat.current_graph_task_id() < 0:
             return  # a saved tensor was read outside a backward pass
         if self._caller is not None and not self._is_backward:
@@ -435,16 +435,16 @@ class GatherScheduler:
                 remedy="Use stage=2, or start the backward pass after the forward pass.",
             )
         is_under_way = self._kind is not None and self._is_backward
-        if is_under_way and run in (None, self._backward_of):
+        if is_under_way and forward_index in (None, self._backward_of):
             return
         if is_under_way:
             self._end_pass()  # the backward pass continues in the graph of another forward pass
-        self._register_end_callback()
-        self._backward_of = self._run if run is None else run
+        self._register_backward_end_callback()
+        self._backward_of = self._run if forward_index is None else forward_index
         forward = self._kinds.get(self._backward_of, self._kinds[self._run])
         self._begin_pass((*forward, "backward"), is_backward=True)
 
-    def _register_end_callback(self, grad: Tensor | None = None) -> None:
+    def _register_backward_end_callback(self, grad: Tensor | None = None) -> None:
         """Register a callback that ends the backward pass after autograd has finished.
 
         A hook of the model's output calls this method first, so that the callback is not registered in the nested
@@ -465,7 +465,7 @@ def shard_for_stage3(
     model: nn.Module,
     table: ShardingMetadata,
     settings: ZeroOptions,
-    end: ReduceScatterToShards,
+    reduce_scatter: ReduceScatterToShards,
     host: HostMemory | None,
 ) -> tuple[GatherScheduler, list[FlatShard]]:
     """Shard the parameters of a model for ZeRO stage 3, and return the gather scheduler and the trainable shards.
@@ -473,10 +473,10 @@ def shard_for_stage3(
     Parameters that several pipeline stages share keep their own reducer.
 
     Args:
-        end: Reduction of the gradients.
+        reduce_scatter: Reduction of the gradients.
         host: Host memory for the master weights, or None to keep them on the device.
     """
-    own = [r for r in table.reducers if isinstance(r, GradientReducer) and not _is_shared_by_stages(r)]
+    own = [r for r in table.reducers if isinstance(r, GradientReducer) and not _has_params_shared_by_stages(r)]
     rest = [r for r in table.reducers if r not in own]
     gradients = {id(g.param): g for reducer in own for g in reducer.gradients}
     for reducer in own:
@@ -493,7 +493,7 @@ def shard_for_stage3(
     if trained:
         buckets[min(trained)][-1].watch = table.monitor
     scheduler.reducer = ParamGroupReducer(
-        units, buckets, end, scheduler.record_gradient, table.entries, overlaps=overlaps, memory=pool
+        units, buckets, reduce_scatter, scheduler.record_gradient_arrival, table.entries, overlaps=overlaps, memory=pool
     )
     table.reducers = [scheduler.reducer, *rest]
     table.parameter_owner = scheduler
@@ -521,7 +521,7 @@ def _make_param_groups(
     for name, found in members:
         params: list[Any] = [g.param for g in found]
         unit = ParamGroup(len(units), name, params)
-        unit.give_back = pool.give_back
+        unit.return_buffer = pool.return_buffer
         made = _make_buckets(found, precision.reduce_dtype)
         for bucket in made:
             trains = bucket.gradients[0].param.requires_grad
@@ -529,16 +529,16 @@ def _make_param_groups(
             there, rounding = (host, precision.rounding) if trains else (None, None)
             unit.shards.append(FlatShard(bucket, precision.dtype, gathered=gathered, host=there, rounding=rounding))
         buckets[unit.index] = [bucket for bucket in made if bucket.gradients[0].param.requires_grad]
-        parts = [_gathered_bytes(shard) for shard in unit.shards]
+        parts = [_compute_gathered_bytes(shard) for shard in unit.shards]
         unit.size = sum(parts)
         sizes += parts
         unit.replace_with_placeholders()
         units.append(unit)
-    pool.fit(sizes)
+    pool.set_buffer_size(sizes)
     return units, buckets
 
 
-def _gathered_bytes(shard: FlatShard) -> int:
+def _compute_gathered_bytes(shard: FlatShard) -> int:
     """Return the size in bytes of the larger buffer of a shard: gathered parameters, or gradients with counts."""
     return (shard.length + len(shard.gradients)) * shard.axis.size * shard.dtype.itemsize
 
@@ -567,7 +567,7 @@ def _make_scheduler(
     return scheduler
 
 
-def _is_shared_by_stages(reducer: GradientReducer) -> bool:
+def _has_params_shared_by_stages(reducer: GradientReducer) -> bool:
     return any(gradient.entry.reduction.stages for gradient in reducer.gradients)
 
 

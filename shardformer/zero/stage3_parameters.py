@@ -27,7 +27,13 @@ from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import Bucket, GradientSlot, ReduceScatterToShards
 from shardformer.gradients.reducer import PausableReducer
 from shardformer.layout.sharding_metadata import ParamEntry
-from shardformer.torch_compat import DisableTorchFunctionSubclass, has_data, memory_of, storage_use_count, tree_leaves
+from shardformer.torch_compat import (
+    DisableTorchFunctionSubclass,
+    get_storage_id,
+    get_storage_use_count,
+    has_data,
+    tree_leaves,
+)
 from shardformer.zero.flat_shards import FlatShard
 
 GROUP_ATTRIBUTE = "_shardformer_unit"
@@ -44,11 +50,15 @@ class UngatheredParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _conversions() and isinstance(args[0], UngatheredParameter) and _keeps(func, *args, **kwargs):
+        if (
+            func in _get_conversion_methods()
+            and isinstance(args[0], UngatheredParameter)
+            and _keeps_device_and_dtype(func, *args, **kwargs)
+        ):
             return args[0]
         if func == torch.Tensor.data.__set__ and args[0] is args[1]:  # type: ignore[attr-defined]
             return None
-        if func not in _functions_without_values():
+        if func not in _get_functions_without_gather():
             params = [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Parameter)]
             units = {unit.index: unit for x in params if (unit := x.__dict__.get(GROUP_ATTRIBUTE)) is not None}
             absent = next(x.__dict__[GROUP_ATTRIBUTE] for x in params if isinstance(x, UngatheredParameter))
@@ -60,7 +70,7 @@ class UngatheredParameter(nn.Parameter):
         return f"Parameter of shape {tuple(self.shape)}, not gathered"
 
 
-def _keeps(convert: Any, param: Tensor, *args: Any, **kwargs: Any) -> bool:
+def _keeps_device_and_dtype(convert: Any, param: Tensor, *args: Any, **kwargs: Any) -> bool:
     """Return whether a conversion keeps the device and dtype, such as ``param.to(device)`` with the same device."""
     args = tuple(torch.device("cpu") if isinstance(x, torch.device) and x.type == "cpu" else x for x in args)
     with DisableTorchFunctionSubclass():
@@ -68,7 +78,7 @@ def _keeps(convert: Any, param: Tensor, *args: Any, **kwargs: Any) -> bool:
         return convert(probe, *args, **kwargs) is probe
 
 
-def gather_together(params: Iterable[nn.Parameter]) -> None:
+def gather_param_groups(params: Iterable[nn.Parameter]) -> None:
     """Gather the parameter groups of all ``params``, which one operation reads, such as a compiled layer."""
     absent = [param.__dict__[GROUP_ATTRIBUTE] for param in params if isinstance(param, UngatheredParameter)]
     if absent:
@@ -76,7 +86,7 @@ def gather_together(params: Iterable[nn.Parameter]) -> None:
 
 
 @cache
-def _functions_without_values() -> frozenset[Any]:
+def _get_functions_without_gather() -> frozenset[Any]:
     """Return the torch functions that can be called on a parameter without gathering its values."""
     getters = (
         "shape dtype device requires_grad grad is_leaf layout ndim grad_fn is_cuda is_cpu is_meta is_sparse "
@@ -95,26 +105,26 @@ def _functions_without_values() -> frozenset[Any]:
 
 
 @cache
-def _conversions() -> frozenset[Any]:
+def _get_conversion_methods() -> frozenset[Any]:
     """Return the tensor methods, such as ``to``, that return the tensor itself if device and dtype do not change."""
     names = "to cpu cuda float double half bfloat16"
     return frozenset(getattr(torch.Tensor, name) for name in names.split())
 
 
 @cache
-def ungathered_class(kind: Any) -> Any:
-    """Return the subclass of the parameter class ``kind`` that a parameter has while it is not gathered."""
-    if issubclass(kind, UngatheredParameter):
-        return kind
-    if kind is nn.Parameter:
+def get_ungathered_class(param_class: Any) -> Any:
+    """Return the subclass of the parameter class ``param_class`` that a parameter has while it is not gathered."""
+    if issubclass(param_class, UngatheredParameter):
+        return param_class
+    if param_class is nn.Parameter:
         return UngatheredParameter
-    return type(f"Ungathered{kind.__name__}", (UngatheredParameter, kind), {})
+    return type(f"Ungathered{param_class.__name__}", (UngatheredParameter, param_class), {})
 
 
-def gathered_class(kind: Any) -> Any:
-    if not issubclass(kind, UngatheredParameter):
-        return kind
-    return nn.Parameter if kind is UngatheredParameter else kind.__bases__[1]
+def get_gathered_class(param_class: Any) -> Any:
+    if not issubclass(param_class, UngatheredParameter):
+        return param_class
+    return nn.Parameter if param_class is UngatheredParameter else param_class.__bases__[1]
 
 
 SMALL_GROUP_NUMEL = 2**15
@@ -137,7 +147,7 @@ class ParamGroup:
         on_read: Called before an ungathered parameter is read, with the groups of all arguments of the operation.
         size: Size of the gathered parameters in bytes.
         where: Maps the address of gathered memory to the group and the index of the base tensor.
-        give_back: Called with the address of memory that is no longer used.
+        return_buffer: Called with the address of memory that is no longer used.
     """
 
     on_read: Callable[[Sequence[ParamGroup]], None]
@@ -150,7 +160,7 @@ class ParamGroup:
         self.where: dict[int, tuple[ParamGroup, int]] = {}
         self.is_gathered = False
         self.size = 0  # in bytes, identical on all ranks
-        self.give_back: Callable[[int], None] = lambda address: None
+        self.return_buffer: Callable[[int], None] = lambda address: None
         self._pending: list[PendingCollective] = []
         self._versions: list[int] = []
 
@@ -175,18 +185,18 @@ class ParamGroup:
         self.unshard()
         for shard, pending in zip(self.shards, self._pending, strict=True):
             full = pending.wait()
-            self._add_base(full)
+            self._register_base_tensor(full)
             for gradient, place in zip(shard.gradients, shard.places, strict=True):
                 param: Any = gradient.param
-                param.__class__ = gathered_class(type(param))
+                param.__class__ = get_gathered_class(type(param))
                 param.data = gradient.unpack(full[place])
                 if gradient.is_shared:
-                    self._add_base(param.data)
+                    self._register_base_tensor(param.data)
         self._pending, self.is_gathered = [], True
         self._versions = [param._version for param in self.params]
 
-    def _add_base(self, values: Tensor) -> None:
-        self.where[memory_of(values)] = self, len(self.bases)
+    def _register_base_tensor(self, values: Tensor) -> None:
+        self.where[get_storage_id(values)] = self, len(self.bases)
         self.bases.append(values)
 
     def reshard(self) -> None:
@@ -206,13 +216,13 @@ class ParamGroup:
                 rule="ZeRO stage 3 frees gathered parameters after use, so the change would be lost.",
                 remedy="Use stage=2 if code other than the optimizer changes parameters.",
             )
-        memories = [memory_of(values) for values in self.bases]
+        memories = [get_storage_id(values) for values in self.bases]
         for memory in memories:
             del self.where[memory]
         self.bases = []
         self.replace_with_placeholders()
         for memory in memories:
-            self.give_back(memory)
+            self.return_buffer(memory)
 
     @_without_inference_mode
     def replace_with_placeholders(self) -> None:
@@ -223,7 +233,7 @@ class ParamGroup:
                 param.data = torch.full((), torch.nan, dtype=shard.dtype, device=param.device).expand(param.shape)
                 param.__dict__[GROUP_ATTRIBUTE] = self
                 kind: Any = type(param)
-                param.__class__ = ungathered_class(kind)
+                param.__class__ = get_ungathered_class(kind)
 
 
 def group_params(model: nn.Module) -> list[tuple[str, list[nn.Parameter]]]:
@@ -293,7 +303,7 @@ class GatherBufferPool:
         self._free: list[Tensor] = []
         self._lent: dict[int, Tensor] = {}
 
-    def fit(self, group_sizes: Sequence[int]) -> None:
+    def set_buffer_size(self, group_sizes: Sequence[int]) -> None:
         """Set the size of the reused buffers to the group size that accounts for the most bytes in total."""
         counts = Counter(group_sizes)
         self._size = max(counts, key=lambda size: (counts[size] * size, size), default=0)
@@ -307,13 +317,17 @@ class GatherBufferPool:
             found = torch.empty(self._size, dtype=torch.uint8, device=device)
         else:
             self._free = [chunk for chunk in self._free if chunk is not found]
-        self._lent[memory_of(found)] = found
+        self._lent[get_storage_id(found)] = found
         return found[:size].view(dtype)
 
-    def give_back(self, address: int) -> None:
-        """Give the buffer at a memory address (see ``memory_of``) back to the pool."""
+    def return_buffer(self, address: int) -> None:
+        """Give the buffer at a memory address (see ``get_storage_id``) back to the pool."""
         chunk = self._lent.pop(address, None)
-        if chunk is not None and len(self._free) < MAX_FREE_BUFFERS and storage_use_count(chunk) <= UNSHARED_USE_COUNT:
+        if (
+            chunk is not None
+            and len(self._free) < MAX_FREE_BUFFERS
+            and get_storage_use_count(chunk) <= UNSHARED_USE_COUNT
+        ):
             self._free.append(chunk)
 
 
@@ -422,18 +436,18 @@ class ParamGroupReducer(PausableReducer):
             self._end.finish(bucket)
             flat, bucket.flat, bucket.work = bucket.flat, None, None
             if self._memory is not None and flat is not None:
-                memory = memory_of(flat)
+                memory = get_storage_id(flat)
                 del flat
-                self._memory.give_back(memory)
+                self._memory.return_buffer(memory)
         self._under_way = []
 
-    def end_pass(self) -> None:
+    def on_backward_end(self) -> None:
         """End a backward pass: wait for the last reduction, and reset the state of all gradients."""
         self.wait()
         self.sent = set()
         for gradient in self._gradients():
             gradient.arrived = False
-        self._end.end_pass()
+        self._end.on_backward_end()
 
     def start(self) -> None:
         """Start reducing the gradients of all groups that were accumulated inside ``no_sync``."""
@@ -441,7 +455,7 @@ class ParamGroupReducer(PausableReducer):
             self.send(unit)
 
     def finish(self) -> None:
-        self.end_pass()
+        self.on_backward_end()
         self.was_paused = False
 
     def refresh(self) -> None:

@@ -22,14 +22,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardformer.comm.collectives import all_reduce
-from shardformer.consistency.rank_divergence import MONITOR_PATCHES, check_gradients_before_step, models_trained_by
+from shardformer.consistency.rank_divergence import MONITOR_PATCHES, check_gradients_before_step, get_trained_models
 from shardformer.errors import ConfigError
 from shardformer.gradients.clipping import CLIPPING_PATCHES
 from shardformer.layout.sharding_metadata import tables_of
 from shardformer.torch_compat import has_data
 from shardformer.torch_patches import Apply, Patch, Undo, replace_attribute
 from shardformer.zero.elementwise_trial import needs_full_matrices
-from shardformer.zero.optimizer_state_view import STATE_PATCHES, zero_optimizer_of
+from shardformer.zero.optimizer_state_view import STATE_PATCHES, get_zero_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 CHECKED_ATTRIBUTE = "_shardformer_looked_at"
@@ -38,14 +38,14 @@ CHECKED_ATTRIBUTE = "_shardformer_looked_at"
 
 def _apply_scaler_patch() -> Undo:
     scaler, name = torch.amp.GradScaler, "_unscale_grads_"
-    return replace_attribute(scaler, name, _unscale_on_all_ranks(getattr(scaler, name)))
+    return replace_attribute(scaler, name, _patch_unscale_grads(getattr(scaler, name)))
 
 
-def _unscale_on_all_ranks(original: Any) -> Any:
+def _patch_unscale_grads(original: Any) -> Any:
     @wraps(original)
     def unscale(self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
         found: dict[torch.device, Tensor] = original(self, optimizer, inv_scale, found_inf, allow_fp16)
-        for state in models_trained_by(optimizer):
+        for state in get_trained_models(optimizer):
             axes = [axis for axis in state.context.base_axes if axis.size > 1]
             worst = torch.stack([x.to(found_inf.device) for x in (found_inf, *found.values())]).max()
             for axis in axes:
@@ -59,7 +59,7 @@ def _unscale_on_all_ranks(original: Any) -> Any:
 
 
 def _check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if (holder := zero_optimizer_of(optimizer)) is not None and not holder.is_stepping:
+    if (holder := get_zero_optimizer(optimizer)) is not None and not holder.is_stepping:
         raise ConfigError(
             f"step() was called on the original {type(optimizer).__name__} that was passed to shard_optimizer.",
             remedy="Use the returned optimizer instead: optimizer = shardformer.shard_optimizer(model, optimizer).",

@@ -21,21 +21,26 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.disk import FileShard, FileStore
 from shardformer.offload.host import HostMemory
 from shardformer.tensor_parallel.parallel_module import accept_wide_inputs
-from shardformer.torch_compat import call_with_load_hooks, call_with_state_dict_hooks, is_true
+from shardformer.torch_compat import call_with_load_hooks, call_with_state_dict_hooks, is_true_or_unknown
 from shardformer.zero.config import ZeroOptions, offload_directory_error
-from shardformer.zero.elementwise_trial import needs_full_matrices, state_bytes
+from shardformer.zero.elementwise_trial import estimate_state_bytes, needs_full_matrices
 from shardformer.zero.flat_shards import FlatShard, ParamSlice, assigned_gradient_error
 from shardformer.zero.memory_estimate import MemoryEstimate, format_memory_report, measure_memory
 from shardformer.zero.mixed_precision import LossScale
 from shardformer.zero.optimizer_state_view import (
-    LiveState,
+    OptimizerStateView,
     ZeroGradMethod,
     attach_zero_optimizer,
-    load_in_place,
-    state_coordinates,
-    unchanged_on_error,
+    get_state_coords,
+    load_state_dict_in_place,
+    rollback_on_error,
 )
-from shardformer.zero.optimizer_step import OptimizerUpdate, ParamAllGather, nonfinite_error, sharded_grad_norm
+from shardformer.zero.optimizer_step import (
+    OptimizerUpdate,
+    ParamAllGather,
+    compute_sharded_grad_norm,
+    make_nonfinite_error,
+)
 from shardformer.zero.partial_offload import DevicePlacement
 from shardformer.zero.stage3_gather_schedule import GatherScheduler, shard_for_stage3
 from shardformer.zero.stage3_parameters import ParamGroup
@@ -88,7 +93,7 @@ class ZeroOptimizer(Optimizer):
         self._scheduler: GatherScheduler | None = None
         self._is_scaled = False
         kind = AllReduceToShards if self._stage == 0 else ReduceScatterToShards
-        self._end = kind(self._receive, self._check_loss_is_scaled, self._apply_user_edit, self._show_gradients_to_user)
+        self._end = kind(self._receive, self._check_loss_is_scaled, self._apply_user_edit, self._set_param_gradients)
         full_params = {
             id(p) for o in optimizers if needs_full_matrices(o) for group in o.param_groups for p in group["params"]
         }
@@ -116,7 +121,7 @@ class ZeroOptimizer(Optimizer):
         defaults = {name: value for name, value in known[0].items() if all(name in each for each in known)}
         super().__init__([group for optimizer in self.inner for group in optimizer.param_groups], defaults)
         self._is_initialized = True
-        self._state = LiveState(self.inner, self.shards)
+        self._state = OptimizerStateView(self.inner, self.shards)
         table.gradient_owner = self
         self.__dict__[METADATA_ATTRIBUTE] = table
         model.__dict__["zero_grad"] = ZeroGradMethod(model, self)
@@ -133,7 +138,7 @@ class ZeroOptimizer(Optimizer):
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         if self._is_initialized:
-            raise _unsupported_error("param_groups was set on")
+            raise _make_unsupported_error("param_groups was set on")
         self._groups = groups
 
     @property  # type: ignore[override]  # torch has an attribute
@@ -149,7 +154,7 @@ class ZeroOptimizer(Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         if self._is_initialized and state:
-            raise _unsupported_error("state was set on")
+            raise _make_unsupported_error("state was set on")
         if self._is_initialized:
             self.state.clear()
 
@@ -166,7 +171,11 @@ class ZeroOptimizer(Optimizer):
         axis = Axis("none") if self._stage == 0 else None
         dtype, overlap = self._precision.reduce_dtype, self._settings.overlap
         size: Any = self._settings.bucket_bytes or self.table.request.extra.get("bucket_bytes", BUCKET_BYTES)
-        found = [bucket for r in self._reducers() for bucket in r.reduce_to_shards(self._end, dtype, size, overlap)]
+        found = [
+            bucket
+            for r in self._reducers()
+            for bucket in r.switch_to_sharded_reduction(self._end, dtype, size, overlap)
+        ]
         narrow, rounding = self._precision.dtype, self._precision.rounding
         return shards + [FlatShard(each, narrow, axis=axis, host=self._host, rounding=rounding) for each in found]
 
@@ -186,7 +195,9 @@ class ZeroOptimizer(Optimizer):
 
         parts = [(shard, shard.host) for shard in self.shards if isinstance(shard.host, FileShard)]
         for shard, part in parts:
-            expected = sum(state_bytes(*held[id(p.value)], p.value) for p in shard.slices if id(p.value) in held)
+            expected = sum(
+                estimate_state_bytes(*held[id(p.value)], p.value) for p in shard.slices if id(p.value) in held
+            )
             part.set_slices([(p.value, p.shard_range) for p in shard.slices], states, round(expected))
         if failure := files.end_step([part for _, part in parts], self.table.context):
             raise offload_directory_error(files.disk.folder, failure)
@@ -198,9 +209,9 @@ class ZeroOptimizer(Optimizer):
         shard, number = self._places[id(gradient)]
         shard.apply_user_edit(number)
 
-    def _show_gradients_to_user(self) -> None:
+    def _set_param_gradients(self) -> None:
         for shard in self.shards:
-            shard.show_gradients_to_user()
+            shard.set_param_gradients()
 
     def _replace_parameters_with_slices(self) -> None:
         """Replace the parameters and states of the wrapped optimizers by this rank's slices of them.
@@ -215,7 +226,7 @@ class ZeroOptimizer(Optimizer):
                 slices.setdefault(id(param), []).extend(found)
                 for optimizer in self.inner:
                     if state := optimizer.state.pop(param, None):
-                        cut = shard.shard_state(number, state)
+                        cut = shard.shard_optimizer_state(number, state)
                         optimizer.state.update({p.value: cut for p in found})
         for optimizer in self.inner:
             for group in optimizer.param_groups:
@@ -234,7 +245,7 @@ class ZeroOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.agree()
+        self.reduce_pending_gradients()
         problem = self._apply_gradient_edits()
         for shard in self.shards if problem is None else ():
             shard.copy_written_params_to_shard()
@@ -244,7 +255,7 @@ class ZeroOptimizer(Optimizer):
             with self._set_temporarily("is_stepping"):
                 self._update.run()
             self._placement.after_step()
-        self._show_gradients_to_user()
+        self._set_param_gradients()
         return loss
 
     def _apply_gradient_edits(self) -> Exception | None:
@@ -258,35 +269,37 @@ class ZeroOptimizer(Optimizer):
             return error
         return None
 
-    def _check_and_clip(self, problem: Exception | None) -> bool:
+    def _check_and_clip(self, error: Exception | None) -> bool:
         """Compute the gradient norm, clip the gradients, and return whether the optimizer should step.
 
         Raises:
             InputError: A gradient is not finite, and ``on_nonfinite`` is "raise".
-            Exception: ``problem`` is raised on this rank, and a ConfigError on other ranks.
+            Exception: ``error`` is raised on this rank, and a ConfigError on other ranks.
         """
         rules, scale = self._settings, self._precision.loss_scale
         is_scaled = self._precision.parameters == "fp16"
         if rules.max_grad_norm is None and rules.on_nonfinite == "ignore" and not is_scaled:
-            self._norm(problem, ())  # raises on all ranks if one has an error
+            self._get_grad_norm(error, ())  # raises on all ranks if one has an error
             return True
-        self.grad_norm = self._norm(problem)
-        is_finite = (rules.on_nonfinite == "ignore" and not is_scaled) or is_true(torch.isfinite(self.grad_norm))
+        self.grad_norm = self._get_grad_norm(error)
+        is_finite = (rules.on_nonfinite == "ignore" and not is_scaled) or is_true_or_unknown(
+            torch.isfinite(self.grad_norm)
+        )
         if is_scaled:
             scale.update(is_finite)
         elif not is_finite and rules.on_nonfinite == "raise":
-            raise nonfinite_error(self.shards, self.table, self.grad_norm)
+            raise make_nonfinite_error(self.shards, self.table, self.grad_norm)
         self.skipped += not is_finite
         if is_finite and rules.max_grad_norm is not None:
-            self._clip(rules.max_grad_norm)
+            self._clip_gradients(rules.max_grad_norm)
         return is_finite
 
-    def _norm(
-        self, problem: Exception | None, only: Collection[int] | None = None, *, in_stage: bool = False
+    def _get_grad_norm(
+        self, error: Exception | None, param_ids: Collection[int] | None = None, *, in_stage: bool = False
     ) -> Tensor:
-        return sharded_grad_norm(self.shards, self.table, self._stage, problem, only, in_stage=in_stage)
+        return compute_sharded_grad_norm(self.shards, self.table, self._stage, error, param_ids, in_stage=in_stage)
 
-    def agree(self) -> None:
+    def reduce_pending_gradients(self) -> None:
         """Reduce the gradients that were accumulated inside ``no_sync``. Must be called on all ranks."""
         for reducer in self.table.reducers:
             if reducer.was_paused:
@@ -303,8 +316,8 @@ class ZeroOptimizer(Optimizer):
             error_if_nonfinite: Leave the gradients unchanged if the norm is not finite. The caller raises an error.
         """
         self.grad_norm = self.norm_of(None, norm_type)
-        if not error_if_nonfinite or is_true(torch.isfinite(self.grad_norm)):
-            self._clip(max_norm)
+        if not error_if_nonfinite or is_true_or_unknown(torch.isfinite(self.grad_norm)):
+            self._clip_gradients(max_norm)
         return self.grad_norm
 
     def norm_of(self, params: Iterable[Tensor] | None, norm_type: float = 2.0) -> Tensor:
@@ -318,12 +331,12 @@ class ZeroOptimizer(Optimizer):
                 rule="ZeRO can compute only the 2-norm of the gradients.",
                 remedy="Omit norm_type to use the 2-norm.",
             )
-        self.agree()
+        self.reduce_pending_gradients()
         problem = self._apply_gradient_edits()
-        self._show_gradients_to_user()
-        return self._norm(problem, None if params is None else {id(p) for p in params})
+        self._set_param_gradients()
+        return self._get_grad_norm(problem, None if params is None else {id(p) for p in params})
 
-    def _clip(self, max_norm: float) -> None:
+    def _clip_gradients(self, max_norm: float) -> None:
         assert self.grad_norm is not None
         if math.isinf(max_norm):
             return  # inf / inf would make all gradients NaN
@@ -391,9 +404,9 @@ class ZeroOptimizer(Optimizer):
         The gradient has the shape of the parameter on this rank. All ranks of the parameter's pipeline stage must call
         this method. Communicates one all-gather of a bucket and a few numbers.
         """
-        self.agree()
-        self._norm(self._apply_gradient_edits(), (), in_stage=True)  # raises on all ranks if one has an error
-        self._show_gradients_to_user()
+        self.reduce_pending_gradients()
+        self._get_grad_norm(self._apply_gradient_edits(), (), in_stage=True)  # raises on all ranks if one has an error
+        self._set_param_gradients()
         for shard in self.shards:
             for number, gradient in enumerate(shard.gradients):
                 if gradient.entry.name == name:
@@ -436,11 +449,11 @@ class ZeroOptimizer(Optimizer):
 
         def load() -> None:
             for optimizer, state in zip(self.inner, state_dict["optimizers"], strict=True):
-                load_in_place(optimizer, state)
+                load_state_dict_in_place(optimizer, state)
 
         slices = [p for shard in self.shards for p in shard.slices]
         with self.writable_state():
-            with unchanged_on_error(self.inner):
+            with rollback_on_error(self.inner):
                 collective_call(context, load, action=doing)
             for param_slice, master in zip(slices, state_dict["masters"], strict=True):
                 param_slice.value.copy_(master)
@@ -458,10 +471,10 @@ class ZeroOptimizer(Optimizer):
                 remedy="Load the result of optimizer.state_dict(). Load the state of a torch optimizer before you call "
                 "shard_optimizer(model, optimizer). Or use save_checkpoint, which supports any layout.",
             )
-        saved, axes = state_dict["place"], state_coordinates(self.inner[0])
+        saved, axes = state_dict["place"], get_state_coords(self.inner[0])
         try:
             is_here = saved["sizes"] == context.sizes and all(saved["coords"][n] == axes[n][1] for n in axes)
-            fits = is_here and _get_saved_signature(state_dict) == self._signature
+            fits = is_here and _get_saved_signature(state_dict) == self._state_signature
         except (AttributeError, KeyError, TypeError):  # not a state of a ZeroOptimizer
             fits = False
         if not fits:
@@ -473,7 +486,7 @@ class ZeroOptimizer(Optimizer):
             )
 
     @property
-    def _signature(self) -> tuple[Any, ...]:
+    def _state_signature(self) -> tuple[Any, ...]:
         shapes = [tuple(p.value.shape) for shard in self.shards for p in shard.slices]
         groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.inner]
         return shapes, groups, sorted(vars(self._precision.loss_scale)), len(self.rounding_counts)
@@ -499,11 +512,11 @@ class ZeroOptimizer(Optimizer):
         """
         with torch.no_grad(), ExitStack() as stack:
             for shard in self.shards:
-                stack.enter_context(shard.changing())
+                stack.enter_context(shard.edit_master_weights())
             with self._set_temporarily("_is_open"):
                 yield
             for shard in self.shards:
-                if shard.rounded is None:  # rounded weights are stored once, on exit of shard.changing()
+                if shard.rounded is None:  # rounded weights are stored once, on exit of shard.edit_master_weights()
                     shard.store()
         if self._scheduler is not None:
             self._scheduler.release()
@@ -512,9 +525,9 @@ class ZeroOptimizer(Optimizer):
         with torch.no_grad():
             all_gather.finish()
         for shard in self.shards:
-            shard.sync_versions()
+            shard.record_param_versions()
         if isinstance(self._host, FileStore):
-            self._host.end_writing(self.table.context)
+            self._host.wait_for_writes(self.table.context)
 
     @contextmanager
     def _set_temporarily(self, attribute: str) -> Iterator[None]:
@@ -526,7 +539,7 @@ class ZeroOptimizer(Optimizer):
             setattr(self, attribute, before)
 
     @property
-    def shards_states(self) -> bool:
+    def has_sharded_states(self) -> bool:
         """Whether ranks with the same parameters store different shards of the optimizer state."""
         return any(s.axis.size > 1 or any(gradient.is_shared for gradient in s.gradients) for s in self.shards)
 
@@ -541,7 +554,7 @@ class ZeroOptimizer(Optimizer):
             rounded.step = step
 
     @property
-    def param_groups_stage3(self) -> Sequence[ParamGroup]:
+    def stage3_param_groups(self) -> Sequence[ParamGroup]:
         """The groups of parameters that ZeRO stage 3 gathers and frees together. Empty for other stages."""
         return self._scheduler.units if self._scheduler is not None else ()
 
@@ -551,7 +564,7 @@ class ZeroOptimizer(Optimizer):
 
     def memory(self) -> MemoryEstimate:
         """Measure the memory that the model and optimizer use on this rank, in bytes for each kind of tensor."""
-        return measure_memory(self.table, self.shards, self.param_groups_stage3, self.inner)
+        return measure_memory(self.table, self.shards, self.stage3_param_groups, self.inner)
 
     def describe(self) -> str:
         """Return a report of the ZeRO options, the memory of this rank and the offload bandwidth."""
@@ -567,7 +580,7 @@ class ZeroOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ConfigError, because parameter groups cannot be added after ``shard_optimizer``."""
         if self._is_initialized:
-            raise _unsupported_error("add_param_group was called on")
+            raise _make_unsupported_error("add_param_group was called on")
         super().add_param_group(param_group)
 
 
@@ -578,7 +591,7 @@ def _get_saved_signature(state_dict: dict[str, Any]) -> tuple[Any, ...]:
     return shapes, groups, sorted(state_dict["loss_scale"]), len(state_dict["rounds"])
 
 
-def _unsupported_error(action: str) -> ConfigError:
+def _make_unsupported_error(action: str) -> ConfigError:
     return ConfigError(
         f"{action} the optimizer that shard_optimizer returned.",
         remedy="Change your optimizer before you call shard_optimizer, and use load_state_dict to load a state.",

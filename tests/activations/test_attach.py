@@ -16,13 +16,13 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.activations import PURPOSE, gather_partitions, local_partition, offload_activations
+from shardformer.offload.activations import PURPOSE, gather_partitions, get_local_partition, offload_activations
 from shardformer.offload.saved_tensors import ActivationStats
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.schedules import SCHEDULES
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, model_loss
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.shard_optimizer import shard_optimizer
 
@@ -53,7 +53,7 @@ def trained(model: nn.Module, family: str, on: str | None, context: ParallelCont
     """Run two forward passes before one backward pass. Return the loss, the gradients, and bytes stored and sent."""
     store = offload_activations(model, on, min_bytes=SMALL) if on else None
     with CollectiveRecorder(context or ParallelContext.of({})) as recorder:
-        loss = sample_loss(model, batch_of(family)) + sample_loss(model, batch_of(family, 1))
+        loss = model_loss(model, batch_of(family)) + model_loss(model, batch_of(family, 1))
         loss.backward()
     figures = store.stats() if store else None
     return float(loss.detach()), [p.grad for p in model.parameters()], figures, recorder
@@ -130,7 +130,7 @@ def sizes_of_layer_inputs(family: str) -> list[int]:
             with_kwargs=True,
         )
     for seed in (0, 1):
-        sample_loss(model, batch_of(family, seed))
+        model_loss(model, batch_of(family, seed))
     return sizes
 
 
@@ -143,7 +143,7 @@ def test_shards_of_any_size_are_gathered(tensor: int) -> None:
     def run(context: ParallelContext) -> None:
         for size in (1, 3, 4, 10, 4097):
             whole = torch.arange(size).to(torch.uint8)
-            part, number = local_partition(whole, context.tensor)
+            part, number = get_local_partition(whole, context.tensor)
             assert len(part) == -(-size // tensor)
             assert torch.equal(gather_partitions(part, number, context.tensor, "It")[:size], whole)
 
@@ -199,7 +199,7 @@ def test_inputs_that_differ_between_ranks_raise_on_all_ranks() -> None:
 
         # from the second layer on: in older transformers the checkpoint of a layer recomputes its hooks
         model.model.layers[0].register_forward_hook(differ)
-        loss = sample_loss(model, batch_of("llama"))
+        loss = model_loss(model, batch_of("llama"))
         with pytest.raises(InputError, match=r"The input of layer model.layers.1 must be identical .* rank 1 of 3 had"):
             loss.backward()
         raised.append(str(context))
@@ -339,7 +339,7 @@ def test_zero(stage: int, first: str, reentrant: bool | None) -> None:
             }
             made = {name: steps[name]() for name in sorted(steps, key=lambda name: name != first)}
             for step in range(3):
-                sample_loss(model, batch_of("llama", 10 * step + context.data.rank)).backward()
+                model_loss(model, batch_of("llama", 10 * step + context.data.rank)).backward()
                 made["zero"].step()
                 made["zero"].zero_grad()
             return full_state_dict(model), made["store"].stats().most_host if on else 0
@@ -349,7 +349,7 @@ def test_zero(stage: int, first: str, reentrant: bool | None) -> None:
     on_host, expected = run_with("host"), run_with(None)
     plain_model = build("llama", reentrant)
     store = offload_activations(plain_model, "host", min_bytes=SMALL)
-    sample_loss(plain_model, batch_of("llama")).backward()
+    model_loss(plain_model, batch_of("llama")).backward()
     for (weights, most_host), (plain, _) in zip(on_host, expected, strict=True):
         assert all(torch.equal(weights[name], value) for name, value in plain.items())
         assert most_host == store.stats().most_host  # gathered parameters are not stored
@@ -364,7 +364,7 @@ def test_shards_on_the_host_with_stage_3_over_data_and_tensor_ranks() -> None:
             optimizer = shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
             store = offload_activations(model, on, min_bytes=SMALL) if on else None
             for step in range(2):
-                sample_loss(model, batch_of("llama", 10 * step + context.data.rank)).backward()
+                model_loss(model, batch_of("llama", 10 * step + context.data.rank)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             assert store is None or store.stats().most_host > 0

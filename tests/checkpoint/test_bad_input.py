@@ -145,7 +145,7 @@ def test_invalid_save_raises_on_all_ranks(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rows", "count"), [(range(0, 2), 6), (range(0, 5), 15)], ids=["too few", "too many"])
 def test_incomplete_or_duplicate_writes_are_not_published(rows: range, count: int, tmp_path: Path) -> None:
-    hidden = directory.hidden_folder(tmp_path, 7)
+    hidden = directory.make_hidden_path(tmp_path, 7)
     hidden.mkdir()
     snapshot = Snapshot(0, 1, CheckpointIndex(7, 0.0, {}), {"weights/x": ("float32", (4, 3))})
     snapshot.chunks += [("weights/x", (row % 4, 0), torch.zeros(1, 3)) for row in rows]

@@ -30,7 +30,7 @@ from shardformer.checkpoint.retention import CheckpointRetention
 from shardformer.checkpoint.save import async_save_checkpoint, save_checkpoint
 from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem import atomic_write as writing
-from shardformer.filesystem.atomic_write import SAVING, Process, temporary_path
+from shardformer.filesystem.atomic_write import SAVING, ProcessIdentity, make_temporary_path
 from shardformer.filesystem.lock import LOCK
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
@@ -99,8 +99,8 @@ def names(path: Path) -> list[str]:
 
 def left_by_a_killed_process(path: Path, kind: str = SAVING) -> Path:
     """Return a private name for ``path`` of a process that no longer runs."""
-    here = Process.this()
-    name = temporary_path(path, kind).name
+    here = ProcessIdentity.this()
+    name = make_temporary_path(path, kind).name
     return path.with_name(name.replace(f"-{here.pid}-{here.start}-", f"-{here.pid}-{here.start - 1}-"))
 
 
@@ -251,7 +251,7 @@ def test_replaced_checkpoint_loads_after_kill_between_renames(copy: Path) -> Non
 
 @pytest.mark.parametrize("of_step", [3, 4])
 def test_step_can_be_saved_after_killed_save(of_step: int, copy: Path) -> None:
-    left = left_by_a_killed_process(directory.step_folder(copy, of_step))
+    left = left_by_a_killed_process(directory.get_step_folder(copy, of_step))
     left.mkdir()
     (left / "part").write_text("some bytes")
     saved(copy, 3)
@@ -451,7 +451,7 @@ def test_failed_sync_keeps_older_checkpoints_and_raises_in_next_save(
 
 def test_replaced_checkpoint_is_kept_until_sync(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("shardformer.checkpoint.save.wait_for_disk", lambda *_: None)
+        patch.setattr("shardformer.checkpoint.save.sync_to_disk", lambda *_: None)
         saved(copy, 2)
     (copy / "step-00000002" / "rank-00000.safetensors").write_bytes(b"")
     assert check(copy, 2).skipped

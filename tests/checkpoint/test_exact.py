@@ -18,7 +18,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.host import OffloadConfig
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, model_loss
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.optimizers import LAMB
@@ -72,7 +72,7 @@ CASES = [
 def train(case: Case, model: nn.Module, optimizer: Any, scheduler: Any, steps: range, rank: int) -> None:
     for step in steps:
         batch = RandomBatches(DEFAULT_HEAD[case.family], batch=2)(10 * step + rank)
-        loss = sample_loss(model, {k: x.to(case.dtype) if x.is_floating_point() else x for k, x in batch.items()})
+        loss = model_loss(model, {k: x.to(case.dtype) if x.is_floating_point() else x for k, x in batch.items()})
         optimizer.backward(loss) if hasattr(optimizer, "backward") else loss.backward()
         skipped = getattr(optimizer, "skipped", 0)
         optimizer.step()

@@ -29,9 +29,9 @@ from shardformer.checkpoint.reshard_in_memory import (
     RankListing,
     ReshardStats,
     batch_transfers,
-    exchange_items,
-    message_order,
+    order_sends_and_receives,
     plan_transfers,
+    redistribute_items,
 )
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
@@ -73,7 +73,7 @@ def moved(
     def do(context: ParallelContext) -> ReshardStats:
         rank = context.data.rank
         with CollectiveRecorder(context) as recorder:
-            found = exchange_items(have[rank], want[rank], context.data, chunk_bytes=chunk_bytes)
+            found = redistribute_items(have[rank], want[rank], context.data, chunk_bytes=chunk_bytes)
         assert recorder.wire_bytes("send", purpose="move") == recorder.wire_bytes() == found.sent
         return found
 
@@ -181,7 +181,7 @@ def test_rank_receives_only_elements_it_does_not_store(change: Any, chunk_bytes:
         x = torch.zeros(new.local_shape(context.coords), dtype=torch.int64)
         have = FlatRegion(old.shape, old, context.coords).item("x", old.slice(full, context.coords))
         want = FlatRegion(new.shape, new, context.coords).item("x", x)
-        found = exchange_items([have], [want], context.flatten("data", "tensor"), chunk_bytes=chunk_bytes)
+        found = redistribute_items([have], [want], context.flatten("data", "tensor"), chunk_bytes=chunk_bytes)
         assert torch.equal(x, new.slice(full, context.coords))
         return found, context.coords
 
@@ -328,7 +328,7 @@ def test_small_transfers_share_one_message() -> None:
 
     def do(context: ParallelContext) -> tuple[int, int]:
         with CollectiveRecorder(context) as recorder:
-            exchange_items(have[context.data.rank], want[context.data.rank], context.data)
+            redistribute_items(have[context.data.rank], want[context.data.rank], context.data)
         return recorder.count("send", purpose="move"), recorder.wire_bytes()
 
     assert run_as_threads(do, data=2) == [(1, 12 * 4 + 8 * 2)] * 2
@@ -360,7 +360,7 @@ def test_messages_contain_each_element_once_and_are_full(
 @pytest.mark.parametrize("size", range(1, 10))
 def test_message_order_cannot_deadlock(size: int) -> None:
     """Simulate NCCL: each rank runs its messages in order, and a message needs both ends."""
-    waiting = [list(message_order(rank, size)) for rank in range(size)]
+    waiting = [list(order_sends_and_receives(rank, size)) for rank in range(size)]
     assert all(len(each) == 2 * (size - 1) == len(set(each)) for each in waiting)
     while any(waiting):
         ready = [
@@ -434,7 +434,7 @@ def test_invalid_request_raises_on_all_ranks_before_transfer(asked: Asked, messa
     def do(context: ParallelContext) -> str:
         have, want = asked(context.data.rank, numbered((4, 6)))
         with CollectiveRecorder(context) as recorder, pytest.raises(ConfigError, match=message) as raised:
-            exchange_items(have, want, context.data)
+            redistribute_items(have, want, context.data)
         assert recorder.calls == []
         assert all(not chunk.values.any() for item in want for chunk in item.chunks)
         return str(raised.value)
@@ -457,12 +457,12 @@ def rows_become_columns(chunk_bytes: int) -> ReshardStats:
         have.append(FlatRegion(old.shape, old, context.coords).item(name, old.slice(x, context.coords)))
         want.append(FlatRegion(spec.shape, spec, context.coords).item(name, new[name][1]))
     with CollectiveRecorder(context) as recorder:
-        found = exchange_items(have, want, world, chunk_bytes=chunk_bytes)
+        found = redistribute_items(have, want, world, chunk_bytes=chunk_bytes)
     assert recorder.wire_bytes("send", purpose="move") == found.sent
     for name, (spec, values) in new.items():
         assert torch.equal(values, spec.slice(full[name].bfloat16(), context.coords))
     with pytest.raises(ConfigError, match="Rank 1 requests y, but no rank stores it"):
-        exchange_items(have, [FlatRegion((1,), None, {}).item("y", torch.zeros(1))] if world.rank else [], world)
+        redistribute_items(have, [FlatRegion((1,), None, {}).item("y", torch.zeros(1))] if world.rank else [], world)
     return found
 
 

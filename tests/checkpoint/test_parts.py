@@ -18,12 +18,12 @@ from shardformer.checkpoint import chunks, training_state
 from shardformer.checkpoint.chunks import (
     FlatRegion,
     TensorItem,
-    assign_writes,
+    assign_chunk_writes,
     flat_range_to_chunks,
     intersect_chunks,
     subtract_chunks,
 )
-from shardformer.checkpoint.file_format import from_json, to_json, weighted_sum
+from shardformer.checkpoint.file_format import from_json, get_chunk_checksum, to_json
 from shardformer.errors import InputError
 from shardformer.layout.shard_spec import ShardSpec, Split
 from shardformer.local_ranks.threads import run_as_threads
@@ -42,8 +42,8 @@ def test_docstring_examples() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_checksums_of_chunks_add_up(dtype: torch.dtype) -> None:
     x = (torch.randn(5, 7, 3) * 3).to(dtype)
-    whole = weighted_sum(x, (0, 0, 0))
-    parts = [weighted_sum(x[a:b, c:d], (a, c, 0)) for a, b in ((0, 2), (2, 5)) for c, d in ((0, 6), (6, 7))]
+    whole = get_chunk_checksum(x, (0, 0, 0))
+    parts = [get_chunk_checksum(x[a:b, c:d], (a, c, 0)) for a, b in ((0, 2), (2, 5)) for c, d in ((0, 6), (6, 7))]
     assert sum(parts) % 2**64 == whole
     assert 0 <= whole < 2**64
 
@@ -53,32 +53,32 @@ def test_checksum_of_many_or_long_rows() -> None:
         x = torch.randint(0, 255, shape, dtype=torch.uint8)
         half = shape[-1] // 2
         start = (0,) * len(shape)
-        parts = weighted_sum(x[..., :half], start) + weighted_sum(x[..., half:], (*start[:-1], half))
-        assert parts % 2**64 == weighted_sum(x, start)
+        parts = get_chunk_checksum(x[..., :half], start) + get_chunk_checksum(x[..., half:], (*start[:-1], half))
+        assert parts % 2**64 == get_chunk_checksum(x, start)
 
 
 def test_checksum_detects_transposed_elements() -> None:
     x = torch.arange(16, dtype=torch.int32).view(4, 4)
-    assert weighted_sum(x.t(), (0, 0)) != weighted_sum(x, (0, 0))
+    assert get_chunk_checksum(x.t(), (0, 0)) != get_chunk_checksum(x, (0, 0))
 
 
 @given(st.integers(0, 34), st.integers(0, 31), st.integers(0, 34))
 def test_checksum_detects_flipped_bit_and_swapped_elements(at: int, bit: int, other: int) -> None:
     x = torch.arange(35, dtype=torch.int32).view(5, 7)
-    before = weighted_sum(x, (0, 0))
+    before = get_chunk_checksum(x, (0, 0))
     y = x.clone().view(-1)
     y[at] ^= torch.tensor(1 << bit if bit < 31 else -(2**31), dtype=torch.int32)
-    assert weighted_sum(y.view(5, 7), (0, 0)) != before
+    assert get_chunk_checksum(y.view(5, 7), (0, 0)) != before
     if at != other:
         z = x.clone().view(-1)
         z[[at, other]] = z[[other, at]]
-        assert weighted_sum(z.view(5, 7), (0, 0)) != before
-    assert weighted_sum(x, (1, 0)) != before
+        assert get_chunk_checksum(z.view(5, 7), (0, 0)) != before
+    assert get_chunk_checksum(x, (1, 0)) != before
 
 
 def test_checksum_of_empty_and_single_element_tensors() -> None:
-    assert weighted_sum(torch.empty(0, 3), (0, 0)) == 0
-    assert weighted_sum(torch.tensor(1.5), ()) != 0
+    assert get_chunk_checksum(torch.empty(0, 3), (0, 0)) == 0
+    assert get_chunk_checksum(torch.tensor(1.5), ()) != 0
 
 
 # -------------------------------------------------------------------------------------------------- plain values
@@ -173,7 +173,7 @@ def test_replicated_elements_are_written_once(overlaps: bool) -> None:
         x = full.reshape(-1)[region.flat_range] if overlaps else region.spec.slice(full, context.coords)  # type: ignore[union-attr]
         item = region.item("x", x)
         count = torch.zeros(6, 10)
-        for (_, start, size), pieces in assign_writes([item], context.tensor).items():
+        for (_, start, size), pieces in assign_chunk_writes([item], context.tensor).items():
             for piece in pieces:
                 assert intersect_chunks(piece, (start, size)) == piece
                 count[tuple(slice(a, a + n) for a, n in zip(*piece, strict=True))] += 1
@@ -186,7 +186,7 @@ def test_replicated_elements_are_written_once(overlaps: bool) -> None:
 def test_writes_of_replicated_tensors_are_balanced() -> None:
     def do(context: ParallelContext) -> int:
         items = [FlatRegion((n, 3), None, {}).item(f"x{n}", torch.zeros(n, 3)) for n in (8, 5, 4, 3, 2)]
-        mine = assign_writes([*items, TensorItem("none", (0, 3), torch.float32, [])], context.data)
+        mine = assign_chunk_writes([*items, TensorItem("none", (0, 3), torch.float32, [])], context.data)
         return sum(math.prod(size) for pieces in mine.values() for _, size in pieces)
 
     assert run_as_threads(do, data=3) == [24, 21, 21]

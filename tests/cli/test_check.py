@@ -97,7 +97,7 @@ def test_an_old_version_fails_with_the_command_to_update(monkeypatch: pytest.Mon
 def test_a_missing_optional_package_has_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_check.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(cli_check.shutil, "which", lambda name: None)
-    findings = cli_check._list_optional_packages()
+    findings = cli_check._check_optional_packages()
     assert {finding.status for finding in findings} == {"missing"}
     assert all("install" in finding.remedy for finding in findings)
 
@@ -105,7 +105,7 @@ def test_a_missing_optional_package_has_its_install_command(monkeypatch: pytest.
 def test_an_optional_package_that_is_too_old_has_the_command_to_update(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_check.importlib.util, "find_spec", lambda name: object() if name == "peft" else None)
     monkeypatch.setattr(cli_check, "version", lambda name: "0.17.1")
-    peft = next(finding for finding in cli_check._list_optional_packages() if finding.name == "peft")
+    peft = next(finding for finding in cli_check._check_optional_packages() if finding.name == "peft")
     assert peft.status == "untested" and "peft 0.17.1" in peft.value
     assert peft.remedy == "Run pip install --upgrade 'peft>=0.18'"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardformer.cli import main
-from shardformer.pipeline.schedule_chart import schedule_as_text
+from shardformer.pipeline.schedule_chart import format_schedule_as_text
 from shardformer.pipeline.schedules import SCHEDULES, ActionKind, make_schedule, simulate
 
 
@@ -30,7 +30,7 @@ def test_a_schedule_fits_into_80_columns(name: str, capsys: pytest.CaptureFixtur
     assert run("--schedule", name, "--stages", "4", "--micro-batches", "8") == 0
     said = capsys.readouterr().out
     schedule = make_schedule(name, 4, 8)
-    assert said.split() == schedule_as_text(schedule, simulate(schedule), width=80).split()
+    assert said.split() == format_schedule_as_text(schedule, simulate(schedule), width=80).split()
     assert max(map(len, said.splitlines())) <= 80
     assert said.count("rank 3 |") > 1
 
@@ -42,7 +42,7 @@ def test_a_long_schedule_fits_on_a_screen(capsys: pytest.CaptureFixture[str]) ->
     assert "F0 " in said and "B31" in said and "F15" not in said
     assert "time 30 to 75 is not shown" in said and "--out FILE.svg to see the whole schedule" in said
     schedule = make_schedule("1f1b", 4, 32)
-    assert "F15" in schedule_as_text(schedule, simulate(schedule)), "without a width, nothing is left out"
+    assert "F15" in format_schedule_as_text(schedule, simulate(schedule)), "without a width, nothing is left out"
 
 
 def test_durations_and_send_time_are_applied(capsys: pytest.CaptureFixture[str]) -> None:

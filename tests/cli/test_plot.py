@@ -14,7 +14,7 @@ import pytest
 
 from shardformer.cli import main
 from shardformer.training.metrics_log import MetricsRecord, MetricsWriter
-from shardformer.training.metrics_plot import name_runs
+from shardformer.training.metrics_plot import make_unique_run_names
 
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is an extra")
 
@@ -153,13 +153,13 @@ def test_an_invalid_output_path_raises_before_drawing(
 
 def test_run_names_are_as_short_as_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert name_runs([Path("a/x"), Path("b/y")]) == ["x", "y"]
-    assert name_runs([Path("a/x/log"), Path("a/y/log")]) == ["x/log", "y/log"]
-    assert name_runs([Path()]) == [tmp_path.name]
+    assert make_unique_run_names([Path("a/x"), Path("b/y")]) == ["x", "y"]
+    assert make_unique_run_names([Path("a/x/log"), Path("a/y/log")]) == ["x/log", "y/log"]
+    assert make_unique_run_names([Path()]) == [tmp_path.name]
     (tmp_path / "records.jsonl").write_text("")
     (tmp_path / "records.1.jsonl").write_text("")
-    assert name_runs([Path("records.jsonl")]) == [tmp_path.name]
-    assert name_runs([Path("records.jsonl"), Path("records.1.jsonl")]) == [tmp_path.name, "records.1.jsonl"]
+    assert make_unique_run_names([Path("records.jsonl")]) == [tmp_path.name]
+    assert make_unique_run_names([Path("records.jsonl"), Path("records.1.jsonl")]) == [tmp_path.name, "records.1.jsonl"]
 
 
 def test_the_summary_is_printed_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shardformer.cli import run as cli_run
-from shardformer.cli.run import parse
+from shardformer.cli.run import parse_run_arguments
 from shardformer.errors import LaunchError, ShardFormerError
 from shardformer.launcher import hostfile as launcher_hostfile
 from shardformer.launcher.failure_report import describe_failures
@@ -360,12 +360,12 @@ def test_local_addresses_are_recognized() -> None:
 
 def test_a_host_file_sets_missing_options(tmp_path: Path) -> None:
     path = hostfile(tmp_path, "192.0.2.1 slots=4\n127.0.0.1 slots=4\n")
-    options = parse(["--hostfile", str(path), "train.py", "--hostfile", "mine"])
+    options = parse_run_arguments(["--hostfile", str(path), "train.py", "--hostfile", "mine"])
     filled = (options.nnodes, options.nproc_per_node, options.node_rank, options.master_addr)
     assert filled == ("2", "4", 1, "192.0.2.1")
     assert options.training_script_args == ["--hostfile", "mine"]
     said = ["--nproc_per_node", "2", "--node_rank", "0", "--master_addr", "10.0.0.9"]
-    options = parse(["--hostfile", str(path), *said, "train.py"])
+    options = parse_run_arguments(["--hostfile", str(path), *said, "train.py"])
     assert (options.nproc_per_node, options.node_rank, options.master_addr) == ("2", 0, "10.0.0.9")
 
 
@@ -373,7 +373,7 @@ def test_without_hosts_the_options_equal_those_of_torchrun() -> None:
     from torch.distributed.run import get_args_parser
 
     for arguments in (["--nnodes", "2", "--node_rank", "1", "-t", "3", "a.py", "-x"], ["--standalone", "-m", "a.b"]):
-        ours, theirs = vars(parse(arguments)), vars(get_args_parser().parse_args(arguments))
+        ours, theirs = vars(parse_run_arguments(arguments)), vars(get_args_parser().parse_args(arguments))
         ours["local_addr"] = None  # shardformer sets 127.0.0.1 for a single machine
         assert {name: ours[name] for name in theirs} == theirs
 
@@ -409,7 +409,7 @@ def test_without_hosts_the_options_equal_those_of_torchrun() -> None:
 )
 def test_invalid_options_raise(arguments: list[str], value: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        parse(arguments)
+        parse_run_arguments(arguments)
     assert_four_parts(caught.value, value)
 
 
@@ -427,51 +427,56 @@ def test_invalid_options_raise(arguments: list[str], value: str) -> None:
 def test_errors_of_torchs_launcher_become_launch_errors(tmp_path: Path, options: list[str], said: str) -> None:
     (tmp_path / "a.py").touch()
     with pytest.raises(LaunchError) as caught:
-        cli_run._run_processes(parse([*options, str(tmp_path / "a.py")]))
+        cli_run._run_processes(parse_run_arguments([*options, str(tmp_path / "a.py")]))
     assert_four_parts(caught.value, said)
 
 
 def test_a_pet_variable_that_is_not_a_number_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_STANDALONE", "x")
     with pytest.raises(LaunchError) as caught:
-        parse(["a.py"])
+        parse_run_arguments(["a.py"])
     assert_four_parts(caught.value, "PET_...")
 
 
 def test_a_pipe_as_script_raises(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.py")
     with pytest.raises(LaunchError) as caught:
-        cli_run._check_script(parse([str(tmp_path / "a.py")]))
+        cli_run._check_script(parse_run_arguments([str(tmp_path / "a.py")]))
     assert_four_parts(caught.value, "is a pipe")
 
 
 def test_a_folder_without_main_as_script_raises(tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as caught:
-        cli_run._check_script(parse([str(tmp_path)]))
+        cli_run._check_script(parse_run_arguments([str(tmp_path)]))
     assert_four_parts(caught.value, "has no __main__.py")
     (tmp_path / "__main__.py").touch()
-    cli_run._check_script(parse([str(tmp_path)]))
+    cli_run._check_script(parse_run_arguments([str(tmp_path)]))
 
 
 def test_an_ambiguous_abbreviation_lists_each_option_once() -> None:
     for short, remedy in (("--nproc", "--nproc-per-node?"), ("--node", "--node-rank?")):
         with pytest.raises(LaunchError) as caught:
-            parse([short, "2", "a.py"])
+            parse_run_arguments([short, "2", "a.py"])
         assert caught.value.remedy == f"Did you mean {remedy}"
 
 
 def test_hosts_with_different_slots_need_nproc_per_node(tmp_path: Path) -> None:
     path = hostfile(tmp_path, "127.0.0.1 slots=4\nnode2\n")
     with pytest.raises(LaunchError) as caught:
-        parse(["--hostfile", str(path), "--node_rank", "0", "a.py"])
+        parse_run_arguments(["--hostfile", str(path), "--node_rank", "0", "a.py"])
     assert_four_parts(caught.value, "127.0.0.1 4, node2 without slots")
-    assert parse(["--hostfile", str(path), "--node_rank", "0", "--nproc_per_node", "3", "a.py"]).nproc_per_node == "3"
+    assert (
+        parse_run_arguments(
+            ["--hostfile", str(path), "--node_rank", "0", "--nproc_per_node", "3", "a.py"]
+        ).nproc_per_node
+        == "3"
+    )
 
 
 @pytest.mark.parametrize("arguments", [["none.py"], ["-m", "no_such_module"], ["--no_python", "no-such-program"]])
 def test_a_missing_script_raises(arguments: list[str]) -> None:
     with pytest.raises(LaunchError) as caught:
-        cli_run._check_script(parse(arguments))
+        cli_run._check_script(parse_run_arguments(arguments))
     assert_four_parts(caught.value, arguments[-1])
 
 

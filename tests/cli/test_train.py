@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardformer.cli import main
-from shardformer.cli.train import _num_processes
+from shardformer.cli.train import _get_num_processes
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, LaunchError
 from shardformer.mesh.init_distributed import launch_from_torch, launcher_variable, num_slurm_tasks
@@ -132,8 +132,8 @@ def test_process_options_raise_if_no_processes_are_started(
 
 
 def test_the_number_of_processes_must_match_the_layout() -> None:
-    assert _num_processes(ParallelConfig(tensor=2, pipe=2), None) == 4
-    assert _num_processes(ParallelConfig(tensor=2), 4) == 4
+    assert _get_num_processes(ParallelConfig(tensor=2, pipe=2), None) == 4
+    assert _get_num_processes(ParallelConfig(tensor=2), 4) == 4
     for layout, processes in ((ParallelConfig(tensor=2), 3), (ParallelConfig(tensor=2, data=1), 4)):
         with pytest.raises(ConfigError, match=r"--processes"):
-            _num_processes(layout, processes)
+            _get_num_processes(layout, processes)

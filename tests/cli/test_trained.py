@@ -118,11 +118,11 @@ def test_the_tokens_are_those_of_transformers(
 
 
 def tokens_in(source: str, layout: dict[str, Any], options: dict[str, Any]) -> list[int]:
-    from shardformer.cli.generate import _generate
+    from shardformer.cli.generate import _generate_tokens
 
     found = find_trained_model(source)
     ids = found.load_processor()(PROMPT, return_tensors="pt")["input_ids"]
-    return _generate(found.load(ParallelConfig(**layout)), ids, 3, {"max_new_tokens": 20, **options})
+    return _generate_tokens(found.load(ParallelConfig(**layout)), ids, 3, {"max_new_tokens": 20, **options})
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 9}], ids=["greedy", "sampled"])
@@ -132,7 +132,7 @@ def test_a_sharded_model_generates_the_same_tokens(options: dict[str, Any], trai
 
 
 def values_in(source: str, changes: list[str]) -> Any:
-    return evaluate_model(find_trained_model(source).with_changes(changes))
+    return evaluate_model(find_trained_model(source).with_config_changes(changes))
 
 
 LAYOUTS = [["parallel.tensor=2"], ["parallel.pipe=2"], ["parallel.data=2"], ["data.batch_size=5"]]

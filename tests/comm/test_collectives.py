@@ -62,7 +62,7 @@ def _gather_and_scatter(length: int, dim: int) -> tuple[bool, bool, bool]:
     summed = sum(_values(r, shape, torch.float32) for r in range(axis.size))
     assert isinstance(summed, Tensor)
     mine = collectives.reduce_scatter(_values(axis.rank, shape, torch.float32), axis, dim)
-    taken = collectives.local_chunk(whole, axis, dim)
+    taken = collectives.get_local_chunk(whole, axis, dim)
     return (
         torch.equal(joined, whole),
         torch.equal(mine, _stretch(summed, axis, dim)),

@@ -34,7 +34,7 @@ def _striped(ranks: int) -> Split:
 
 
 def _part(x: Tensor, axis: Axis, split: Split) -> Tensor:
-    return autograd_collectives.local_slices(x, axis, 1, split)
+    return autograd_collectives.get_local_slices(x, axis, 1, split)
 
 
 # name -> (function of x, how the input and the output are cut, is the input / the output replicated)

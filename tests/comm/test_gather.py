@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardformer.comm.collectives import gather_full, gather_full_tensors
+from shardformer.comm.collectives import gather_full_tensor, gather_full_tensors
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.layout.shard_spec import ShardSpec, Split
 from shardformer.local_ranks.threads import run_as_threads
@@ -33,7 +33,7 @@ def test_gathering_several_tensors_equals_gathering_each() -> None:
     def gather(context: ParallelContext) -> tuple[list[Tensor], dict[str, int]]:
         here = {"tensor": context.tensor.rank, "data": context.data.rank}
         local = [spec.slice(x, here).clone() for spec, x in zip(SPECS, full, strict=True)]
-        alone = [gather_full(x, spec, context.axis) for x, spec in zip(local, SPECS, strict=True)]
+        alone = [gather_full_tensor(x, spec, context.axis) for x, spec in zip(local, SPECS, strict=True)]
         assert all(torch.equal(a, b) for a, b in zip(alone, full, strict=True))
         with CollectiveRecorder(context) as recorder:
             found = gather_full_tensors(local, SPECS, context.axis)

@@ -17,7 +17,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 def test_offloaded_tensors_are_restored(device: str) -> None:
     link = HostDeviceCopier(torch.device(device))
     x = torch.randn(1000, device=device)
-    host, back = link.new_host(1000, torch.float32), torch.empty(1000, device=device)
+    host, back = link.allocate_on_host(1000, torch.float32), torch.empty(1000, device=device)
     assert torch.equal(link.to_host(host, x).finish(), x.cpu())
     assert torch.equal(link.to_device(back, host).wait(), x)
     torch.accelerator.synchronize() if device == "cuda" else None

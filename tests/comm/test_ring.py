@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardformer.comm.collectives import all_gather, local_chunk, reduce_scatter
+from shardformer.comm.collectives import all_gather, get_local_chunk, reduce_scatter
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.mesh.parallel_context import Axis
 from shardformer.tensor_parallel.comm_overlap import all_gather_matmul, matmul_reduce_scatter
@@ -22,7 +22,7 @@ def _random(seed: int, *shape: int) -> Tensor:
 def _both(length: int) -> tuple[float, float, float, list[str]]:
     axis = Axis.of(None)
     weight = _random(5, H, F)
-    x = local_chunk(_random(1, B, length, H), axis, 1)
+    x = get_local_chunk(_random(1, B, length, H), axis, 1)
     product = torch.zeros(B, length, F, dtype=torch.float64)
 
     def use(stretch: Tensor, start: int, end: int) -> None:

@@ -15,7 +15,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.random_state import LocalRandomState
 from shardformer.sharding.compiled_layers import compiled_stacks
 from shardformer.sharding.graph_random_state import compile_with_random_state
-from shardformer.torch_compat import backend_compiler
+from shardformer.torch_compat import get_backend_compiler
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
 from tests.compile.test_layers import BACKEND, BOUND, SEQUENCE, worst_difference
 
@@ -118,7 +118,7 @@ def test_every_random_operator_draws_what_it_draws_in_eager_code() -> None:
         return [*out, x.grad, torch.rand(3)]
 
     def backend(graph: Any, inputs: Any) -> Any:
-        compiler = backend_compiler(BACKEND, None, None, None)
+        compiler = get_backend_compiler(BACKEND, None, None, None)
         return compile_with_random_state(graph, inputs, compiler, torch.device("cpu"))
 
     expected = results(_draw_in_every_way)

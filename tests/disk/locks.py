@@ -8,26 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from shardformer.filesystem import atomic_write
-from shardformer.filesystem.atomic_write import Process
+from shardformer.filesystem.atomic_write import ProcessIdentity
 from shardformer.filesystem.lock import LOCK
 
 
-def parent() -> Process:
+def parent() -> ProcessIdentity:
     """A running process other than this one."""
-    return Process(Process.this().machine, os.getppid(), atomic_write._start_time(os.getppid()) or 0)
+    return ProcessIdentity(
+        ProcessIdentity.this().machine, os.getppid(), atomic_write._get_start_time(os.getppid()) or 0
+    )
 
 
-def killed() -> Process:
+def killed() -> ProcessIdentity:
     """A process that has exited and whose process id this process has now."""
-    here = Process.this()
-    return Process(here.machine, here.pid, here.start - 1)
+    here = ProcessIdentity.this()
+    return ProcessIdentity(here.machine, here.pid, here.start - 1)
 
 
-def elsewhere() -> Process:
-    return Process("0" * 12, 17, 1)
+def elsewhere() -> ProcessIdentity:
+    return ProcessIdentity("0" * 12, 17, 1)
 
 
-def lock_of(process: Process, folder: Path, **more: Any) -> Path:
+def lock_of(process: ProcessIdentity, folder: Path, **more: Any) -> Path:
     """Return the lock file of a process."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK

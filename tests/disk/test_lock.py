@@ -63,7 +63,7 @@ def test_lock_of_dead_process_is_taken_over(what: str, tmp_path: Path) -> None:
     if what == "empty":  # killed between the two
         path.write_text("")
     elif what == "own":  # this process was not able to remove it
-        lock_of(atomic_write.Process.this(), tmp_path)
+        lock_of(atomic_write.ProcessIdentity.this(), tmp_path)
     began, holder = time.monotonic(), Holder()
     hold(tmp_path, holder)
     assert time.monotonic() - began < 1
@@ -78,7 +78,7 @@ def test_zombie_process_counts_as_dead(tmp_path: Path) -> None:
         os._exit(0)
     time.sleep(0.05)
     try:
-        assert atomic_write.Process(atomic_write.Process.this().machine, child, 0).is_dead
+        assert atomic_write.ProcessIdentity(atomic_write.ProcessIdentity.this().machine, child, 0).is_dead
     finally:
         os.waitpid(child, 0)
 

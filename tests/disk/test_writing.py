@@ -10,38 +10,38 @@ import pytest
 from shardformer.errors import ConfigError
 from shardformer.filesystem.atomic_write import (
     SAVING,
-    Process,
+    ProcessIdentity,
     create_file,
     make_folder,
+    make_temporary_path,
     parse_temporary_name,
-    path_of,
     remove,
-    remove_leftovers,
+    remove_stale_temporary_files,
     replace_atomically,
     replace_text,
-    temporary_path,
+    to_absolute_path,
     write_new,
 )
 
 
 def test_private_name_is_unique_and_contains_its_owner(tmp_path: Path) -> None:
-    one, two = temporary_path(tmp_path / "step-00000005"), temporary_path(tmp_path / "step-00000005")
+    one, two = make_temporary_path(tmp_path / "step-00000005"), make_temporary_path(tmp_path / "step-00000005")
     assert one != two and one.parent == tmp_path
     found = parse_temporary_name(one)
     assert found is not None
-    assert (found.kind, found.name, found.owner) == (SAVING, "step-00000005", Process.this())
+    assert (found.kind, found.name, found.owner) == (SAVING, "step-00000005", ProcessIdentity.this())
     assert parse_temporary_name(tmp_path / ".saving-step-00000005") is None
-    assert len(temporary_path(tmp_path / ("x" * 250)).name) < 255
+    assert len(make_temporary_path(tmp_path / ("x" * 250)).name) < 255
 
 
 def test_user_path_is_expanded_and_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.chdir(tmp_path)
-    assert path_of("~/a") == Path("/home/me/a")
-    assert path_of("link/../a") == tmp_path / "link/../a", "a link may lead elsewhere"
+    assert to_absolute_path("~/a") == Path("/home/me/a")
+    assert to_absolute_path("link/../a") == tmp_path / "link/../a", "a link may lead elsewhere"
     for wrong in ("", "a\0b", None, 3, b"a"):
         with pytest.raises(ConfigError, match="is not a valid path of a folder"):
-            path_of(wrong)  # type: ignore[arg-type]
+            to_absolute_path(wrong)  # type: ignore[arg-type]
 
 
 def test_file_in_place_of_directory_is_named(tmp_path: Path) -> None:
@@ -60,8 +60,8 @@ def test_file_in_place_of_directory_is_named(tmp_path: Path) -> None:
 
 
 def test_only_leftovers_of_killed_local_processes_are_removed(tmp_path: Path) -> None:
-    here = Process.this()
-    own = temporary_path(tmp_path / "model")
+    here = ProcessIdentity.this()
+    own = make_temporary_path(tmp_path / "model")
     dead = tmp_path / own.name.replace(f"-{here.start}-", f"-{here.start - 1}-")
     other = tmp_path / dead.name.replace(here.machine, "0" * 12)
     another = tmp_path / dead.name.replace("-model-", "-other-")
@@ -70,7 +70,7 @@ def test_only_leftovers_of_killed_local_processes_are_removed(tmp_path: Path) ->
         path.mkdir()
     link = dead.with_name(dead.name[:-1] + ("0" if dead.name[-1] != "0" else "1"))
     link.symlink_to(tmp_path / "elsewhere")
-    remove_leftovers(tmp_path, "model")
+    remove_stale_temporary_files(tmp_path, "model")
     assert not dead.exists()
     assert all(path.exists() for path in kept) and link.is_symlink()
 

@@ -16,7 +16,7 @@ import shardformer
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.pipeline.pipeline import modes_of
+from shardformer.pipeline.pipeline import get_training_modes
 from shardformer.training.engine import Engine
 from shardformer.verify.small_models import SmallModel
 
@@ -253,11 +253,11 @@ def llama_losses(context: ParallelContext | None, layouts: list[dict[str, Any] |
     engine.model.model.layers[0].eval()
     recomputes = getattr(engine.model, "activation_checkpointing_enable", engine.model.gradient_checkpointing_enable)
     recomputes({"use_reentrant": False})
-    modes, found = modes_of(engine.model), []
+    modes, found = get_training_modes(engine.model), []
     for step, layout in enumerate(layouts):
         if layout is not None and context is not None:
             engine.reshard(layout)
-            assert not engine.model.config.use_cache and modes_of(engine.model) == modes
+            assert not engine.model.config.use_cache and get_training_modes(engine.model) == modes
         ids = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(step))
         part = ids.chunk(engine.context.data.size)[engine.context.data.rank]
         found.append(float(engine.train_step({"input_ids": part, "labels": part})))

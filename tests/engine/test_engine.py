@@ -18,7 +18,7 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.engine import Engine
 from shardformer.training.initialize import initialize, make_context
-from shardformer.training.sample_order import epoch_generator
+from shardformer.training.sample_order import make_epoch_generator
 from shardformer.verify.small_models import SmallModel
 from shardformer.weights.state_dict import full_state_dict
 from tests.pools import WorkerPools
@@ -57,7 +57,7 @@ def alone() -> tuple[Losses, dict[str, Tensor]]:
     losses = []
     samples = rows()
     for epoch in range(2):
-        order = torch.randperm(len(samples), generator=epoch_generator(0, epoch)).tolist()
+        order = torch.randperm(len(samples), generator=make_epoch_generator(0, epoch)).tolist()
         for start in range(0, len(order), 6):
             batch = [samples[i] for i in order[start : start + 6]]
             loss = model(**{k: torch.stack([s[k] for s in batch]) for k in batch[0]}).loss

@@ -15,7 +15,7 @@ import shardformer
 from shardformer.errors import InputError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.pipeline.pipeline import evaluating, modes_of, set_modes
+from shardformer.pipeline.pipeline import evaluating, get_training_modes, set_training_modes
 from shardformer.training.engine import Engine
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
 
@@ -79,9 +79,9 @@ ACTIONS: dict[str, Callable[[Engine, Any], Any]] = {
 @pytest.mark.parametrize("action", ACTIONS)
 def test_evaluation_keeps_training_modes_and_running_statistics(action: str, tmp_path: Any) -> None:
     engine = engine_of(model())
-    before, averages = modes_of(engine.model), engine.model.body[1].running_mean.clone()
+    before, averages = get_training_modes(engine.model), engine.model.body[1].running_mean.clone()
     ACTIONS[action](engine, tmp_path)
-    assert modes_of(engine.model) == before
+    assert get_training_modes(engine.model) == before
     assert not before["body.1"] and before["head"] and before[""]
     engine.train_step(batch())
     assert engine.model.body[1].running_mean.equal(averages)
@@ -94,9 +94,9 @@ def test_evaluation_over_data_ranks_keeps_training_modes(zero: int | None) -> No
         engine = engine_of(model(), context, zero_stage=zero)
         engine.evaluate(batch(context.data.rank))
         fitted(engine)
-        return modes_of(engine.model)
+        return get_training_modes(engine.model)
 
-    assert run_as_threads(do, data=2, in_turn=True) == [modes_of(model())] * 2
+    assert run_as_threads(do, data=2, in_turn=True) == [get_training_modes(model())] * 2
 
 
 def test_a_submodule_in_training_mode_returns_to_it_after_evaluation() -> None:
@@ -110,22 +110,22 @@ def test_a_submodule_in_training_mode_returns_to_it_after_evaluation() -> None:
 
 def test_a_failed_evaluation_keeps_training_modes() -> None:
     engine = engine_of(model())
-    before = modes_of(engine.model)
+    before = get_training_modes(engine.model)
     for call in (engine.evaluate, engine.predict):
         with pytest.raises(Exception, match="mat1 and mat2"):
             call({"x": torch.zeros(2, 5, dtype=torch.float64), "labels": torch.zeros(2, dtype=torch.long)})
-        assert modes_of(engine.model) == before
+        assert get_training_modes(engine.model) == before
 
 
 def test_initialize_sets_a_model_in_eval_mode_to_training_mode() -> None:
-    assert all(modes_of(engine_of(Classifier().double().eval()).model).values())
+    assert all(get_training_modes(engine_of(Classifier().double().eval()).model).values())
 
 
 def test_initialize_keeps_a_partial_training_mode() -> None:
     made = Classifier().double().eval()
     made.head.train()
     engine = engine_of(made)
-    assert {path for path, mode in modes_of(engine.model).items() if mode} == {"", "head"}
+    assert {path for path, mode in get_training_modes(engine.model).items() if mode} == {"", "head"}
     engine.train_step(batch())
 
 
@@ -145,7 +145,7 @@ def test_train_step_trains_a_model_in_eval_mode(axes: dict[str, int]) -> None:
         engine.model.eval()
         own_part = {name: x.chunk(context.data.size)[context.data.rank] for name, x in data.items()}
         losses = [float(engine.train_step(own_part)) for _ in range(2)]
-        assert not any(modes_of(engine.model).values())
+        assert not any(get_training_modes(engine.model).values())
         with torch.no_grad(), pytest.raises(InputError, match="train_step cannot train under"):
             engine.train_step(own_part)
         return losses
@@ -191,7 +191,7 @@ def test_an_overridden_train_method_is_called() -> None:
 
 def test_set_modes_restores_modes_by_path() -> None:
     one, other = model(), Classifier()
-    set_modes(other, modes_of(one))
-    assert modes_of(other) == modes_of(one)
-    set_modes(other, {"head": False, "elsewhere": True})
+    set_training_modes(other, get_training_modes(one))
+    assert get_training_modes(other) == get_training_modes(one)
+    set_training_modes(other, {"head": False, "elsewhere": True})
     assert not other.head.training and other.training

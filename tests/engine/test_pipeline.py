@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import get_rank
 
-from shardformer.comm.collectives import all_reduce, gather_full
+from shardformer.comm.collectives import all_reduce, gather_full_tensor
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, InputError, ShardFormerError
@@ -76,7 +76,7 @@ def difference(model: nn.Module, reference: nn.Module) -> float:
         expected = theirs[name].grad
         assert (p.grad is None) == (expected is None), name
         if p.grad is not None and expected is not None:
-            found.append(float((gather_full(p.grad, specs[name], lambda _: axis) - expected).abs().max()))
+            found.append(float((gather_full_tensor(p.grad, specs[name], lambda _: axis) - expected).abs().max()))
     return max(found)
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.comm.collectives import gather_full
+from shardformer.comm.collectives import gather_full_tensor
 from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.sharding.describe import ShardingDescription
-from shardformer.verify.small_models import SMALL_CONFIGS, RandomBatches, SmallModel, sample_loss
+from shardformer.verify.small_models import SMALL_CONFIGS, RandomBatches, SmallModel, model_loss
 
 FAMILIES = tuple(SMALL_CONFIGS)
 # Tolerance for fp64. Modules that always compute in fp32 (softmax, RMS norms) add rounding noise.
@@ -67,14 +67,14 @@ def sharded(family: str, option: str, ranks: int = 2, **changes: Any) -> Outcome
         options: dict[str, Any] = {option: True}
         model = shardformer.shard_model(models[context.tensor.rank], context=context, **options)
         outcome, specs = _trained(model, batch), shard_specs(model)
-        full = {name: gather_full(g, specs[name], context.axis) for name, g in outcome.gradients.items()}
+        full = {name: gather_full_tensor(g, specs[name], context.axis) for name, g in outcome.gradients.items()}
         return Outcome(outcome.loss, full, shardformer.describe_sharding(model))
 
     return run_as_threads(train, tensor=ranks)[0]
 
 
 def _trained(model: nn.Module, batch: dict[str, Tensor]) -> Outcome:
-    loss = sample_loss(model, batch)
+    loss = model_loss(model, batch)
     loss.backward()
     return Outcome(loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 

@@ -19,7 +19,7 @@ from shardformer.kernels.attention_registration import (
     check_flash_attention,
     use_flash_attention,
 )
-from shardformer.verify.small_models import sample_loss
+from shardformer.verify.small_models import model_loss
 from tests.families.option import CASTS, EXACT, FAMILIES, assert_same, batch_of, build, plain, sharded
 from tests.ops import Ops
 
@@ -104,7 +104,7 @@ def test_attention_scores_are_not_materialized(
     model, held = build(family, {}), []
     use_flash_attention(model, CPU)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.shape) or t, lambda t: t), Ops() as ops:
-        sample_loss(model, batch_of(family, batch=3, sequence=11))
+        model_loss(model, batch_of(family, batch=3, sequence=11))
     assert "_scaled_dot_product_flash_attention_for_cpu" in ops.names
     assert not {"_softmax", "_safe_softmax"} & ops.names
     of_batch = [tuple(s) for s in held if len(s) == 4 and s[0] > 1 and tuple(s[1:]) in scores]

@@ -24,7 +24,7 @@ from shardformer.tensor_parallel.layers import (
     Linear1D_Col,
     Linear1D_Row,
 )
-from shardformer.tensor_parallel.sequence_parallel import StackActivations
+from shardformer.tensor_parallel.sequence_parallel import ActivationSharding
 from tests.pools import WorkerPools
 
 SIZE = 1000
@@ -141,7 +141,7 @@ class Mlp(nn.Module):
 def sharded_mlp(axis: Axis, random: bool = True) -> Any:
     torch.manual_seed(0)
     mlp: Any = Mlp().double()
-    block = TensorParallelBlock(StackActivations(ActivationLayout(), axis), random)
+    block = TensorParallelBlock(ActivationSharding(ActivationLayout(), axis), random)
     mlp.up = Linear1D_Col.from_native_module(mlp.up, axis)
     mlp.down = Linear1D_Row.from_native_module(mlp.down, axis)
     mlp.up.block = mlp.down.block = block

@@ -17,7 +17,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.parallel_module import accept_wide_inputs
 from shardformer.training.initialize import initialize
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, model_loss
 from shardformer.zero.shard_optimizer import shard_optimizer
 
 Layer = Callable[[], nn.Module]
@@ -140,10 +140,10 @@ def test_fp32_buffers_that_reach_a_layer_are_cast() -> None:
     batch = {name: x.float() if x.is_floating_point() else x for name, x in batch.items()}
     narrowed = copy.deepcopy(model).to(torch.bfloat16)
     torch.manual_seed(0)
-    expected = sample_loss(narrowed, {n: x.bfloat16() if x.is_floating_point() else x for n, x in batch.items()})
+    expected = model_loss(narrowed, {n: x.bfloat16() if x.is_floating_point() else x for n, x in batch.items()})
     optimizer = shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1, precision="bf16")
     torch.manual_seed(0)
-    loss = sample_loss(model, batch)
+    loss = model_loss(model, batch)
     assert any(b.dtype == torch.float32 for b in model.buffers()) and loss == expected
     optimizer.backward(loss)
     optimizer.step()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardformer.context_parallel.sequence_layout import SequencePositions, chunk_indices
+from shardformer.context_parallel.sequence_layout import SequencePositions, get_chunk_positions
 from shardformer.errors import InputError
 
 SIZES = st.integers(1, 5)
@@ -14,7 +14,7 @@ SIZES = st.integers(1, 5)
 
 @given(length=st.integers(1, 70), ring=SIZES, group=SIZES)
 def test_each_position_is_on_one_rank(length: int, ring: int, group: int) -> None:
-    if length < SequencePositions.min_length(ring, group):
+    if length < SequencePositions.get_min_length(ring, group):
         with pytest.raises(InputError, match=f"A sequence of {length} positions"):
             SequencePositions(length, ring, group)
         return
@@ -25,11 +25,11 @@ def test_each_position_is_on_one_rank(length: int, ring: int, group: int) -> Non
     assert min(lengths) > 0
     assert max(lengths) - min(lengths) <= 2
     for rank in range(ring):
-        mine = chunk_indices(positions, positions.chunks_of(rank)).tolist()
+        mine = get_chunk_positions(positions, positions.get_chunks_of_rank(rank)).tolist()
         parts = [positions.indices(rank * group + i).tolist() for i in range(group)]
         assert [at for part in parts for at in part] == mine == sorted(mine)
-        assert [len(part) for part in parts] == positions.group_lengths(rank)
-        assert {positions.owner(chunk) for chunk in positions.chunks_of(rank)} == {rank}
+        assert [len(part) for part in parts] == positions.get_group_lengths(rank)
+        assert {positions.owner(chunk) for chunk in positions.get_chunks_of_rank(rank)} == {rank}
 
 
 @given(length=st.integers(8, 90), ring=st.integers(1, 4))

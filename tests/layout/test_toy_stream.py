@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from shardformer.comm.collectives import gather_full
+from shardformer.comm.collectives import gather_full_tensor
 from shardformer.layout.activation_layout import ActivationLayout, ActivationShard, Dim, IndexOrder, ShardedFrom
 from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
@@ -53,7 +53,7 @@ def test_gradients_are_those_of_the_whole_sequence(order: IndexOrder) -> None:
         own = [i for a, b in cut.split(8, 2).parts[context.sequence.rank] for i in range(a, b)]
         cross_entropy(model(batch["ids"][:, own]).flatten(0, 1), batch["labels"][:, own].flatten()).backward()
         specs, want = shard_specs(model), {name: p.grad for name, p in plain.named_parameters()}
-        grads = {name: gather_full(p.grad, specs[name], context.axis) for name, p in model.named_parameters()}
+        grads = {name: gather_full_tensor(p.grad, specs[name], context.axis) for name, p in model.named_parameters()}
         return max(float((grads[name] - want[name]).abs().max()) for name in want)
 
     assert max(run_as_threads(difference, sequence=2, tensor=2)) < 1e-14

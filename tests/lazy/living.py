@@ -11,7 +11,7 @@ from shardformer.meta_init import init_recipe
 
 
 class Living:
-    """Replacement for ``init_recipe._allocate`` that counts the current and peak bytes of live storages."""
+    """Replacement for ``init_recipe._allocate_storage`` that counts the current and peak bytes of live storages."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import shardformer
-from shardformer.discovery.shrink_config import model_class
+from shardformer.discovery.shrink_config import get_model_class
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.meta_init.materialization import materialize
 from shardformer.train_command.build import build_model
@@ -203,9 +203,9 @@ def test_no_file_is_unpickled(folder: Path) -> None:
 
 
 def test_only_model_classes_named_by_files_are_used() -> None:
-    assert model_class("LlamaForCausalLM") is transformers.LlamaForCausalLM
+    assert get_model_class("LlamaForCausalLM") is transformers.LlamaForCausalLM
     others = ["AutoModel", "PreTrainedModel", "pipeline", "torch", "Trainer", "LlamaConfig", "os.path", "", "__class__"]
-    assert [name for name in others if model_class(name) is not None] == []
+    assert [name for name in others if get_model_class(name) is not None] == []
 
 
 @pytest.mark.parametrize("named", [["pipeline"], ["AutoModel"], [3], "LlamaForCausalLM", [], None, ["NoSuchModel"]])

@@ -20,7 +20,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.meta_init.materialization import materialize
 from shardformer.shard_model_api import shard_model
 from shardformer.sharding.describe import describe_sharding
-from shardformer.verify.small_models import SMALL_CONFIGS, RandomBatches, SmallModel, sample_loss
+from shardformer.verify.small_models import SMALL_CONFIGS, RandomBatches, SmallModel, model_loss
 from shardformer.weights.from_pretrained import from_pretrained
 from tests.lazy.families import FAMILIES, assert_same, build
 from tests.pairwise import in_turn
@@ -125,14 +125,14 @@ def test_a_training_step_is_that_of_the_loaded_model(family: str, size: int, tmp
     torch.manual_seed(3)
     save(sample(), tmp_path)
     batch, plain = RandomBatches(sample.head_class)(0), kind.from_pretrained(tmp_path)
-    sample_loss(plain, batch).backward()
+    model_loss(plain, batch).backward()
     lazy = [from_pretrained(kind, tmp_path) for _ in range(size)]
 
     def train(context: ParallelContext) -> None:
         rank = context.tensor.rank
         model = shard_model(lazy[rank], context=context)
         assert str(tmp_path) in str(describe_sharding(model))
-        sample_loss(model, batch).backward()
+        model_loss(model, batch).backward()
         specs = shard_specs(model)
         for name, param in model.named_parameters():
             full = plain.get_parameter(name)

@@ -17,7 +17,7 @@ from torch.nn import init
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardformer.errors import ConfigError
-from shardformer.meta_init.init_recipe import deferred_storage_of, get_recipe, run_recipe
+from shardformer.meta_init.init_recipe import get_deferred_storage, get_recipe, run_recipe
 from shardformer.meta_init.lazy_init import InitRecorder, LazyInit
 from shardformer.meta_init.materialization import materialize
 from shardformer.verify.small_models import SmallModel
@@ -120,7 +120,7 @@ def test_overwritten_random_numbers_are_not_in_the_recipe() -> None:
     """transformers overwrites the values of nn.Embedding, so the first draw is not in the recipe."""
     with LazyInit():
         model = SmallModel("bert")()
-    place = deferred_storage_of(model.get_parameter("bert.embeddings.word_embeddings.weight"))
+    place = get_deferred_storage(model.get_parameter("bert.embeddings.word_embeddings.weight"))
     assert place is not None
     steps = [str(step.func).removeprefix("aten.").partition(".")[0] for step in get_recipe(place)]
     assert steps == ["normal_", "zero_"]
@@ -222,7 +222,7 @@ def test_threads_draw_the_same_random_numbers() -> None:
     before = torch.get_rng_state()
 
     def values(tensor: Tensor) -> Tensor:
-        place = deferred_storage_of(tensor)
+        place = get_deferred_storage(tensor)
         assert place is not None
         return torch.empty(0).set_(run_recipe(place), 0, (1000, 100))
 

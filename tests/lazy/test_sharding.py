@@ -28,7 +28,7 @@ from shardformer.policies.policy import Policy
 from shardformer.shard_model_api import ShardFormer, shard_model
 from shardformer.sharding.describe import describe_sharding
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
-from shardformer.verify.small_models import SMALL_CONFIGS, RandomBatches, SmallModel, sample_loss
+from shardformer.verify.small_models import SMALL_CONFIGS, RandomBatches, SmallModel, model_loss
 from shardformer.weights.state_dict import full_state_dict
 from tests.lazy.living import Living
 from tests.pairwise import in_turn
@@ -88,7 +88,7 @@ def test_parts_and_a_training_step_are_those_of_the_eager_model(
         theirs = shard_model(eager[rank], context=context, **options)
         for model in (ours, theirs):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            sample_loss(model, batch).backward()
+            model_loss(model, batch).backward()
             optimizer.step()
         ours_after, theirs_after = full_state_dict(ours), full_state_dict(theirs)
         assert ours_after.keys() == theirs_after.keys() == whole.keys()
@@ -199,9 +199,9 @@ def train_on_processes(data: int) -> tuple[float, float]:
         lazy = built(sample)
     model = shard_model(lazy, context=context)
     assert_parts_of(model, plain, context.tensor.rank)
-    loss = sample_loss(model, part)
+    loss = model_loss(model, part)
     loss.backward()
-    return float(loss.detach()), float(sample_loss(plain, part).detach())
+    return float(loss.detach()), float(model_loss(plain, part).detach())
 
 
 @pytest.mark.parametrize("data", [1, 2])
@@ -218,10 +218,10 @@ def test_at_most_one_full_tensor_is_stored(monkeypatch: pytest.MonkeyPatch) -> N
     sample = SmallModel("gpt2", changes={"n_layer": 4})
     lazy = built_lazily(sample, 2)[0]
     living = Living()
-    monkeypatch.setattr(recipe, "_allocate", living)
+    monkeypatch.setattr(recipe, "_allocate_storage", living)
     largest = max(p.nbytes for p in lazy.parameters())
     whole = sum(p.nbytes for p in lazy.parameters())
-    for place in {init_recipe.deferred_storage_of(p) for p in lazy.parameters()}:
+    for place in {init_recipe.get_deferred_storage(p) for p in lazy.parameters()}:
         assert place is not None
         init_recipe.run_recipe(place)
     assert living.peak == largest < whole / 4
@@ -233,7 +233,7 @@ def test_a_cast_before_sharding_stores_no_full_tensor_of_the_new_dtype() -> None
         part = model.weight.detach().narrow(0, 0, 8).clone()
         joined = torch.cat([model.weight.detach()[:2], model.weight.detach()[5:7]])
     for taken in (part, joined):
-        place = init_recipe.deferred_storage_of(taken)
+        place = init_recipe.get_deferred_storage(taken)
         assert place is not None
         sizes = [(v.dtype, v.deferred.num_bytes) for s in init_recipe.get_recipe(place) for v in s.out if v is not None]
         assert (torch.bfloat16, 64 * 64 * 2) not in sizes
@@ -242,7 +242,7 @@ def test_a_cast_before_sharding_stores_no_full_tensor_of_the_new_dtype() -> None
 
 
 def _values(tensor: Tensor) -> Tensor:
-    place = init_recipe.deferred_storage_of(tensor)
+    place = init_recipe.get_deferred_storage(tensor)
     assert place is not None
     return init_recipe.get_view(tensor).of(init_recipe.run_recipe(place)).clone()
 

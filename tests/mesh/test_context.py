@@ -18,9 +18,9 @@ from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, LaunchError, WorkerError
 from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.mesh.init_distributed import first_slurm_host, launch, launch_from_slurm, launch_from_torch
-from shardformer.mesh.parallel_context import Axis, ParallelContext, with_ring_axes
-from shardformer.mesh.rank_grid import AXES, num_ranks
+from shardformer.mesh.init_distributed import get_first_slurm_host, launch, launch_from_slurm, launch_from_torch
+from shardformer.mesh.parallel_context import Axis, ParallelContext, reshape_sequence_axis
+from shardformer.mesh.rank_grid import AXES, count_ranks
 from tests.pools import WorkerPools
 
 Place = dict[str, tuple[int, int, tuple[int, ...]]]
@@ -298,7 +298,7 @@ def test_launch_without_torchrun(pool2: WorkerPool, how: str) -> None:
     ],
 )
 def test_first_slurm_host(nodes: str, first: str) -> None:
-    assert first_slurm_host(nodes) == first
+    assert get_first_slurm_host(nodes) == first
 
 
 @pytest.mark.parametrize("missing", [["RANK"], ["MASTER_ADDR", "MASTER_PORT"], ["RANK", "WORLD_SIZE"]], ids="+".join)
@@ -399,9 +399,9 @@ def test_custom_activation_layout_uses_sequence_axis() -> None:
 
 
 def test_sequence_axis_as_ring_of_ulysses_groups() -> None:
-    context = with_ring_axes(ParallelContext.of({"sequence": 6}, {"sequence": 4}), (3, 2))
+    context = reshape_sequence_axis(ParallelContext.of({"sequence": 6}, {"sequence": 4}), (3, 2))
     assert (str(context.axis("ring")), str(context.axis("ulysses"))) == ("ring 2/3", "ulysses 0/2")
-    assert num_ranks((3, 2)) == num_ranks(6) == 6
+    assert count_ranks((3, 2)) == count_ranks(6) == 6
     for wrong in ((2, 2, 2), (0, 2), ()):
         with pytest.raises(ConfigError, match=r"sequence"):
-            num_ranks(wrong)  # type: ignore[arg-type]
+            count_ranks(wrong)  # type: ignore[arg-type]

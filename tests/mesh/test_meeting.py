@@ -36,7 +36,7 @@ def test_first_rank_prints_missing_ranks(capfd: pytest.CaptureFixture[str]) -> N
     store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=5), wait_for_workers=False)
 
     def come(place: int) -> None:
-        with Rendezvous("127.0.0.1", port, place, 4, "rank").report_missing():
+        with Rendezvous("127.0.0.1", port, place, 4, "rank").report_missing_processes():
             time.sleep(1.8)
 
     threads = [threading.Thread(target=come, args=[place]) for place in (0, 2)]
@@ -67,7 +67,7 @@ def test_connection_error_names_missing_ranks(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("place", "host"), [(1, "127.0.0.1"), (0, "127.0.0.1"), (1, "no.such.host.invalid")])
 def test_unreachable_address_is_printed_with_reason(place: int, host: str, capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
-    with Rendezvous(host, port, place, 2, "node").report_missing():
+    with Rendezvous(host, port, place, 2, "node").report_missing_processes():
         time.sleep(2.5)
     said = capfd.readouterr().err
     assert f"node {place} (" in said and f"could not connect to node 0 at {host}:{port}" in said
@@ -78,13 +78,13 @@ def test_unreachable_address_is_printed_with_reason(place: int, host: str, capfd
 
 def test_nothing_is_printed_when_all_ranks_connect(capfd: pytest.CaptureFixture[str]) -> None:
     begin = time.monotonic()
-    with Rendezvous("127.0.0.1", free_port(), 1, 2, "rank").report_missing():
+    with Rendezvous("127.0.0.1", free_port(), 1, 2, "rank").report_missing_processes():
         pass
     assert time.monotonic() - begin < 0.5 and not capfd.readouterr().err
 
 
 def test_tensor_axis_across_hosts_warns() -> None:
     grid = RankGrid({"data": 1, "pipe": 1, "sequence": 1, "tensor": 4}, (0, 1, 2, 3), hosts=("a", "a", "b", "b"))
-    context = ParallelContext(grid, 0, {}, parallel_context.local_device(), None)._with_axes(tuple(grid.sizes))
+    context = ParallelContext(grid, 0, {}, parallel_context.get_local_device(), None)._add_axes(tuple(grid.sizes))
     with pytest.warns(UserWarning, match=r"spans 2 hosts.*tensor=2.*2 times as many"):
         init_distributed._warn_cross_host_tensor_axis(context)

@@ -53,8 +53,8 @@ def test_group_with_one_backend_per_device(
             self.device = torch.device(device)
 
     devices = {"cpu", "cuda"}
-    assert {d for d in devices if transport.exchanges_directly(On(d))} == gloo  # type: ignore[arg-type]
-    assert {d for d in devices if transport.sends_in_turn(torch.device(d))} == nccl
+    assert {d for d in devices if transport.prefers_direct_exchange(On(d))} == gloo  # type: ignore[arg-type]
+    assert {d for d in devices if transport.serializes_sends(torch.device(d))} == nccl
 
 
 class OfAGpu:
@@ -64,15 +64,21 @@ class OfAGpu:
         self.copies: list[torch.Tensor] = []
 
     def __enter__(self) -> OfAGpu:
-        self.before = parallel_context._copy_to_host, parallel_context._host_buffer, ProcessGroupTransport._is_staged
+        self.before = (
+            parallel_context._copy_to_host,
+            parallel_context._new_host_buffer,
+            ProcessGroupTransport._needs_staging,
+        )
         copied, on_host, _ = self.before
         parallel_context._copy_to_host = lambda x: self._kept(copied(x))
-        parallel_context._host_buffer = lambda x: self._kept(on_host(x))
-        ProcessGroupTransport._is_staged = lambda _, x: not any(x is copy for copy in self.copies)  # type: ignore[method-assign]
+        parallel_context._new_host_buffer = lambda x: self._kept(on_host(x))
+        ProcessGroupTransport._needs_staging = lambda _, x: not any(x is copy for copy in self.copies)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        parallel_context._copy_to_host, parallel_context._host_buffer, ProcessGroupTransport._is_staged = self.before  # type: ignore[method-assign]
+        parallel_context._copy_to_host, parallel_context._new_host_buffer, ProcessGroupTransport._needs_staging = (
+            self.before
+        )  # type: ignore[method-assign]
 
     def _kept(self, x: torch.Tensor) -> torch.Tensor:
         self.copies.append(x)

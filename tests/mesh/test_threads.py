@@ -26,7 +26,7 @@ from shardformer.pipeline.p2p_communication import PointToPoint
 @pytest.mark.parametrize("size", [2, 3])
 def test_collectives(size: int, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With exchanges as over gloo, and with gathers and scatters of equal shards as over NCCL."""
-    monkeypatch.setattr(ThreadTransport, "exchanges_directly", lambda self, x: direct)
+    monkeypatch.setattr(ThreadTransport, "prefers_direct_exchange", lambda self, x: direct)
     rows = torch.arange(7.0 * size).view(size, 7)
 
     def collect(context: ParallelContext) -> list[Any]:
@@ -67,7 +67,7 @@ def test_messages_arrive_in_order() -> None:
 
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_each_direction_has_a_transport_if_sends_run_in_turn(in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ThreadTransport, "sends_in_turn", lambda self, device: in_turn)
+    monkeypatch.setattr(ThreadTransport, "serializes_sends", lambda self, device: in_turn)
 
     def talk(context: ParallelContext) -> tuple[float, int]:
         wires, rank = PointToPoint(context), context.pipe.rank

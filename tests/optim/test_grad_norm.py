@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import gather_full
+from shardformer.comm.collectives import gather_full_tensor
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.gradients.clipping import clip_grad_norm_, grad_norm
 from shardformer.layout.sharding_metadata import shard_specs
@@ -36,7 +36,7 @@ def _clip(family: str, norm_type: float, max_norm: float) -> tuple[float, float,
     worst = 0.0
     for name, p in model.named_parameters():
         assert p.grad is not None and grads[name] is not None
-        worst = max(worst, float((gather_full(p.grad, specs[name], context.axis) - grads[name]).abs().max()))
+        worst = max(worst, float((gather_full_tensor(p.grad, specs[name], context.axis) - grads[name]).abs().max()))
     return got, want, worst, len(recorder.calls)
 
 

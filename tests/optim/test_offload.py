@@ -18,7 +18,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.host import OffloadConfig
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, model_loss
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.optimizers import HybridAdam
@@ -80,7 +80,7 @@ def trained(
             for n in range(micro):
                 batch = RandomBatches(DEFAULT_HEAD[family], batch=2)(10 * step + n + 5 * context.rank)
                 with ours.no_sync() if n + 1 < micro else nullcontext():
-                    ours.backward(sample_loss(model, batch) / micro)
+                    ours.backward(model_loss(model, batch) / micro)
             ours.step()
             seen.append((ours.grad_norm, ours.skipped))
             ours.zero_grad()

@@ -13,9 +13,9 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.host import OffloadConfig
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, model_loss
 from shardformer.weights.state_dict import full_state_dict
-from shardformer.zero.mixed_precision import MixedPrecision, random_bits, stochastic_round
+from shardformer.zero.mixed_precision import MixedPrecision, generate_random_bits, stochastic_round
 from shardformer.zero.shard_optimizer import shard_optimizer
 from tests.optim.test_offload import check_resumes
 
@@ -23,18 +23,18 @@ from tests.optim.test_offload import check_resumes
 def test_stochastic_rounding_is_unbiased() -> None:
     value = 1 + 2**-7 * 0.3  # three tenths of the way to the next number
     wide = torch.full((20_000,), value)
-    rounded = stochastic_round(wide, random_bits(wide, 0, 1, 1)).float()
+    rounded = stochastic_round(wide, generate_random_bits(wide, 0, 1, 1)).float()
     assert set(rounded.tolist()) == {1.0, 1 + 2**-7}
     assert float((rounded > 1).float().mean()) == pytest.approx(0.3, abs=0.02)
     odd = torch.tensor([torch.inf, -torch.inf, 0.0, -1.5, 3e38])
-    assert torch.equal(stochastic_round(odd, random_bits(odd, 0, 1, 1))[:4].float(), odd[:4])
+    assert torch.equal(stochastic_round(odd, generate_random_bits(odd, 0, 1, 1))[:4].float(), odd[:4])
     assert bool(stochastic_round(torch.tensor([torch.nan]), torch.tensor([9], dtype=torch.int32)).isnan())
 
 
 def test_random_bits_do_not_depend_on_the_layout() -> None:
-    whole = random_bits(torch.zeros(100), 0, 3, 7)
-    assert torch.equal(whole[40:], random_bits(torch.zeros(60), 40, 3, 7))
-    for other in (random_bits(torch.zeros(100), 0, 4, 7), random_bits(torch.zeros(100), 0, 3, 8)):
+    whole = generate_random_bits(torch.zeros(100), 0, 3, 7)
+    assert torch.equal(whole[40:], generate_random_bits(torch.zeros(60), 40, 3, 7))
+    for other in (generate_random_bits(torch.zeros(100), 0, 4, 7), generate_random_bits(torch.zeros(100), 0, 3, 8)):
         assert int((whole == other).sum()) < 3
 
 
@@ -83,7 +83,7 @@ def test_tensor_ranks_round_replicated_parameters_identically(masters: str) -> N
         how = MixedPrecision("bf16", master_weights=masters)
         ours = shard_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), precision=how)
         for step in range(3):
-            ours.backward(sample_loss(model, RandomBatches(DEFAULT_HEAD["llama"], batch=2)(step)))
+            ours.backward(model_loss(model, RandomBatches(DEFAULT_HEAD["llama"], batch=2)(step)))
             ours.step()
             ours.zero_grad()
         ends = [place.stop for shard in ours.shards for place in shard.places]

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.host import OffloadConfig
-from shardformer.torch_compat import memory_of
+from shardformer.torch_compat import get_storage_id
 from shardformer.zero import stage3_parameters as units
 from shardformer.zero.stage3_parameters import GatherBufferPool
 from shardformer.zero.zero_optimizer import ZeroOptimizer
@@ -20,16 +20,16 @@ CPU = torch.device("cpu")
 
 def chunks(size: int = 4000) -> GatherBufferPool:
     made = GatherBufferPool()
-    made.fit([size, size, 100, size // 2])
+    made.set_buffer_size([size, size, 100, size // 2])
     return made
 
 
 def used(memory: GatherBufferPool, numel: int) -> int:
     """Return the address of a buffer that was taken and returned."""
     x = memory.take(numel, torch.float32, CPU)
-    address, key = x.data_ptr(), memory_of(x)
+    address, key = x.data_ptr(), get_storage_id(x)
     del x
-    memory.give_back(key)
+    memory.return_buffer(key)
     return address
 
 
@@ -43,9 +43,9 @@ def test_buffer_is_reused() -> None:
 def test_referenced_buffer_is_not_reused() -> None:
     memory = chunks()
     x = memory.take(1000, torch.float32, CPU).fill_(7)
-    view, address, key = x[5:9], x.data_ptr(), memory_of(x)
+    view, address, key = x[5:9], x.data_ptr(), get_storage_id(x)
     del x
-    memory.give_back(key)
+    memory.return_buffer(key)
     assert not memory._lent
     y = memory.take(1000, torch.float32, CPU).zero_()
     assert y.data_ptr() != address and view.tolist() == [7] * 4
@@ -67,7 +67,7 @@ def test_layers_and_gradients_use_few_buffers(offload: OffloadConfig | None, mon
     def counting(self: GatherBufferPool, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         before = len(self._free)
         out = take(self, numel, dtype, device)
-        made.append(memory_of(out) in self._lent and before == len(self._free))
+        made.append(get_storage_id(out) in self._lent and before == len(self._free))
         return out
 
     monkeypatch.setattr(GatherBufferPool, "take", counting)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import shardformer
-from shardformer.comm.collectives import gather_full
+from shardformer.comm.collectives import gather_full_tensor
 from shardformer.errors import ConfigError
 from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
@@ -54,7 +54,7 @@ def test_norm_and_clipped_gradients_equal_the_plain_model(norm_type: float, sequ
         model = shardformer.shard_model(model, ToyPolicy(), context=context, enable_sequence_parallelism=sequence)
         got = float(clip_grad_norm_(backward(model).parameters(), 0.01, norm_type))
         specs = shard_specs(model)
-        full = {name: gather_full(g, specs[name], context.axis) for name, g in gradients(model).items()}
+        full = {name: gather_full_tensor(g, specs[name], context.axis) for name, g in gradients(model).items()}
         return got, max(float((full[name] - expected[name]).abs().max()) for name in expected)
 
     for got, worst in run_as_threads(clip, tensor=2):

@@ -22,7 +22,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.host import OffloadConfig
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, model_loss
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
@@ -57,7 +57,7 @@ class Job:
         """Return the loss of one data rank. Each rank has its own samples."""
         batch = RandomBatches(DEFAULT_HEAD[self.family], batch=3)(100 * step + 10 * micro + rank)
         batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
-        return sample_loss(model, batch) / self.micro
+        return model_loss(model, batch) / self.micro
 
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline.schedule_chart import schedule_as_text
+from shardformer.pipeline.schedule_chart import format_schedule_as_text
 from shardformer.pipeline.schedules import Action, ActionKind, Schedule, Timeline, simulate
 
 
 def grid_rows(schedule: Schedule, timeline: Timeline) -> list[str]:
-    lines = (line.strip() for line in schedule_as_text(schedule, timeline).splitlines())
+    lines = (line.strip() for line in format_schedule_as_text(schedule, timeline).splitlines())
     return [line for line in lines if line.startswith("rank ")]
 
 

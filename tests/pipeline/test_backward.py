@@ -21,7 +21,7 @@ from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import ParamEntry, Reduction
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
-from shardformer.pipeline.split_backward import backward_of_inputs
+from shardformer.pipeline.split_backward import run_input_backward
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 
 H = 8
@@ -280,7 +280,7 @@ def plainly(model: nn.Module, *inputs: Tensor) -> list[Tensor | None]:
 def in_parts(model: nn.Module, *inputs: Tensor) -> tuple[list[Tensor | None], Callable[[], None]]:
     inputs = tuple(x.clone().requires_grad_() for x in inputs)
     outputs = as_tuple(model(*inputs))
-    found, rest = backward_of_inputs(outputs, grads_for(outputs), inputs)
+    found, rest = run_input_backward(outputs, grads_for(outputs), inputs)
     assert all(x.grad is None for x in inputs)
     return found, rest.run
 
@@ -364,7 +364,7 @@ def test_unused_input_has_no_gradient() -> None:
     model = Halves().double()
     x, y, z = some(2, H).requires_grad_(), some(2, H).requires_grad_(), some(2, H).requires_grad_()
     outputs = model(x, y)
-    found, rest = backward_of_inputs(outputs[1:], grads_for(outputs[1:]), [x, some(2, H), y, z])
+    found, rest = run_input_backward(outputs[1:], grads_for(outputs[1:]), [x, some(2, H), y, z])
     assert [grad is None for grad in found] == [True, True, False, True]
     rest.run()
     assert model.one.weight.grad is None and model.two.weight.grad is not None
@@ -373,7 +373,7 @@ def test_unused_input_has_no_gradient() -> None:
 def test_loss_needs_no_gradient_and_output_without_gradient_is_skipped() -> None:
     model, x = Residual().double(), some(2, H).requires_grad_()
     y = model(x)
-    (found,), rest = backward_of_inputs([y.sum(), y], [None, None], [x])
+    (found,), rest = run_input_backward([y.sum(), y], [None, None], [x])
     rest.run()
     got = grads_of(model)
     model.zero_grad()
@@ -384,7 +384,7 @@ def test_loss_needs_no_gradient_and_output_without_gradient_is_skipped() -> None
 
 def test_output_can_be_an_input_or_a_parameter() -> None:
     x, w = some(3).requires_grad_(), some(3).requires_grad_()
-    (found,), rest = backward_of_inputs([x, w], [some(3, seed=1), some(3, seed=2)], [x])
+    (found,), rest = run_input_backward([x, w], [some(3, seed=1), some(3, seed=2)], [x])
     assert found is not None and torch.equal(found, some(3, seed=1)) and w.grad is None
     rest.run()
     assert w.grad is not None and torch.equal(w.grad, some(3, seed=2)) and x.grad is None
@@ -395,7 +395,7 @@ def test_without_inputs_everything_is_the_weight_part() -> None:
     x = some(2, 4, H)
     plainly(plain, x)
     y = model(x)
-    found, rest = backward_of_inputs([y], grads_for([y]), [])
+    found, rest = run_input_backward([y], grads_for([y]), [])
     assert found == [] and all(p.grad is None for p in model.parameters())
     rest.run()
     assert_same(grads_of(model), grads_of(plain))
@@ -516,7 +516,7 @@ def test_each_part_computes_only_its_own_gradients() -> None:
     flops = []
     y = model(x.requires_grad_())
     with FlopCounterMode(display=False) as counter:
-        _, rest = backward_of_inputs([y], grads_for([y]), [x])
+        _, rest = run_input_backward([y], grads_for([y]), [x])
     flops.append(counter.get_total_flops())
     with FlopCounterMode(display=False) as counter:
         rest.run()
@@ -552,7 +552,7 @@ def test_each_part_frees_the_tensors_that_it_alone_needs() -> None:
     model, x = made("residual"), some(2, H).requires_grad_()
     y = model(x)
     assert any(name.startswith("Gelu") for name, _ in storages(y.grad_fn))
-    _, rest = backward_of_inputs([y], grads_for([y]), [x])
+    _, rest = run_input_backward([y], grads_for([y]), [x])
     held = storages(y.grad_fn)
     assert {name for name, _ in held} == {"AddmmBackward0", "NativeLayerNormBackward0"}
     own = weakref.ref(y.grad_fn.metadata.setdefault("own", _Own()))  # lives as long as the graph
@@ -570,7 +570,7 @@ def test_finished_custom_function_frees_its_tensors() -> None:
     model, x = made("custom, careless"), some(2, H).requires_grad_()
     y = model(x)
     assert any("_Matmul" in name for name, _ in storages(y.grad_fn))
-    rest = backward_of_inputs([y], grads_for([y]), [x])[1]
+    rest = run_input_backward([y], grads_for([y]), [x])[1]
     assert storages(y.grad_fn) == set()
     rest.run()
 
@@ -598,7 +598,7 @@ def test_input_part_runs_all_tensor_parallel_communication(pool2: WorkerPool) ->
 def test_second_backward_through_used_graph_raises() -> None:
     model, x = made("residual"), some(2, H).requires_grad_()
     y = model(x)
-    backward_of_inputs([y], grads_for([y]), [x])
+    run_input_backward([y], grads_for([y]), [x])
     with pytest.raises(RuntimeError, match="already freed"):
         y.sum().backward()
 
@@ -619,7 +619,7 @@ def test_failure_removes_all_hooks() -> None:
     model, x = Custom(True, False).double(), some(2, H).requires_grad_()
     y = model(Fails.apply(x))
     with pytest.raises(ValueError, match="as asked"):
-        backward_of_inputs([y], grads_for([y]), [x])
+        run_input_backward([y], grads_for([y]), [x])
     fails = False
     function = y.grad_fn.next_functions[0][0].next_functions[0][0]
     assert "_Matmul" in function.name() and vars(function).keys() == {"careful", "scale"}

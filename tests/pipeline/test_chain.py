@@ -13,7 +13,7 @@ from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, StackDescription, owner_layers, owner_stages
-from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward, StagePass
+from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward, StageForwardState
 from shardformer.shard_model_api import resolve_policy
 from shardformer.verify.small_models import RandomBatches, SmallModel
 
@@ -103,7 +103,7 @@ def test_modules_read_by_all_layers_are_on_every_stage() -> None:
 
 def test_every_parameter_belongs_to_a_stage() -> None:
     model, chain = chain_of(SmallModel("blip-2"))
-    held = owner_stages(owner_layers(model, chain), chain.stage_ranges([0, 1, 5, 6]))
+    held = owner_stages(owner_layers(model, chain), chain.get_stage_ranges([0, 1, 5, 6]))
     assert all(held[name] for name, _ in model.named_parameters())
     assert {stage for stages in held.values() for stage in stages} == {0, 1, 2}
 
@@ -125,10 +125,10 @@ def test_stages_in_sequence_equal_the_model(cut: int) -> None:
     expected = model.eval()(**batch).loss
     first, second = copy.deepcopy(model), copy.deepcopy(model)
     head, tail = make_stage(first, chain, LayerRange(0, cut)), make_stage(second, chain, LayerRange(cut, 4))
-    output, payload = head.run(first, StagePass(LayerRange(0, cut), {}), partial(first, **batch))
+    output, payload = head.run(first, StageForwardState(LayerRange(0, cut), {}), partial(first, **batch))
     assert output is None
     assert payload is not None
-    output, rest = tail.run(second, StagePass(LayerRange(cut, 4), payload), partial(second, **batch))
+    output, rest = tail.run(second, StageForwardState(LayerRange(cut, 4), payload), partial(second, **batch))
     assert rest is None
     assert torch.equal(output.loss, expected)
     assert sum(p.numel() for m in (first, second) for p in m.parameters()) == sum(p.numel() for p in model.parameters())
@@ -138,7 +138,7 @@ def test_missing_received_states_give_nan() -> None:
     model, chain = chain_of(SmallModel("llama"))
     batch = RandomBatches("LlamaForCausalLM")(0)
     stage = make_stage(model, chain, LayerRange(1, 2))
-    output, _ = stage.run(model, StagePass(LayerRange(1, 2), {}), partial(model, **batch))
+    output, _ = stage.run(model, StageForwardState(LayerRange(1, 2), {}), partial(model, **batch))
     assert output.loss.isnan()
 
 
@@ -159,7 +159,7 @@ def test_placeholders_follow_dtype_conversion() -> None:
         model.to(dtype)
         hidden = torch.zeros(2, 13, 48, dtype=dtype)
         batch = {"input_ids": torch.ones(2, 13, dtype=torch.long)}
-        output, _ = stage.run(model, StagePass(LayerRange(1, 2), {"hidden": hidden}), partial(model, **batch))
+        output, _ = stage.run(model, StageForwardState(LayerRange(1, 2), {"hidden": hidden}), partial(model, **batch))
         assert output.logits.dtype == dtype
         assert output.logits.isfinite().all()
 
@@ -195,10 +195,10 @@ def test_argument_from_another_stage_raises(before: int) -> None:
         r".*with_first_layer="
     )
     with pytest.raises(ConfigError, match=message):
-        stage.run(model, StagePass(LayerRange(0, 2), {}), partial(model, torch.ones(1, 4)))
+        stage.run(model, StageForwardState(LayerRange(0, 2), {}), partial(model, torch.ones(1, 4)))
     whole = LateNorm(before)
     output, _ = make_stage(whole, chain, LayerRange(0, 3)).run(
-        whole, StagePass(LayerRange(0, 3), {}), partial(whole, torch.full((1, 4), torch.nan))
+        whole, StageForwardState(LayerRange(0, 3), {}), partial(whole, torch.full((1, 4), torch.nan))
     )
     assert output.isnan().all(), "what is NaN by itself is as in the plain model"
 
@@ -221,4 +221,4 @@ def test_layers_that_run_twice_raise() -> None:
     model, chain = Twice(), LayerSequence((StackDescription("layers", layer_calls=("layers.0", "layers.1")),))
     stage = make_stage(model, chain, LayerRange(0, 2))
     with pytest.raises(ConfigError, match="twice in one forward pass"):
-        stage.run(model, StagePass(LayerRange(0, 2), {}), partial(model, torch.zeros(1, 4)))
+        stage.run(model, StageForwardState(LayerRange(0, 2), {}), partial(model, torch.zeros(1, 4)))

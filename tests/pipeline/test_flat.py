@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardformer.errors import InputError
 from shardformer.gradient_accumulation import micro_batches as flat
-from shardformer.gradient_accumulation.micro_batches import batch_size_of, split_batch
+from shardformer.gradient_accumulation.micro_batches import get_batch_size, split_batch
 from shardformer.training.sample_order import DataShard, StreamedSource
 
 IMAGE, VIDEO = 90, 91
@@ -44,7 +44,7 @@ def test_image_split_doctests() -> None:
 )
 def test_each_sample_keeps_its_images(images: list[list[int]]) -> None:
     batch = batch_of(images)
-    assert batch_size_of(batch) == len(images)
+    assert get_batch_size(batch) == len(images)
     parts = split_batch(batch, [1] * len(images), ids={"image_token_id": IMAGE})
     assert [images_in(part) for part in parts] == images
     assert [len(part["input_ids"]) for part in parts] == [1] * len(images)
@@ -109,7 +109,7 @@ IDS = torch.zeros(2, 4)
     ],
 )  # fmt: skip
 def test_tensor_with_unexplained_rows_raises(batch: dict[str, Tensor], words: str) -> None:
-    samples = batch_size_of(batch, "input_ids")
+    samples = get_batch_size(batch, "input_ids")
     known = {"image_token_id": IMAGE}
     with pytest.raises(InputError, match=words):
         split_batch(batch, [1] * samples, "input_ids", known)

@@ -331,10 +331,12 @@ def test_earlier_label_form_resolves_ambiguity() -> None:
     model, batch, parts = tagged(FORMS["shifted"], mask=MASK)
     found: dict[int, Any] = {}
     given = [{key: x.clone() for key, x in part.items()} for part in parts]
-    in_parts(model, LossWeights(given, SIZES, label_forms=found), parts, run)
+    in_parts(model, LossWeights(given, SIZES, label_transforms=found), parts, run)
     batch["labels"][:3] = -100  # shifted or not, all the same
     given = [{key: x.clone() for key, x in part.items()} for part in parts]
-    assert_same(in_parts(model, LossWeights(given, SIZES, label_forms=found), parts, run), at_once(model, batch, run))
+    assert_same(
+        in_parts(model, LossWeights(given, SIZES, label_transforms=found), parts, run), at_once(model, batch, run)
+    )
     with pytest.raises(ConfigError, match="instead of the predicted"):
         in_parts(model, LossWeights(given, SIZES), parts, run)
 
@@ -403,7 +405,9 @@ def test_loss_other_than_sum_of_means_raises(name: str, later: bool, monkeypatch
     model, _, parts = tagged(loss)
     if later:
         monkeypatch.setattr(
-            LossWeights, "_require", lambda self, valid, describe: self._deferred_checks.append((valid, describe))
+            LossWeights,
+            "_check_or_defer",
+            lambda self, valid, describe: self._deferred_checks.append((valid, describe)),
         )
     with pytest.raises(ConfigError, match=what) as error:
         in_parts(model, LossWeights(parts, SIZES), parts, run)

@@ -17,7 +17,12 @@ from torch import Tensor
 
 from shardformer.errors import ConfigError
 from shardformer.gradient_accumulation import micro_batches as microbatches
-from shardformer.gradient_accumulation.micro_batches import batch_size_of, merge_outputs, micro_batch_sizes, split_batch
+from shardformer.gradient_accumulation.micro_batches import (
+    compute_micro_batch_sizes,
+    get_batch_size,
+    merge_outputs,
+    split_batch,
+)
 
 
 def test_micro_batch_doctests() -> None:
@@ -27,10 +32,10 @@ def test_micro_batch_doctests() -> None:
 @given(st.integers(1, 50), st.integers(1, 50))
 def test_sizes_cover_every_sample_once(batch_size: int, count: int) -> None:
     count = min(count, batch_size)
-    sizes = micro_batch_sizes(batch_size, count, None)
+    sizes = compute_micro_batch_sizes(batch_size, count, None)
     assert len(sizes) == count and sum(sizes) == batch_size and max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
-    sizes = micro_batch_sizes(batch_size, None, count)
+    sizes = compute_micro_batch_sizes(batch_size, None, count)
     assert sum(sizes) == batch_size and set(sizes[:-1]) <= {count} and 0 < sizes[-1] <= count
 
 
@@ -49,19 +54,19 @@ def test_sizes_cover_every_sample_once(batch_size: int, count: int) -> None:
 )
 def test_invalid_sizes_raise(asked: tuple[Any, Any], what: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(what)):
-        micro_batch_sizes(8, *asked)
+        compute_micro_batch_sizes(8, *asked)
 
 
 def test_size_above_batch_size_gives_one_micro_batch() -> None:
-    assert micro_batch_sizes(3, None, 8) == [3]
+    assert compute_micro_batch_sizes(3, None, 8) == [3]
 
 
 def test_batch_size_comes_from_main_input_or_first_tensor() -> None:
     batch = {"names": ["a"], "scale": torch.tensor(2.0), "mask": torch.zeros(5, 2), "input_ids": torch.zeros(4, 2)}
-    assert batch_size_of(batch, "input_ids") == 4
-    assert batch_size_of(batch) == batch_size_of(batch, "pixel_values") == batch_size_of(batch, "names") == 5
-    assert batch_size_of({"nested": [{"x": torch.zeros(3)}]}) == 3
-    assert batch_size_of(UserDict(batch), "input_ids") == 4
+    assert get_batch_size(batch, "input_ids") == 4
+    assert get_batch_size(batch) == get_batch_size(batch, "pixel_values") == get_batch_size(batch, "names") == 5
+    assert get_batch_size({"nested": [{"x": torch.zeros(3)}]}) == 3
+    assert get_batch_size(UserDict(batch), "input_ids") == 4
 
 
 @pytest.mark.parametrize("batch", [{}, {"a": 1, "loss": torch.tensor(1.0)}])
@@ -69,7 +74,7 @@ def test_batch_without_tensors_raises(batch: dict[str, Any]) -> None:
     with pytest.raises(
         ConfigError, match=r"\(a, loss\) contains no tensor" if batch else r"\(empty\) contains no tensor"
     ):
-        batch_size_of(batch)
+        get_batch_size(batch)
 
 
 class Pair(NamedTuple):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline.schedule_chart import check_chart_file, choose_colors, save_chart, schedule_as_text
+from shardformer.pipeline.schedule_chart import check_chart_file, choose_colors, format_schedule_as_text, save_chart
 from shardformer.pipeline.schedules import SCHEDULES, Action, ActionKind, drop_backward, make_schedule, simulate
 from tests.pipeline.schedule_checks import grid_rows
 
@@ -19,7 +19,7 @@ needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is 
 
 def test_text_contains_legend_and_costs() -> None:
     schedule = make_schedule("interleaved", 2, 2)
-    assert schedule_as_text(schedule, simulate(schedule)).splitlines() == [
+    assert format_schedule_as_text(schedule, simulate(schedule)).splitlines() == [
         "  time   0                   5                   10",
         "rank 0 | F0a F1a F0b F1b .   .   B0b --  .   B1b --  B0a --  B1a --",
         "rank 1 | .   F0a F1a F0b B0b --  F1b B1b --  B0a --  B1a --  .   .",
@@ -33,7 +33,7 @@ def test_text_contains_legend_and_costs() -> None:
 
 def test_forward_schedule_has_no_formula_and_one_rank_no_range() -> None:
     schedule = drop_backward(make_schedule("1f1b", 1, 3))
-    assert schedule_as_text(schedule, simulate(schedule)).splitlines()[-3:] == [
+    assert format_schedule_as_text(schedule, simulate(schedule)).splitlines()[-3:] == [
         "F forward; the number is the micro-batch",
         "bubble     0.0% of 3 units of time",
         "in flight  at most 3 micro-batches",
@@ -45,7 +45,7 @@ def test_forward_schedule_has_no_formula_and_one_rank_no_range() -> None:
 def test_long_grid_wraps_without_loss(name: str, width: int) -> None:
     schedule = make_schedule(name, 4, 16)
     timeline = simulate(schedule)
-    folded = schedule_as_text(schedule, timeline, width).split("\n\n")[:-1]
+    folded = format_schedule_as_text(schedule, timeline, width).split("\n\n")[:-1]
     omitted = [number for number, band in enumerate(folded) if "is not shown" in band]
     bands = [band for band in folded if "is not shown" not in band]
     assert len(bands) > 1 and max(len(line) for band in bands for line in band.splitlines()) <= width
@@ -61,7 +61,7 @@ def test_long_grid_wraps_without_loss(name: str, width: int) -> None:
 def test_band_starts_with_time_of_first_column() -> None:
     schedule = make_schedule("1f1b", 2, 8)
     timeline = simulate(schedule, {ActionKind.FORWARD: 0.5, ActionKind.BACKWARD: 1})
-    bands = schedule_as_text(schedule, timeline, width=45).split("\n\n")[:-1]
+    bands = format_schedule_as_text(schedule, timeline, width=45).split("\n\n")[:-1]
     assert [band.splitlines()[0].split() for band in bands] == [
         ["time", "0", "2.5"],
         ["time", "5", "7.5"],
@@ -71,7 +71,7 @@ def test_band_starts_with_time_of_first_column() -> None:
 
 def test_rows_are_aligned_for_two_digit_numbers() -> None:
     schedule = make_schedule("1f1b", 11, 12)
-    rows = schedule_as_text(schedule, simulate(schedule)).split("\n\n")[0].splitlines()[1:]
+    rows = format_schedule_as_text(schedule, simulate(schedule)).split("\n\n")[0].splitlines()[1:]
     assert len({row.index("|") for row in rows}) == 1
     assert {match.start() % 4 for row in rows for match in re.finditer(r"[FB]\d+", row)} == {rows[0].index("F") % 4}
 
@@ -79,11 +79,11 @@ def test_rows_are_aligned_for_two_digit_numbers() -> None:
 def test_rounded_times_are_noted() -> None:
     schedule = make_schedule("1f1b", 2, 2)
     timeline = simulate(schedule, {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2.4}, send=0.3)
-    text = schedule_as_text(schedule, timeline)
+    text = format_schedule_as_text(schedule, timeline)
     assert "a column is 1 units of time; times are rounded to columns" in text
     for action in (action for order in schedule.actions for action in order):
         assert re.search(rf"^rank {action.stage} .* {action.kind}{action.micro_batch}\b", text, re.MULTILINE)
-    assert "rounded" not in schedule_as_text(schedule, simulate(schedule))
+    assert "rounded" not in format_schedule_as_text(schedule, simulate(schedule))
 
 
 # ----------------------------------------------------------------------------------------------------------- the chart

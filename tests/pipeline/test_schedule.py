@@ -16,10 +16,10 @@ from shardformer.pipeline.schedules import (
     Action,
     ActionKind,
     assign_virtual_stages,
-    bubble_formula,
     check_schedule_name,
-    default_chunks,
+    compute_bubble,
     drop_backward,
+    get_default_chunks,
     list_messages,
     make_schedule,
     round_up_micro_batches,
@@ -91,7 +91,7 @@ def test_schedule_matches_picture(name: str, stages: int, micro_batches: int) ->
         ("gpipe", schedules._build_gpipe.__doc__),
         ("1f1b", schedules._build_1f1b.__doc__),
         ("interleaved", schedules._build_interleaved.__doc__),
-        ("interleaved_zb", schedules.split_backwards.__doc__),
+        ("interleaved_zb", schedules.split_backward_passes.__doc__),
         ("zbv", schedules._build_zbv.__doc__),
     ],
 )
@@ -163,14 +163,14 @@ def test_action_has_short_text() -> None:
 def test_simulated_bubble_matches_formula(name: str, chunks: int) -> None:
     for stages, micro_batches in sizes(name, chunks):
         bubble = simulate(make_schedule(name, stages, micro_batches, chunks)).bubble
-        assert bubble == pytest.approx(bubble_formula(name, stages, micro_batches, chunks)), (stages, micro_batches)
+        assert bubble == pytest.approx(compute_bubble(name, stages, micro_batches, chunks)), (stages, micro_batches)
 
 
 def test_formulas_match_papers() -> None:
-    assert bubble_formula("gpipe", 4, 8, 1) == bubble_formula("1f1b", 4, 8, 1) == 3 / 11
-    assert bubble_formula("interleaved", 4, 8, 2) == 3 / 19
-    assert bubble_formula("interleaved_zb", 4, 8, 2) == 3 / 51
-    assert bubble_formula("zbv", 4, 8, 2) is None
+    assert compute_bubble("gpipe", 4, 8, 1) == compute_bubble("1f1b", 4, 8, 1) == 3 / 11
+    assert compute_bubble("interleaved", 4, 8, 2) == 3 / 19
+    assert compute_bubble("interleaved_zb", 4, 8, 2) == 3 / 51
+    assert compute_bubble("zbv", 4, 8, 2) is None
 
 
 def test_gpipe_keeps_all_micro_batches_and_1f1b_one_per_later_stage() -> None:
@@ -210,7 +210,7 @@ def test_zbv_keeps_no_more_than_1f1b_and_idles_only_at_the_ends() -> None:
         if micro_batches >= 2 * stages:
             assert timeline.makespan <= 6 * micro_batches + stages + 1, (stages, micro_batches)
         if stages > 1:
-            one_f_one_b = bubble_formula("1f1b", stages, micro_batches, 1)
+            one_f_one_b = compute_bubble("1f1b", stages, micro_batches, 1)
             assert one_f_one_b is not None and timeline.bubble < one_f_one_b, (stages, micro_batches)
 
 
@@ -250,8 +250,8 @@ def test_fitting_number_is_smallest_accepted(pair: tuple[str, int], stages: int,
 
 def test_default_chunks_are_used() -> None:
     for name in SCHEDULES:
-        check_schedule_name(name, 4, default_chunks(name))
-        assert make_schedule(name, 4, 8) == make_schedule(name, 4, 8, default_chunks(name))
+        check_schedule_name(name, 4, get_default_chunks(name))
+        assert make_schedule(name, 4, 8) == make_schedule(name, 4, 8, get_default_chunks(name))
 
 
 def test_actions_match_placement() -> None:

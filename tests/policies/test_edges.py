@@ -32,7 +32,7 @@ from shardformer.policies.roles import MLP, Attention, AttentionInputs, Attentio
 from shardformer.shard_model_api import ModelSharder, ShardFormer, resolve_policy, shard_model
 from shardformer.sharding.checks import find_referenced_parameters
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, model_loss
 from tests.ops import seeing_parts
 from tests.policies.toy import HEADS, HIDDEN, VOCAB, Layer, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
 
@@ -283,11 +283,11 @@ def after_a_broken_forward() -> bool:
     broken = model.get_submodule("transformer.h.1.mlp.act")
     hook = broken.register_forward_pre_hook(fail)
     with pytest.raises(torch.OutOfMemoryError):
-        sample_loss(model, batch)
+        model_loss(model, batch)
     hook.remove()
     seen: list[Tensor] = []
     model.get_submodule("transformer.drop").register_forward_hook(lambda module, args, out: seen.append(out.detach()))
-    sample_loss(model, batch).backward()
+    model_loss(model, batch).backward()
     return all(torch.equal(seen[0], other) for other in all_gather_objects(seen[0], context.tensor))
 
 
@@ -419,7 +419,7 @@ def left_over(family: str) -> int:
     """Return the number of parameters that outlive a trained model."""
     context = launch_from_torch(tensor=2)
     model = shard_model(SmallModel(family)(), context=context, enable_sequence_parallelism=True)
-    sample_loss(model, RandomBatches(DEFAULT_HEAD[family])(0)).backward()
+    model_loss(model, RandomBatches(DEFAULT_HEAD[family])(0)).backward()
     refs = [weakref.ref(p) for p in model.parameters()]
     del model
     gc.collect()

@@ -12,7 +12,7 @@ from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, model_loss
 
 PARALLEL = {"gptj": {}, "falcon": {}, "falcon of one KV head": {"new_decoder_architecture": False, "multi_query": True}}
 
@@ -24,7 +24,7 @@ def collectives(family: str, changes: dict[str, Any], training: bool = True, **o
     def forward(context: ParallelContext) -> Counter[str]:
         model = shard_model(models[context.tensor.rank], context=context, **options)
         with CollectiveRecorder(context) as recorder:
-            sample_loss(model, RandomBatches(DEFAULT_HEAD[family])(0))
+            model_loss(model, RandomBatches(DEFAULT_HEAD[family])(0))
         return Counter(call.op for call in recorder.calls if call.purpose == "block")
 
     return run_as_threads(forward, tensor=2)[0]

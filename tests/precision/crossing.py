@@ -23,12 +23,12 @@ from shardformer.comm.collectives import all_reduce
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes, with_ring_axes
-from shardformer.mesh.rank_grid import num_ranks
+from shardformer.mesh.parallel_context import ParallelContext, reshape_sequence_axis, reshape_tensor_axis
+from shardformer.mesh.rank_grid import count_ranks
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import num_samples, sample_loss, weights_loss_by_sample
-from shardformer.verify.train_both import ForceFp64, PrecomputedForward, _full_gradient, _gather_full_tensors
+from shardformer.verify.small_models import averages_loss_over_samples, model_loss, num_samples
+from shardformer.verify.train_both import ForceFp64, PrecomputedForward, _gather_full_tensors, _get_full_gradient
 from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 from shardformer.zero.shard_optimizer import shard_optimizer
 
@@ -109,14 +109,14 @@ class Reference:
             if getattr(config := getattr(exact, "config", None), "_experts_implementation", None):
                 config._experts_implementation = "eager"  # type: ignore[union-attr]  # the others have no fp64
             with ForceFp64():
-                loss = sample_loss(exact, floats_in(floats_in(self.batch, entry.of_inputs), torch.float64))
+                loss = model_loss(exact, floats_in(floats_in(self.batch, entry.of_inputs), torch.float64))
                 loss.backward()
             self._known[key] = Found(float(loss.detach()), _gradients(exact)), narrow
         return self._known[key]
 
     def _plain(self, model: nn.Module, entry: Entry) -> Found:
         with entry.autocast():
-            loss = sample_loss(model, floats_in(self.batch, entry.of_inputs))
+            loss = model_loss(model, floats_in(self.batch, entry.of_inputs))
         (loss * entry.scale).backward()
         return Found(float(loss.detach()), {n: g / entry.scale for n, g in _gradients(model).items()})
 
@@ -144,12 +144,14 @@ class Reference:
         """Call ``do`` with a copy of the model on each rank of a layout. Ranks are threads."""
         parallel = ParallelConfig(**layout)
         axes = {name: size for name, size in parallel.sizes.items() if size is not None}
-        axes["sequence"] = num_ranks(parallel.sequence)
+        axes["sequence"] = count_ranks(parallel.sequence)
 
         def run(context: ParallelContext) -> R:
             with _COPYING:
                 model = copy.deepcopy(self.model)
-            return do(model, parallel, with_grid_axes(with_ring_axes(context, parallel.sequence), parallel.tensor))
+            return do(
+                model, parallel, reshape_tensor_axis(reshape_sequence_axis(context, parallel.sequence), parallel.tensor)
+            )
 
         return run_as_threads(run, **axes, in_turn=True)
 
@@ -187,7 +189,7 @@ class _Rank:
                 loss = self._pipeline(model, scale).step(batch) / scale
         else:
             with entry.autocast():
-                loss = sample_loss(model, batch)
+                loss = model_loss(model, batch)
             scale = 1.0 if keeps else entry.scale
             optimizer.backward(loss) if keeps else (loss * scale).backward()
         return self._found(model, optimizer, loss, scale)
@@ -196,8 +198,8 @@ class _Rank:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         parallel = replace(self.parallel, **self.entry.options, precision=self.entry.asked)
         own: dict[str, Any] = {}
-        if weights_loss_by_sample(self.of.head):  # it gives no loss
-            own["loss_fn"] = lambda out, part: sample_loss(PrecomputedForward(model, out, part), part)
+        if averages_loss_over_samples(self.of.head):  # it gives no loss
+            own["loss_fn"] = lambda out, part: model_loss(PrecomputedForward(model, out, part), part)
             own["loss_weight"] = num_samples
         engine = shardformer.initialize(model, optimizer, parallel=parallel, context=self.context, **own)
         if self.entry.checkpointing:
@@ -209,11 +211,11 @@ class _Rank:
     def _pipeline(self, model: nn.Module, scale: float) -> Pipeline:
         """Return a pipeline that multiplies the loss by ``scale``, for loops in which no optimizer does."""
         count = self.parallel.micro_batches or 2
-        weight = num_samples if weights_loss_by_sample(self.of.head) else None
+        weight = num_samples if averages_loss_over_samples(self.of.head) else None
         return Pipeline(
             model,
             count,
-            loss_fn=lambda out, part: sample_loss(PrecomputedForward(model, out, part), part) * scale,
+            loss_fn=lambda out, part: model_loss(PrecomputedForward(model, out, part), part) * scale,
             loss_weight=weight,
         )
 
@@ -221,7 +223,7 @@ class _Rank:
         mean = loss.detach().double().clone()
         if not is_mean:
             mean = all_reduce(mean, self.context.data) / self.context.data.size
-        own = {n: _full_gradient(optimizer, n, p) for n, p in model.named_parameters()}
+        own = {n: _get_full_gradient(optimizer, n, p) for n, p in model.named_parameters()}
         whole = _gather_full_tensors(model, self.context, own)
         return Found(float(mean), {n: g.detach().double() / scale for n, g in whole.items() if g is not None})
 

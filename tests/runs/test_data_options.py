@@ -63,7 +63,7 @@ def test_the_delimiter_reaches_the_reader_of_a_stream(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     file.write_text("text;other\n" + "word word word;x\n" * 9, encoding="utf-8")
     data = {"train": str(file), "delimiter": ";", "streaming": True}
-    (sample,) = load_data(config(tmp_path, "gpt2", data)).first_samples(1)
+    (sample,) = load_data(config(tmp_path, "gpt2", data)).get_first_samples(1)
     assert bytes(sample["input_ids"][:14].tolist()) == b"word word word"
     gc.collect()  # closes the file
 
@@ -261,7 +261,7 @@ def test_weighted_streams_contain_all_sources(tmp_path: Path) -> None:
     names = [write_rows(tmp_path, [{"text": kind * 16}] * 200, f"{kind}.jsonl") for kind in "ab"]
     data = {"train": names, "weights": [3.0, 1.0], "streaming": True, "sequence_length": 17}
     found = load_data(config(tmp_path, "gpt2", data))
-    letters = "".join(chr(int(sample["input_ids"][0])) for sample in found.first_samples(200))
+    letters = "".join(chr(int(sample["input_ids"][0])) for sample in found.get_first_samples(200))
     assert 100 < letters.count("a") < 180 and letters.count("a") + letters.count("b") == 200
 
 

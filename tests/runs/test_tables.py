@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardformer.errors import ConfigError, InputError
-from shardformer.train_command.build import KNOWN_HOOKS, build_hooks, build_optimizer, count_steps, hook_arguments
+from shardformer.train_command.build import KNOWN_HOOKS, build_hooks, build_optimizer, count_steps, get_hook_arguments
 from shardformer.train_command.config_schema import RENAMED_KEYS, TRAINER_KEYS, TrainConfig, parse_config
 from shardformer.train_command.load_data import load_data
 from shardformer.train_command.run import run_training
@@ -128,7 +128,7 @@ def test_keys_of_remedies_exist(key: str) -> None:
     assert table in known
     if table == "hooks":
         hook, *arguments = names
-        assert {*arguments} <= {*hook_arguments(KNOWN_HOOKS[hook])}
+        assert {*arguments} <= {*get_hook_arguments(KNOWN_HOOKS[hook])}
     elif names:
         fields = {*known[table].model_fields, *({"betas", "eps"} if table == "optimizer" else ())}
         assert names[0] in fields

@@ -13,7 +13,7 @@ from shardformer.errors import ConfigError
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.train_command.dry_run import make_dry_run_report
 from shardformer.train_command.run import load_data_and_model
-from shardformer.train_command.run_checks import check_attention_fits_task, label_dependence
+from shardformer.train_command.run_checks import check_attention_fits_task, measure_label_dependence
 from tests.runs.files import SMALL, config, write_text
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -42,7 +42,7 @@ def model_of(kind: str, fields: dict[str, Any], head: str = "AutoModelForCausalL
     ids=str,
 )
 def test_whether_a_model_sees_the_token_to_predict(kind: str, fields: dict[str, Any], sees: bool) -> None:
-    found = label_dependence(model_of(kind, fields))
+    found = measure_label_dependence(model_of(kind, fields))
     assert found is not None and found.on_label is sees
 
 

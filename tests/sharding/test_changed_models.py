@@ -14,8 +14,8 @@ import shardformer
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes, with_ring_axes
-from shardformer.mesh.rank_grid import num_ranks
+from shardformer.mesh.parallel_context import ParallelContext, reshape_sequence_axis, reshape_tensor_axis
+from shardformer.mesh.rank_grid import count_ranks
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
@@ -94,14 +94,14 @@ def check(plain: Any, layout: Layout) -> None:
     """Compare the weights after one step with those of the plain model."""
     parallel = ParallelConfig(**layout)
     axes = {name: size for name, size in parallel.sizes.items() if size is not None}
-    axes["sequence"] = num_ranks(parallel.sequence)
+    axes["sequence"] = count_ranks(parallel.sequence)
     expected = copy.deepcopy(plain)
     optimizer = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.5)
     expected(**BATCH).loss.backward()
     optimizer.step()
 
     def train(context: ParallelContext) -> dict[str, Tensor]:
-        context = with_grid_axes(with_ring_axes(context, parallel.sequence), parallel.tensor)
+        context = reshape_tensor_axis(reshape_sequence_axis(context, parallel.sequence), parallel.tensor)
         model: Any = shard_model(copy.deepcopy(plain), config=parallel.shard_config(context))
         own = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
         data = context.data

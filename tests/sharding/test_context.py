@@ -21,12 +21,12 @@ from shardformer.context_parallel import ulysses as heads
 from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
 from shardformer.discovery import forward_trace
 from shardformer.discovery import validation as prove_context
-from shardformer.discovery.example_inputs import example_batches
+from shardformer.discovery.example_inputs import make_example_batches
 from shardformer.discovery.shrink_config import shrink_config
 from shardformer.layout.sharding_metadata import Reduction, shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.mesh.parallel_context import ParallelContext, with_ring_axes
+from shardformer.mesh.parallel_context import ParallelContext, reshape_sequence_axis
 from shardformer.sharding import apply_tensor_parallel as sharding_gradients
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
 from shardformer.verify.training_options import VerifyTraining
@@ -77,7 +77,7 @@ def check(
     weights = dict(alone.named_parameters())
 
     def compute(context: ParallelContext) -> None:
-        grid = with_ring_axes(context, sequence)
+        grid = reshape_sequence_axis(context, sequence)
         model = shardformer.shard_model(
             copy.deepcopy(plain), context=grid, context_parallel=layout.get("way", "auto"), **options
         )
@@ -262,7 +262,7 @@ def hybrid(family: str, head: str) -> tuple[nn.Module, list[dict[str, Any]]]:
     torch.manual_seed(0)
     config = shrink_config(transformers.AutoConfig.for_model(family, architectures=[head]))
     plain = getattr(transformers, head)(config).double().train()
-    return plain, [{**batch, "labels": batch["input_ids"]} for batch in example_batches(plain)[:1]] * STEPS
+    return plain, [{**batch, "labels": batch["input_ids"]} for batch in make_example_batches(plain)[:1]] * STEPS
 
 
 @pytest.mark.full
@@ -298,7 +298,7 @@ def test_full_sequence_modules_are_detected_and_reported(monkeypatch: pytest.Mon
 
     assert "(other than attention): model.layers.*.mamba." in run_as_threads(said, sequence=2)[0]
     monkeypatch.setattr(prove_context, "_CONTEXT_RESULTS", {})
-    monkeypatch.setattr(forward_trace.StackCallRecord, "find_mixing_modules", lambda _: iter(()))
+    monkeypatch.setattr(forward_trace.StackCallRecord, "find_token_mixing_modules", lambda _: iter(()))
     assert "differs" in refused(plain)
 
 
@@ -380,7 +380,9 @@ def refused(plain: nn.Module, batch: Batch | None = None, sequence: Any = 2, **o
 
     def compute(context: ParallelContext) -> str:
         try:
-            model = shardformer.shard_model(copy.deepcopy(plain), context=with_ring_axes(context, sequence), **options)
+            model = shardformer.shard_model(
+                copy.deepcopy(plain), context=reshape_sequence_axis(context, sequence), **options
+            )
             if batch is not None:
                 model(**batch)
         except shardformer.ShardFormerError as error:

@@ -15,20 +15,20 @@ import transformers
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.comm.collectives import PendingCollective, local_chunk
+from shardformer.comm.collectives import PendingCollective, get_local_chunk
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.discovery import validation as prove_grid
-from shardformer.discovery.example_inputs import example_batches
+from shardformer.discovery.example_inputs import make_example_batches
 from shardformer.discovery.shrink_config import shrink_config
 from shardformer.errors import ConfigError, InputError, PolicyError
 from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes
+from shardformer.mesh.parallel_context import ParallelContext, reshape_tensor_axis
 from shardformer.sharding import apply_tensor_grid as grid_plan
 from shardformer.tensor_parallel.grid.layers import GridNorm, GridRegion
 from shardformer.transformers_compat import is_cache
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, model_loss
 from shardformer.verify.train_both import ForceFp64
 from shardformer.verify.training_options import VerifyTraining
 from shardformer.verify.verification import verify
@@ -76,7 +76,7 @@ def train(
 
     def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
         with ForceFp64() if casts is None else nullcontext():  # its backward pass supports only one thread
-            return sample_loss(model, batch)
+            return model_loss(model, batch)
 
     return train_steps(model, batches, loss_of, LEARNING_RATE, **pipeline)
 
@@ -104,7 +104,7 @@ def check(
     weights = dict(alone.named_parameters())
 
     def compute(context: ParallelContext) -> None:
-        grid = with_grid_axes(context, sizes)
+        grid = reshape_tensor_axis(context, sizes)
         model = shardformer.shard_model(copy.deepcopy(plain), context=grid, tensor_parallel_mode=mode)
         losses, first = train(model, batches, casts, **pipeline)
         assert losses == pytest.approx(expected, rel=bound)
@@ -213,12 +213,12 @@ def test_checkpointed_stacks_redraw_the_same_dropout() -> None:
     batch = batches_of("swin", 3, steps=1)[0]
 
     def gradients(context: ParallelContext, again: bool) -> dict[str, Tensor]:
-        grid = with_grid_axes(context, (2, 2))
+        grid = reshape_tensor_axis(context, (2, 2))
         model: Any = shardformer.shard_model(copy.deepcopy(plain), context=grid, tensor_parallel_mode="2d")
         if again:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         torch.manual_seed(7)
-        sample_loss(model, batch).backward()
+        model_loss(model, batch).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     first, second = (
@@ -235,7 +235,7 @@ def mixture(family: str, head: str) -> tuple[nn.Module, list[dict[str, Any]]]:
     config = shrink_config(transformers.AutoConfig.for_model(family, architectures=[head]))
     config._experts_implementation = "eager"
     model = getattr(transformers, head)(config).double().train()
-    batch = next(batch for batch in example_batches(model))
+    batch = next(batch for batch in make_example_batches(model))
     return model, [{**in_fp64(batch), "labels": batch["input_ids"]}] * STEPS
 
 
@@ -271,7 +271,7 @@ def test_norms_with_explicit_formulas_are_recognized(family: str, head: str, mod
     """Cohere casts differently from torch. OLMo's norm has no parameters and a hard-coded epsilon."""
     torch.manual_seed(0)
     plain = getattr(transformers, head)(shrink_config(transformers.AutoConfig.for_model(family, architectures=[head])))
-    check(plain.double().train(), [dict(example_batches(plain)[0])], mode, sizes)
+    check(plain.double().train(), [dict(make_example_batches(plain)[0])], mode, sizes)
 
 
 @pytest.mark.slow
@@ -280,7 +280,7 @@ def test_replicated_attention_receives_local_samples() -> None:
     torch.manual_seed(0)
     config = shrink_config(transformers.AutoConfig.for_model("diffllama", architectures=["DiffLlamaForCausalLM"]))
     plain = transformers.DiffLlamaForCausalLM(config).double().train()
-    check(plain, [dict(example_batches(plain)[0])], "2d", (2, 2))
+    check(plain, [dict(make_example_batches(plain)[0])], "2d", (2, 2))
 
 
 def test_unknown_norm_receives_all_features(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +305,9 @@ def test_positions_and_masks_per_sample_work(mode: str, sizes: Sizes) -> None:
 
 def sharded(context: ParallelContext, family: str, mode: str, sizes: Sizes, **options: Any) -> nn.Module:
     plain = copy.deepcopy(plain_of(family))
-    return shardformer.shard_model(plain, context=with_grid_axes(context, sizes), tensor_parallel_mode=mode, **options)
+    return shardformer.shard_model(
+        plain, context=reshape_tensor_axis(context, sizes), tensor_parallel_mode=mode, **options
+    )
 
 
 @pytest.mark.slow
@@ -360,12 +362,12 @@ def test_full_weights_are_gathered_and_saved(tmp_path: Any) -> None:
 def test_gradient_norm_equals_one_process() -> None:
     batch = batches_of("bert")[0]
     plain = copy.deepcopy(plain_of("bert"))
-    sample_loss(plain, batch).backward()
+    model_loss(plain, batch).backward()
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
 
     def norm(context: ParallelContext) -> float:
         model = sharded(context, "bert", "2.5d", (2, 1, 2))
-        sample_loss(model, batch).backward()
+        model_loss(model, batch).backward()
         return shardformer.clip_grad_norm_(model, 1e9).item()
 
     assert run_as_threads(norm, tensor=4, in_turn=True) == pytest.approx([expected] * 4, rel=1e-6)
@@ -415,7 +417,7 @@ def test_communicated_bytes_match_the_formulas() -> None:
     weights = 4 * hidden * hidden + 3 * hidden * width
 
     def sent(context: ParallelContext, mode: str, sizes: Sizes) -> tuple[float, float]:
-        grid = with_grid_axes(context, sizes)
+        grid = reshape_tensor_axis(context, sizes)
         model = shardformer.shard_model(copy.deepcopy(plain), context=grid, tensor_parallel_mode=mode)
         with CollectiveRecorder(grid) as recorder:
             model(input_ids=ids, labels=ids).loss.backward()
@@ -469,13 +471,13 @@ def test_each_rank_stores_its_share_of_the_weights() -> None:
 
 
 def _kept(self: GridRegion, x: Tensor, *_: Any) -> PendingCollective:
-    return PendingCollective((), lambda: local_chunk(x, self.grid.column, x.dim() - 1))
+    return PendingCollective((), lambda: get_local_chunk(x, self.grid.column, x.dim() - 1))
 
 
 LEFT_OUT: dict[str, Callable[..., Any]] = {
     "start_output_scatter": _kept,
     "start_weight_grad_scatter": lambda self, grad, dim: PendingCollective(
-        (), lambda: local_chunk(grad, self.grid.row, dim)
+        (), lambda: get_local_chunk(grad, self.grid.row, dim)
     ),
 }
 
@@ -540,7 +542,7 @@ def test_policy_for_one_tensor_axis_is_refused() -> None:
     with pytest.raises((PolicyError, ConfigError), match="needs a stack of layers"):
         run_as_threads(
             lambda c: shardformer.shard_model(
-                Model(), Own, context=with_grid_axes(c, (2, 1)), tensor_parallel_mode="2d"
+                Model(), Own, context=reshape_tensor_axis(c, (2, 1)), tensor_parallel_mode="2d"
             ),
             tensor=2,
         )
@@ -596,7 +598,7 @@ def test_grid_works_over_processes(
     report = verify(
         SmallModel(family), RandomBatches(DEFAULT_HEAD[family], batch=SAMPLES), {"tensor": sizes},
         dtype=torch.float64, config=config,
-        training=training, pool=pool4, loss_fn=sample_loss,
+        training=training, pool=pool4, loss_fn=model_loss,
     )  # fmt: skip
     assert report.passed, str(report)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes
+from shardformer.mesh.parallel_context import ParallelContext, reshape_tensor_axis
 from tests.ops import seeing_parts
 
 pytestmark = pytest.mark.slow
@@ -68,7 +68,7 @@ def test_activations_and_weights_are_sharded_over_all_ranks(mode: str, sizes: tu
     copies = sizes[2] if mode == "2.5d" else 1
 
     def hold(context: ParallelContext) -> tuple[int, int]:
-        model = shardformer.shard_model(plain(), context=with_grid_axes(context, sizes), tensor_parallel_mode=mode)
+        model = shardformer.shard_model(plain(), context=reshape_tensor_axis(context, sizes), tensor_parallel_mode=mode)
         return saved_by(model), sum(p.numel() for p in model.get_submodule("model.layers").parameters() if p.dim() > 1)
 
     weights = sum(p.numel() for p in plain().get_submodule("model.layers").parameters() if p.dim() > 1)

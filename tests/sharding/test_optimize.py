@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.comm.collectives import gather_full
+from shardformer.comm.collectives import gather_full_tensor
 from shardformer.errors import ConfigError
 from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
@@ -85,7 +85,7 @@ def check(change: Callable[[Any], None], policy: type[Policy] = ToyPolicy, **opt
         torch.testing.assert_close(loss, expected)
         for (name, param), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert param.grad is not None
-            torch.testing.assert_close(gather_full(param.grad, specs[name], context.axis), theirs.grad, msg=name)
+            torch.testing.assert_close(gather_full_tensor(param.grad, specs[name], context.axis), theirs.grad, msg=name)
         return str(shardformer.describe_sharding(model))
 
     return run_as_threads(train, tensor=2)[0]

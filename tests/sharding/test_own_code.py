@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes, with_ring_axes
-from shardformer.mesh.rank_grid import num_ranks
+from shardformer.mesh.parallel_context import ParallelContext, reshape_sequence_axis, reshape_tensor_axis
+from shardformer.mesh.rank_grid import count_ranks
 from shardformer.shard_model_api import shard_model
 from tests.sharding.test_changed_models import check, llama
 
@@ -90,11 +90,11 @@ def is_refused(plain: Any, layout: Layout) -> None:
     axes = {name: size for name, size in parallel.sizes.items() if size is not None}
 
     def refused(context: ParallelContext) -> None:
-        context = with_grid_axes(with_ring_axes(context, parallel.sequence), parallel.tensor)
+        context = reshape_tensor_axis(reshape_sequence_axis(context, parallel.sequence), parallel.tensor)
         with pytest.raises((ConfigError, PolicyError)):
             shard_model(copy.deepcopy(plain), config=parallel.shard_config(context))
 
-    run_as_threads(refused, **{**axes, "sequence": num_ranks(parallel.sequence)}, in_turn=True)
+    run_as_threads(refused, **{**axes, "sequence": count_ranks(parallel.sequence)}, in_turn=True)
 
 
 @pytest.mark.reduced(one_in=6, first=1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardformer.filesystem import atomic_write
-from shardformer.filesystem.atomic_write import REPLACED, Process, parse_temporary_name, temporary_path
+from shardformer.filesystem.atomic_write import REPLACED, ProcessIdentity, make_temporary_path, parse_temporary_name
 from shardformer.weights.save_pretrained import MODEL_DIRECTORY
 
 OLD = (
@@ -72,7 +72,7 @@ def test_file_created_during_the_exchange_is_kept(tmp_path: Path, monkeypatch: p
 
 
 def test_adjacent_directories_are_unchanged(tmp_path: Path) -> None:
-    others = [".saving-model", ".replaced-model", temporary_path(tmp_path / "model").name]
+    others = [".saving-model", ".replaced-model", make_temporary_path(tmp_path / "model").name]
     for name in others:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("mine")
@@ -83,8 +83,8 @@ def test_adjacent_directories_are_unchanged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_there", [False, True])
 def test_leftovers_of_a_killed_process_are_restored_or_removed(is_there: bool, tmp_path: Path) -> None:
-    target, here = tmp_path / "model", Process.this()
-    left = temporary_path(target, REPLACED)
+    target, here = tmp_path / "model", ProcessIdentity.this()
+    left = make_temporary_path(target, REPLACED)
     left = left.with_name(left.name.replace(f"-{here.start}-", f"-{here.start - 1}-"))
     fill(left)
     (left / "late.txt").write_text("late")

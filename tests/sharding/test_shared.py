@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.comm.collectives import gather_full
+from shardformer.comm.collectives import gather_full_tensor
 from shardformer.errors import ConfigError
 from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
@@ -29,7 +29,10 @@ def difference(make: Callable[[], nn.Module], policy: type[Policy], **options: A
     def run(context: ParallelContext) -> float:
         model = shardformer.shard_model(models[context.tensor.rank], policy(), context=context, **options)
         specs, got = shard_specs(model), trained(model)
-        full = {name: gather_full(x, specs[name.removeprefix("gradient of ")], context.axis) for name, x in got.items()}
+        full = {
+            name: gather_full_tensor(x, specs[name.removeprefix("gradient of ")], context.axis)
+            for name, x in got.items()
+        }
         return max(float((full[name] - want[name]).abs().max()) for name in want)
 
     return max(run_as_threads(run, tensor=2))

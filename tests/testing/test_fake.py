@@ -177,7 +177,7 @@ def test_trace_can_use_nccl_collectives(monkeypatch: pytest.MonkeyPatch) -> None
     sample, sizes = SmallModel("llama"), {"tensor": 2}
     batch = batch_of(sample, masked=False)
     over_gloo = traced(sizes, sample, batch, SEQUENCE)
-    monkeypatch.setattr(ThreadTransport, "exchanges_directly", lambda self, x: False)
+    monkeypatch.setattr(ThreadTransport, "prefers_direct_exchange", lambda self, x: False)
     found = traced(sizes, sample, batch, SEQUENCE, backend="nccl")
     assert_alike(found, computed(sizes, sample, batch, SEQUENCE))
     assert found[0].peaks != over_gloo[0].peaks

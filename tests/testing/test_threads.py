@@ -18,7 +18,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import RandomBatches, SmallModel, sample_loss
+from shardformer.verify.small_models import RandomBatches, SmallModel, model_loss
 
 OVERLAP = {"enable_sequence_parallelism": True, "enable_sequence_overlap": True}
 
@@ -30,13 +30,13 @@ def test_sharded_model_has_unsharded_gradients(family: str, options: dict[str, b
     torch.manual_seed(0)
     sample = SmallModel(family)
     plain, batch = sample().double(), RandomBatches(sample.head_class)(0)
-    sample_loss(plain, batch).backward()
+    model_loss(plain, batch).backward()
 
     def train(context: ParallelContext) -> None:
         model = copy.deepcopy(plain)
         model.zero_grad()
         shard_model(model, context=context, **options)
-        sample_loss(model, batch).backward()
+        model_loss(model, batch).backward()
         specs = shard_specs(model)
         for name, param in model.named_parameters():
             expected = plain.get_parameter(name).grad
@@ -55,7 +55,7 @@ def test_data_pipeline_tensor_step_has_unsharded_gradients(options: dict[str, bo
     plain = sample().double().eval()
     batches = [RandomBatches(sample.head_class)(i) for i in range(2)]
     batches[1]["labels"][:, :5] = -100  # the ranks have different numbers of labels
-    loss_of_all = sample_loss(plain, {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]})
+    loss_of_all = model_loss(plain, {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]})
     loss_of_all.backward()
 
     def train(context: ParallelContext) -> tuple[set[str], list[str], float]:

@@ -25,10 +25,10 @@ from shardformer.verify.small_models import (
     SMALL_CONFIGS,
     RandomBatches,
     SmallModel,
+    averages_loss_over_samples,
+    model_loss,
     num_samples,
-    sample_loss,
-    supported_depth,
-    weights_loss_by_sample,
+    round_up_to_supported_depth,
 )
 from tests.pipeline.heads import weighing
 from tests.verify.variants import VARIANTS, Changed
@@ -64,7 +64,7 @@ def half(batch: dict[str, Tensor], start: int) -> dict[str, Tensor]:
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> float:
     with torch.no_grad():
-        return float(sample_loss(model, doubled(batch)))
+        return float(model_loss(model, doubled(batch)))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_head_trains_on_its_batches(name: str) -> None:
     sample = EVERYTHING[name].sample
     model = sample().double().train()
     assert type(model).__name__ == sample.head_class
-    loss = sample_loss(model, doubled(RandomBatches(sample.head_class)(0)))
+    loss = model_loss(model, doubled(RandomBatches(sample.head_class)(0)))
     loss.backward()
     assert loss.dim() == 0 and torch.isfinite(loss)
     grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
@@ -110,7 +110,7 @@ def test_loss_has_gradients_for_all_weights(head: str) -> None:
     """Gradients at noise level would hide mistakes. A bias may have none, such as the bias of attention keys."""
     torch.manual_seed(0)
     model = EVERY_HEAD[head].sample().double().train()
-    sample_loss(model, doubled(RandomBatches(head)(0))).backward()
+    model_loss(model, doubled(RandomBatches(head)(0))).backward()
     largest = {n: float(p.grad.abs().max()) for n, p in model.named_parameters() if p.grad is not None}
     top = max(largest.values())
     # a mask decoder's weights for the one mask that is not asked for among several have none
@@ -186,7 +186,7 @@ def test_family_without_small_model_is_refused() -> None:
 
 def test_model_without_loss_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Identity returned no loss: its output, a Tensor.*Pass loss_fn="):
-        sample_loss(nn.Identity(), {"input": torch.ones(2, 3)})
+        model_loss(nn.Identity(), {"input": torch.ones(2, 3)})
 
 
 def test_outputs_are_counted_once() -> None:
@@ -196,7 +196,7 @@ def test_outputs_are_counted_once() -> None:
 
     x = torch.randn(2, 3)
     wave = torch.arange(3, dtype=torch.float64).cos()
-    assert float(sample_loss(Twice(), {"x": x})) == pytest.approx(float((x.double() - wave).square().mean()))
+    assert float(model_loss(Twice(), {"x": x})) == pytest.approx(float((x.double() - wave).square().mean()))
 
 
 def _split(head: str, sample: SmallModel) -> tuple[nn.Module, list[dict[str, Tensor]]]:
@@ -214,8 +214,8 @@ def test_head_has_enough_layers_for_pipeline(head: str) -> None:
     policy, _ = resolve_policy(model, None)
     policy.set_model(model)
     units = sum(len(segment.layer_calls) for segment in policy.layer_sequence().stacks)
-    assert units == supported_depth(sample.family, head, 5) and units in (5, 6)
-    assert supported_depth(sample.family, head, 1) >= 2
+    assert units == round_up_to_supported_depth(sample.family, head, 5) and units in (5, 6)
+    assert round_up_to_supported_depth(sample.family, head, 1) >= 2
 
 
 @pytest.mark.reduced(one_in=8)
@@ -223,11 +223,11 @@ def test_head_has_enough_layers_for_pipeline(head: str) -> None:
 def test_per_sample_losses_are_those_without_torch_mean(head: str) -> None:
     model, parts = _split(head, SmallModel(FAMILY_OF[head], head))
     weights = LossWeights(parts, [2, 2])
-    refused = pytest.raises(ConfigError, match="loss_weight") if weights_loss_by_sample(head) else nullcontext()
+    refused = pytest.raises(ConfigError, match="loss_weight") if averages_loss_over_samples(head) else nullcontext()
     with refused:
         for index, part in enumerate(parts):
             with weighing(weights, index):
-                loss = sample_loss(model, part)
+                loss = model_loss(model, part)
             weights.scale_loss(index, loss)
         weights.finish()
     assert num_samples(parts[0]) == 2

@@ -115,7 +115,7 @@ def held_while_sharding(name: str) -> tuple[int, int, int, int]:
         model = getattr(timm(f"models.{module}"), cls)(**{**arguments, "depth": 6})
     sizes = [p.nbytes for p in model.parameters()]
     living = Living()
-    with patch.object(recipe, "_allocate", living):
+    with patch.object(recipe, "_allocate_storage", living):
         model = shardformer.shard_model(model, context=context)
     specs = shard_specs(model)
     whole = [p.nbytes for key, p in model.named_parameters() if not specs[key].is_sharded]

@@ -14,18 +14,18 @@ from shardformer.errors import ConfigError
 from shardformer.training.metrics_log import MetricsRecord, MetricsWriter
 from shardformer.training.metrics_plot import (
     COLORS,
-    curve_to_plot,
     describe_differences,
     draw_metrics,
-    find_coinciding,
+    find_coinciding_curves,
     find_isolated_points,
+    get_metric_series,
+    get_plot_series,
     layout_changes,
+    list_default_metrics,
     list_metrics,
-    list_panels,
     make_figure,
-    metric_series,
-    metrics_summary,
     plot_metrics,
+    summarize_runs,
     uses_log_scale,
 )
 
@@ -47,21 +47,23 @@ def words(file: Path) -> list[str]:
 
 def test_training_and_validation_losses_share_a_panel() -> None:
     records = [*run(3, kappa=0.5), MetricsRecord(3, 1, 3.0, {"validation/loss": 1.0, "validation/f1": 0.5})]
-    assert list_panels({"a": records}) == ["loss", "memory_bytes", "kappa", "f1"]
+    assert list_default_metrics({"a": records}) == ["loss", "memory_bytes", "kappa", "f1"]
 
 
 def test_a_series_is_sorted_by_step() -> None:
-    steps, values = metric_series([*of("loss", 1.0, 2.0)[::-1], MetricsRecord(9, 0, 0.0, {"other": 1.0})], "loss")
+    steps, values = get_metric_series([*of("loss", 1.0, 2.0)[::-1], MetricsRecord(9, 0, 0.0, {"other": 1.0})], "loss")
     assert steps.tolist() == [1, 2] and values.tolist() == [1, 2]
 
 
 def test_a_long_curve_is_smoothed_and_interrupted_at_nonfinite_values() -> None:
     values = [1.0, 3.0] * 100
     values[40] = math.inf
-    _, curve = curve_to_plot("loss", metric_series(of("loss", *values), "loss"))
+    _, curve = get_plot_series("loss", get_metric_series(of("loss", *values), "loss"))
     assert np.flatnonzero(np.isnan(curve)).tolist() == [40]
     assert np.abs(curve[10:30] - 2.0).max() < 0.2  # of 11 values 5 or 6 are 1
-    assert curve_to_plot("learning_rate", metric_series(of("learning_rate", *values), "learning_rate"))[1][0] == 1.0
+    assert (
+        get_plot_series("learning_rate", get_metric_series(of("learning_rate", *values), "learning_rate"))[1][0] == 1.0
+    )
 
 
 def test_isolated_points_are_found() -> None:
@@ -124,9 +126,9 @@ def test_many_runs_have_different_colors(tmp_path: Path) -> None:
 
 def test_the_speed_is_drawn_once() -> None:
     both = {"a": run(3, tokens_per_s=8.0, samples_per_s=2.0, flops_per_s=9.0)}
-    assert list_panels(both) == ["loss", "tokens_per_s", "memory_bytes"]
+    assert list_default_metrics(both) == ["loss", "tokens_per_s", "memory_bytes"]
     assert list_metrics(both) == ["loss", "tokens_per_s", "memory_bytes", "flops_per_s", "samples_per_s"]
-    assert list_panels({"a": of("samples_per_s", 1.0)}) == ["samples_per_s"]
+    assert list_default_metrics({"a": of("samples_per_s", 1.0)}) == ["samples_per_s"]
 
 
 def moved(records: list[MetricsRecord], factor: float) -> list[MetricsRecord]:
@@ -135,8 +137,8 @@ def moved(records: list[MetricsRecord], factor: float) -> list[MetricsRecord]:
 
 def test_curves_that_coincide_are_found() -> None:
     runs = {"a": run(40), "b": moved(run(40), 1.2), "c": moved(run(20), 1.001), "d": moved(run(30), 1.2)}
-    assert find_coinciding(runs, "loss") == [(0, 2), (0, 2), (1, 2), (1, 2)]
-    assert find_coinciding({"a": of("loss", 1.0), "b": of("grad_norm", 1.0)}, "loss") == [(0, 1), (0, 1)]
+    assert find_coinciding_curves(runs, "loss") == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert find_coinciding_curves({"a": of("loss", 1.0), "b": of("grad_norm", 1.0)}, "loss") == [(0, 1), (0, 1)]
 
 
 @needs_matplotlib
@@ -248,7 +250,7 @@ def test_metrics_summary() -> None:
         for n, speed in enumerate([4000.0, 80000.0, math.nan])
     ]
     runs = {"a": [*recorded(40), *speeds], "b": of("loss", 4.0, 2.0, math.nan), "c": of("loss", math.inf), "d": []}
-    assert metrics_summary(runs) == [
+    assert summarize_runs(runs) == [
         {
             "run": "a", "step": "43", "time": "0:22", "last loss": "0.0750", "best loss": "0.0750",
             "last validation loss": "", "best validation loss": "", "mean tokens/s": "2952", "peak memory": "2.0 GB",
@@ -269,5 +271,5 @@ def test_metrics_summary() -> None:
 
 
 def test_small_and_large_losses_keep_their_digits() -> None:
-    small, large = metrics_summary({"small": of("loss", 1.5e-6), "large": of("loss", 2.5e9)})
+    small, large = summarize_runs({"small": of("loss", 1.5e-6), "large": of("loss", 2.5e9)})
     assert (small["last loss"], large["last loss"]) == ("1.500e-06", "2.500e+09")

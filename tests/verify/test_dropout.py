@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardformer.comm.collectives import all_gather_objects, gather_full
+from shardformer.comm.collectives import all_gather_objects, gather_full_tensor
 from shardformer.config import ShardConfig
 from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.worker_pool import WorkerPool
@@ -77,7 +77,7 @@ def _worst_difference(family: str, sequence_parallel: bool) -> float:
         loss = model(**batch).loss
     loss.backward()
     specs = shard_specs(model)
-    ours = {n: gather_full(p.grad, specs[n], context.axis) for n, p in model.named_parameters()}
+    ours = {n: gather_full_tensor(p.grad, specs[n], context.axis) for n, p in model.named_parameters()}
     parts = all_gather_objects(masks.drawn, context.tensor)
 
     plain = _build(family)

@@ -23,7 +23,7 @@ from shardformer.verify.small_models import (
     SMALL_CONFIGS,
     RandomBatches,
     SmallModel,
-    sample_loss,
+    model_loss,
 )
 from shardformer.verify.verification import verify
 from tests.pairwise import in_turn
@@ -82,7 +82,7 @@ def check(
     """Verify a model, or return why the mode is not supported."""
 
     def report() -> Report:
-        return verify(sample, batches, tensor, loss_fn=sample_loss, config=MODES[mode], dtype=dtype, pool=pools(tensor))
+        return verify(sample, batches, tensor, loss_fn=model_loss, config=MODES[mode], dtype=dtype, pool=pools(tensor))
 
     if _runs(sample, mode):
         assert_nobody_can_tell(report(), mode)
@@ -141,7 +141,7 @@ def test_other_config_settings(pools: WorkerPools, name: str, tensor: int, mode:
 
 def test_models_that_slice_weights_in_the_forward_raise(pools: WorkerPools) -> None:
     with pytest.raises(ConfigError, match="slow_but_exact=True with pretraining_tp=2"):
-        verify(VARIANTS[SLOW].sample, RandomBatches("BloomForCausalLM"), 2, loss_fn=sample_loss, pool=pools(2))
+        verify(VARIANTS[SLOW].sample, RandomBatches("BloomForCausalLM"), 2, loss_fn=model_loss, pool=pools(2))
 
 
 @pytest.mark.reduced(one_in=2)
@@ -159,7 +159,7 @@ def test_tensor_times_data(pools: WorkerPools, family: str, mode: str) -> None:
     head = DEFAULT_HEAD[family]
     batches = RandomBatches(head, batch=6)  # three samples per data rank
     mode = mode if _runs(SmallModel(family), mode) else "plain"
-    report = verify(SmallModel(family), batches, 2, 2, loss_fn=sample_loss, config=MODES[mode], pool=pools(4))
+    report = verify(SmallModel(family), batches, 2, 2, loss_fn=model_loss, config=MODES[mode], pool=pools(4))
     assert_nobody_can_tell(report, mode)
     assert any("over data" in name or "over data_tensor" in name for name in report.collectives)
 
@@ -168,7 +168,7 @@ def test_tensor_times_data(pools: WorkerPools, family: str, mode: str) -> None:
 @pytest.mark.parametrize(("family", "data"), in_turn(REGISTERED, (2,), (4,)))
 def test_data_parallel(pools: WorkerPools, family: str, data: int) -> None:
     batches = RandomBatches(DEFAULT_HEAD[family], batch=4)
-    report = verify(SmallModel(family), batches, tensor=1, data=data, loss_fn=sample_loss, pool=pools(data))
+    report = verify(SmallModel(family), batches, tensor=1, data=data, loss_fn=model_loss, pool=pools(data))
     assert_nobody_can_tell(report, tensor=1)
     assert list(report.collectives) == ["all_reduce over data (gradients)"]
 
@@ -178,7 +178,7 @@ def test_data_parallel(pools: WorkerPools, family: str, data: int) -> None:
 def test_one_process_communicates_nothing(pools: WorkerPools, family: str, mode: str) -> None:
     config = MODES[mode if _runs(SmallModel(family), mode) else "plain"]
     report = verify(
-        SmallModel(family), RandomBatches(DEFAULT_HEAD[family]), 1, loss_fn=sample_loss, config=config, pool=pools(1)
+        SmallModel(family), RandomBatches(DEFAULT_HEAD[family]), 1, loss_fn=model_loss, config=config, pool=pools(1)
     )
     assert_nobody_can_tell(report, tensor=1)
     assert report.collectives == {}

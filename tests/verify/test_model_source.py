@@ -13,7 +13,7 @@ from torch import nn
 from shardformer.errors import ConfigError
 from shardformer.verify import model_source
 from shardformer.verify import model_source as hub
-from shardformer.verify.model_source import ModelSource, Pretrained, find_model
+from shardformer.verify.model_source import ModelSource, PretrainedBuilder, find_model
 from shardformer.verify.small_models import DEFAULT_HEAD, HEAD_CLASSES, RandomBatches, SmallModel
 
 USER_MODULE = """
@@ -193,7 +193,7 @@ def test_a_head_of_another_family_raises() -> None:
 
 
 def test_a_pretrained_source_can_be_pickled_and_compared() -> None:
-    assert Pretrained("here", "BertModel") == pickle.loads(pickle.dumps(Pretrained("here", "BertModel")))
+    assert PretrainedBuilder("here", "BertModel") == pickle.loads(pickle.dumps(PretrainedBuilder("here", "BertModel")))
 
 
 def test_any_model_type_of_transformers_has_a_small_model() -> None:

@@ -20,9 +20,9 @@ from shardformer.verify.small_models import (
     DEFAULT_HEAD,
     SMALL_CONFIGS,
     SmallModel,
+    averages_loss_over_samples,
+    model_loss,
     num_samples,
-    sample_loss,
-    weights_loss_by_sample,
 )
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
@@ -49,7 +49,7 @@ def check(
     data: int = 1,
     batches: Any = None,
     micro_batches: int | None = None,
-    loss_fn: Any = sample_loss,
+    loss_fn: Any = model_loss,
     config: Mapping[str, Any] | None = None,
     steps: int = 2,
     **stages: Any,
@@ -60,7 +60,7 @@ def check(
         batches = Uneven(head, batch=5 * data)
     # interleaved schedules need a multiple of the number of stages
     count = micro_batches or (4 if pipe == 4 or "interleaved" in schedule else 3)
-    weight = num_samples if weights_loss_by_sample(head) else None
+    weight = num_samples if averages_loss_over_samples(head) else None
     pipeline = VerifyPipeline(pipe, count, {"schedule": schedule, **stages}, weight)
     report = verify(sample, batches, tensor, data, steps, loss_fn=loss_fn, config=config, pipeline=pipeline, pool=pool)
     assert report.passed, str(report)
@@ -201,14 +201,14 @@ MASKED_IMAGES = "ViTForMaskedImageModeling"  # divides by the count plus a small
 
 
 class Output:
-    """The distance of one output of a model from the cosine of ``sample_loss``."""
+    """The distance of one output of a model from the cosine of ``model_loss``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         output = model(**batch)[self.name]
-        return sample_loss(_Given(output), {})
+        return model_loss(_Given(output), {})
 
 
 class _Given(nn.Module):
@@ -221,7 +221,7 @@ class _Given(nn.Module):
 
 
 def loss_of(head: str) -> Any:
-    return Output(OUTPUTS[head]) if head in OUTPUTS else sample_loss
+    return Output(OUTPUTS[head]) if head in OUTPUTS else model_loss
 
 
 @pytest.mark.reduced(family=("whisper",), at_most=2)

@@ -16,7 +16,7 @@ from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import RandomBatches, SmallModel, sample_loss
+from shardformer.verify.small_models import RandomBatches, SmallModel, model_loss
 from shardformer.verify.train_both import PrecomputedForward
 from shardformer.verify.verification import check_layout, verify
 from tests.scripts import PYTHON
@@ -55,7 +55,7 @@ def without_tensors(step: int) -> dict[str, int]:
         ),
         ({"model_fn": Tower, "batch_fn": only_x, "policy": TowerPolicy}, "its output, a Tensor, has no field 'loss'"),
         (
-            {"model_fn": Tower, "batch_fn": only_x, "policy": TowerPolicy, "loss_fn": sample_loss},
+            {"model_fn": Tower, "batch_fn": only_x, "policy": TowerPolicy, "loss_fn": model_loss},
             "its output, a Tensor, has no field 'loss'",
         ),
         ({"tensor": 7}, "exceeds the 6 attention heads"),

@@ -12,14 +12,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardformer.discovery.example_inputs import forward_call, generate_inputs, insert_media_tokens
+from shardformer.discovery.example_inputs import generate_inputs, insert_media_tokens, make_forward_fn
 from shardformer.discovery.reduced_model import ReducedModel
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.gradient_accumulation.micro_batches import special_token_ids
+from shardformer.gradient_accumulation.micro_batches import get_special_token_ids
 from shardformer.verify import model_source
 from shardformer.verify import model_source as any_type
-from shardformer.verify.model_source import ReducedModelType, all_classes, find_model
-from shardformer.verify.train_both import VerifyJob, VerifyPipeline, check_samples_are_independent, data_rank_batch
+from shardformer.verify.model_source import ReducedModelType, find_model, get_all_main_classes
+from shardformer.verify.train_both import VerifyJob, VerifyPipeline, check_samples_are_independent, get_rank_batch
 from shardformer.verify.training_options import VerifyTraining
 from tests.sharding.plain_models import in_fp64
 
@@ -83,11 +83,11 @@ def test_a_model_without_image_tokens_has_no_placeholders() -> None:
 
 
 def test_data_ranks_get_the_patches_of_their_own_images() -> None:
-    job = VerifyJob(qwen, of_qwen, 1, 2, 1, torch.float64, None, None, {}, ids=special_token_ids(qwen().config))
+    job = VerifyJob(qwen, of_qwen, 1, 2, 1, torch.float64, None, None, {}, ids=get_special_token_ids(qwen().config))
     batch = {name: x for name, x in of_qwen(0).items() if name != "mm_token_type_ids"}
     words = batch["input_ids"] = batch["input_ids"].masked_fill(batch["input_ids"] == 7, 8)
     words[1, -3:] = 7  # each stands for 16 patches of the second sample, which the config does not specify
-    parts = [data_rank_batch(job, batch, rank, 2) for rank in (0, 1)]
+    parts = [get_rank_batch(job, batch, rank, 2) for rank in (0, 1)]
     assert [len(part["pixel_values"]) for part in parts] == [16, 32]
     assert [part["image_grid_thw"].tolist() for part in parts] == [[[1, 4, 4]], [[1, 4, 8]]]
 
@@ -110,16 +110,16 @@ def test_contrastive_batches_are_not_split(cut: dict[str, Any], remedy: str) -> 
 
 def test_every_model_type_has_a_class() -> None:
     known = {"clip": "CLIPModel", "qwen2_vl": "Qwen2VLForConditionalGeneration", "siglip": "SiglipModel"}
-    assert known.items() <= all_classes().items()
+    assert known.items() <= get_all_main_classes().items()
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Replace the small models by precomputed ones."""
-    for known in (model_source._reduced_model, model_source._example_batch):
+    for known in (model_source._make_reduced_model, model_source._make_example_batch):
         known.cache_clear()
     yield lambda reduced_of: monkeypatch.setattr(any_type, "reduce_model", reduced_of)
-    for known in (model_source._reduced_model, model_source._example_batch):
+    for known in (model_source._make_reduced_model, model_source._make_example_batch):
         known.cache_clear()
 
 
@@ -137,7 +137,7 @@ def test_unknown_inputs_are_reported(small: Any) -> None:
 
 def test_a_contrastive_model_gets_different_pairs(small: Any) -> None:
     two = {name: x[:2] for name, x in of_clip(0).items() if x.dim()}
-    small(lambda model, media_in_text: ReducedModel(clip(), forward_call(clip(), two), two))
+    small(lambda model, media_in_text: ReducedModel(clip(), make_forward_fn(clip(), two), two))
     source = find_model("clip")
     batch = source.batches(4)(0)
     assert source.loss_fn is None and bool(batch["return_loss"])

@@ -38,7 +38,7 @@ from shardformer.tensor_parallel import sequence_parallel as stream
 from shardformer.tensor_parallel import vocab_parallel_loss as loss
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.verify.report import Report, Tolerances
-from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatches, SmallModel, sample_loss
+from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatches, SmallModel, model_loss
 from shardformer.verify.train_both import VerifyJob
 from shardformer.verify.verification import run_job_and_report, verify
 from tests.pools import WorkerPools
@@ -80,7 +80,7 @@ def own(x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return autograd_collectives.local_slices(x, axis, dim, Split.even(x.shape[dim], axis.size))
+    return autograd_collectives.get_local_slices(x, axis, dim, Split.even(x.shape[dim], axis.size))
 
 
 def own_part_in_zeros(
@@ -376,7 +376,7 @@ def test_a_report_prints_as_table_and_json(pool2: WorkerPool) -> None:
 def test_a_model_with_casts_meets_the_fp64_tolerances(pool2: WorkerPool, family: str) -> None:
     """Norms, logits and scores that a model computes in fp32 are computed in fp64 in both models."""
     sample = SmallModel(family)
-    report = verify(sample, RandomBatches(sample.head_class), tensor=2, loss_fn=sample_loss, pool=pool2)
+    report = verify(sample, RandomBatches(sample.head_class), tensor=2, loss_fn=model_loss, pool=pool2)
     assert report.passed, str(report)
     assert report.bounds == Tolerances(1e-10, 1e-10, 2.2e-16)
     assert report.loss.relative < 1e-12 and report.gradient.used < 0.1

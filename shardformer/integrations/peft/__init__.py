@@ -22,7 +22,7 @@ from shardformer.integrations.peft import shard_peft_model
 from shardformer.integrations.peft.models import change_adapters, install_methods
 from shardformer.integrations.peft.shard_peft_model import has_adapters
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE
-from shardformer.torch_patches import Patch, Undo, all_of, call_after_import, install, replace_attribute
+from shardformer.torch_patches import Patch, Undo, call_after_import, chain_undo_functions, install, replace_attribute
 
 __all__ = ["PEFT_ENTRY_POINTS", "from_pretrained", "get_peft_model", "has_adapters", "shard_with_adapters"]
 
@@ -43,7 +43,7 @@ def _apply() -> Undo:
 
     kinds = ((PeftModel, True), (PeftMixedModel, True), (BaseTuner, False))
     new = [(kind, _constructor(kind.__init__, wraps_model=is_wrapper)) for kind, is_wrapper in kinds]
-    return all_of(*(replace_attribute(kind, "__init__", made) for kind, made in new))
+    return chain_undo_functions(*(replace_attribute(kind, "__init__", made) for kind, made in new))
 
 
 def _constructor(original: Callable[..., None], *, wraps_model: bool) -> Callable[..., None]:

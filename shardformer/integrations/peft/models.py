@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collective_call import collective_call, wait_for_all_ranks
-from shardformer.comm.collectives import gather_full
+from shardformer.comm.collectives import gather_full_tensor
 from shardformer.consistency.initial_weights import broadcast_random_state
 from shardformer.errors import ConfigError, InputError
 from shardformer.integrations.peft import shard_peft_model
@@ -20,7 +20,7 @@ from shardformer.integrations.peft.shard_peft_model import calls_model, inner_mo
 from shardformer.integrations.peft.sharded_adapters import EMBEDDINGS
 from shardformer.layout.packed_weights import check_no_packed_weights, count_packed_values
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, metadata_of, sharded_module
-from shardformer.module_paths import parent_of
+from shardformer.module_paths import get_parent
 from shardformer.sharding import checks
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.parallel_module import ParallelModule
@@ -132,7 +132,7 @@ def _plain_layer(layer: Any, state: ShardingMetadata, with_values: bool) -> nn.M
             continue
         spec = layer.shard_specs[name]
         full = (
-            gather_full(param.detach(), spec, state.axis)
+            gather_full_tensor(param.detach(), spec, state.axis)
             if with_values
             else param.new_zeros(()).expand(spec.shape)  # takes no memory
         )
@@ -236,14 +236,14 @@ def _full_parameters(model: Any, value_of: Callable[[str, Tensor], Tensor]) -> I
     Args:
         value_of: (name, meta tensor) -> value of the full parameter.
     """
-    groups = getattr(metadata_of(model).gradient_owner, "param_groups_stage3", ())
+    groups = getattr(metadata_of(model).gradient_owner, "stage3_param_groups", ())
     gathered = {id(p) for group in groups for p in group.params}
     shown: list[tuple[nn.Module, str, nn.Parameter]] = []
     full: dict[str, nn.Parameter] = {}
     try:
         for name, param in [(name, p) for name, p in model.named_parameters() if id(p) in gathered]:
             value = value_of(name, torch.empty(param.shape, dtype=param.dtype, device="meta"))
-            owner, leaf = parent_of(model, name)
+            owner, leaf = get_parent(model, name)
             shown.append((owner, leaf, param))
             full[name] = owner._parameters[leaf] = nn.Parameter(value, requires_grad=param.requires_grad)
         with shard_peft_model.without_hooks(model) if full else nullcontext():

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collective_call import collective_call
-from shardformer.consistency.initial_weights import model_fingerprint, sync_initial_weights
-from shardformer.errors import ConfigError, check_release
+from shardformer.consistency.initial_weights import compute_model_fingerprint, sync_initial_weights
+from shardformer.errors import ConfigError, check_library_version
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
 from shardformer.integrations.peft.sharded_adapters import (
@@ -41,8 +41,8 @@ from shardformer.layout.sharding_metadata import (
     sharded_parameters,
 )
 from shardformer.mesh.parallel_context import Axis
-from shardformer.meta_init.materialization import is_lazy, materialize_parameters, record_changes
-from shardformer.module_paths import parent_of
+from shardformer.meta_init.materialization import is_lazy, materialize_parameters, record_if_lazy
+from shardformer.module_paths import get_parent
 from shardformer.sharding import checks
 from shardformer.tensor_parallel.layers import Linear1D_Row
 from shardformer.tensor_parallel.parallel_module import ParallelModule
@@ -66,7 +66,7 @@ def check_peft() -> None:
     """Raise ConfigError if the installed PEFT release is too old."""
     import peft
 
-    check_release("peft", peft.__version__)
+    check_library_version("peft", peft.__version__)
 
 
 def _is_peft_model(model: nn.Module) -> bool:
@@ -138,7 +138,7 @@ def inner_path(path: str, wrapper: nn.Module) -> str:
 
 
 def place(model: nn.Module, path: str, module: nn.Module) -> None:
-    owner, name = parent_of(model, path)
+    owner, name = get_parent(model, path)
     owner._modules[name] = module
 
 
@@ -266,7 +266,7 @@ def add_adapters(
     waits = is_lazy(own)
 
     def put_on() -> None:
-        with record_changes(own):
+        with record_if_lazy(own):
             _put_on(sharded, state, wrappers, referenced or set())
         if waits:
             for module in (sharded, *own):
@@ -296,7 +296,7 @@ def _fingerprint(adapters: Mapping[str, nn.Module]) -> list[str]:
     return [
         f"{path} {line}"
         for path, adapter in adapters.items()
-        for line in (*model_fingerprint(adapter), f"scaling={getattr(adapter, 'scaling', None)}")
+        for line in (*compute_model_fingerprint(adapter), f"scaling={getattr(adapter, 'scaling', None)}")
     ]
 
 
@@ -370,7 +370,7 @@ def _without_values(wrapper: nn.Module) -> nn.Module:
 
 def _check_base(state: ShardingMetadata, path: str, base: nn.Module) -> None:
     if state.stages is not None:
-        stages = {s for n, _ in base.named_parameters() for s in state.stages.stages_of(f"{path}.{n}")}
+        stages = {s for n, _ in base.named_parameters() for s in state.stages.find_owner_ranks(f"{path}.{n}")}
         if len(stages) > 1:
             raise ConfigError(
                 f"The adapter on {path} would be on {len(stages)} pipeline stages, because these stages share the "

@@ -96,7 +96,7 @@ class AdapterDropout(nn.Module):
             found = state.find_by_local_length(x.shape[1]) if current_graph_task_id() >= 0 else None
             return None if found is None else state.rows(found.length)
         seen = [state.current, *state.seen_in_forward.values()]
-        lengths = [each.length for each in seen if state.local_length(each.length) == x.shape[1]]
+        lengths = [each.length for each in seen if state.get_local_length(each.length) == x.shape[1]]
         return state.rows(lengths[0]) if lengths else None
 
     def extra_repr(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from shardformer.errors import ConfigError
-from shardformer.module_paths import get_at, get_module
+from shardformer.module_paths import get_by_path, get_module
 from shardformer.pipeline.layer_sequence import PipelineHints
 from shardformer.policies.lowering import LayerLowering
 from shardformer.policies.models.swin import NO_SEQUENCE_PARALLEL
@@ -42,7 +42,7 @@ class TimmPolicy(RolePolicy):
             descriptions[""].parameters = {
                 path: layout.parameter_split(path, full, counted)
                 for path, counted in self.head_attrs.items()
-                if (full := get_at(self.model, path)) is not None
+                if (full := get_by_path(self.model, path)) is not None
             }
         return descriptions
 

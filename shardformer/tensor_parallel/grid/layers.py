@@ -29,7 +29,7 @@ from shardformer.comm.autograd_collectives import (
     reduce_from_tp_region,
     reduce_scatter_to_sp_region,
 )
-from shardformer.comm.collectives import PendingCollective, all_gather, all_reduce, local_chunk, reduce_scatter
+from shardformer.comm.collectives import PendingCollective, all_gather, all_reduce, get_local_chunk, reduce_scatter
 from shardformer.comm.deferred_tensor import DeferredTensor
 from shardformer.errors import ConfigError
 from shardformer.kernels.fused_ops import rms_norm
@@ -49,12 +49,12 @@ from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.tensor_parallel.region import (
     ColumnParallel,
     TpRegion,
+    apply_with_backward,
     cast_projection_operands,
     compute_bias_grad,
     compute_weight_grad,
     linear_matmul,
     local_length,
-    with_backward,
 )
 
 # B batch, b local samples, S sequence, H hidden, h local hidden features
@@ -100,21 +100,21 @@ class GridRegion:
         if not self.is_3d:
             return all_gather(x, self.grid.column, -1, self.full)
         full = all_gather(all_gather(x, self.grid.column, self._sample_dim(x)), self.grid.depth, -1, self.full)
-        return local_chunk(full, self.grid.depth, self._sample_dim(full))
+        return get_local_chunk(full, self.grid.depth, self._sample_dim(full))
 
     def _reduce_gradient(self, grad: Tensor) -> Tensor:
         """Compute the backward pass of ``_gather_hidden``: sum over a row of the grid, and keep the local shard."""
         if not self.is_3d:
             return reduce_scatter(grad, self.grid.column, -1)
         full = all_gather(grad, self.grid.depth, self._sample_dim(grad))
-        local = local_chunk(full, self.grid.depth, full.dim() - 1)
+        local = get_local_chunk(full, self.grid.depth, full.dim() - 1)
         return reduce_scatter(local, self.grid.column, self._sample_dim(full))
 
     # --- communication of a compiled block, whose gathers autograd reverses
 
     def enter_full(self, x: Tensor) -> Tensor:
         """Return the full input (b, S, H) of a compiled block for the local activation x."""
-        return with_backward(x, self._gather_hidden, self._reduce_gradient)
+        return apply_with_backward(x, self._gather_hidden, self._reduce_gradient)
 
     def gather_input(self, x: Tensor) -> Tensor:
         """All-gather the input of the column-parallel linear layers: its features, or its samples on a 3D grid."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.autograd_collectives import gather_from_region, scatter_to_region
-from shardformer.comm.collectives import all_gather, broadcast, local_chunk
-from shardformer.comm.deferred_tensor import resolve_deferred
+from shardformer.comm.collectives import all_gather, broadcast, get_local_chunk
+from shardformer.comm.deferred_tensor import resolve_deferred_tensors
 from shardformer.errors import InputError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.activation_layout import ActivationLayout
@@ -19,20 +19,20 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.grid.layers import GridRegion
-from shardformer.tensor_parallel.region import ReplicatedRegion, TpRegion, with_backward
+from shardformer.tensor_parallel.region import ReplicatedRegion, TpRegion, apply_with_backward
 from shardformer.tensor_parallel.sequence_parallel import (
+    ActivationSharding,
     GatherHook,
-    StackActivations,
     map_first_output,
     map_first_tensor,
 )
 from shardformer.torch_compat import current_graph_task_id
-from shardformer.transformers_compat import caches_in, holds_tokens
+from shardformer.transformers_compat import find_kv_caches, has_cached_tokens
 
 # B batch, b local samples, S sequence, H hidden, h local hidden features
 
 
-class GridStackActivations(StackActivations):
+class GridActivationSharding(ActivationSharding):
     """Sharding of the activations between blocks over a tensor grid: by samples and by hidden features.
 
     A batch that does not divide evenly is padded with copies of its last sample, whose outputs are dropped. Outside
@@ -53,14 +53,14 @@ class GridStackActivations(StackActivations):
         return self._is_open
 
     @property
-    def sample_sharing_axis(self) -> Axis | None:
+    def sequence_shard_axis(self) -> Axis | None:
         return self.grid.hidden
 
-    def select_region(self, x: Tensor) -> TpRegion | GridRegion:  # type: ignore[override]  # a block uses only common methods
-        self.restore_length(x)
+    def select_tp_region(self, x: Tensor) -> TpRegion | GridRegion:  # type: ignore[override]  # a block uses only common methods
+        self.restore_full_length(x)
         return GridRegion(self.grid, self.width, self.batch_dim) if self._is_open else ReplicatedRegion(self.axis)
 
-    def restore_length(self, x: Tensor) -> None:
+    def restore_full_length(self, x: Tensor) -> None:
         """Restore the batch size when activation checkpointing recomputes a forward pass."""
         if self.is_restored or current_graph_task_id() < 0:
             return
@@ -69,21 +69,23 @@ class GridStackActivations(StackActivations):
             self.samples = self.find_batch_size(x.shape[self.batch_dim]) or self.samples
 
     def register(self, first: nn.Module, last: nn.Module) -> None:
-        register_forward_hooks(first, HookOrder.STACK, self._enter_module, with_kwargs=True)
-        register_forward_hooks(last, HookOrder.STACK, after=self._leave_module)
+        register_forward_hooks(first, HookOrder.STACK, self._shard_input_hook, with_kwargs=True)
+        register_forward_hooks(last, HookOrder.STACK, after=self._gather_output_hook)
 
-    def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _shard_input_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_training = module.training or torch.is_grad_enabled()
-        caches = caches_in((*args, *kwargs.values()))
+        caches = find_kv_caches((*args, *kwargs.values()))
         self._is_open = is_training or not (caches or kwargs.get("use_cache"))
-        if is_training and any(map(holds_tokens, caches)) and current_graph_task_id() < 0:
+        if is_training and any(map(has_cached_tokens, caches)) and current_graph_task_id() < 0:
             raise InputError(
                 "The model received cached keys and values in training, which a tensor grid does not support.",
                 remedy="Do not pass a cache in training. Prefix tuning needs tensor_parallel_mode='1d'.",
             )
-        return map_first_tensor(args, kwargs, lambda x: self.enter_stack(resolve_deferred(x), module.training))
+        return map_first_tensor(
+            args, kwargs, lambda x: self.shard_stack_input(resolve_deferred_tensors(x), module.training)
+        )
 
-    def enter_stack(self, x_BSH: Tensor, training: bool) -> Tensor:
+    def shard_stack_input(self, x_BSH: Tensor, training: bool) -> Tensor:
         """Shard the input of a stack of layers: (B, S, H) -> (b, S, h). Backward: one all-gather over all ranks."""
         if not self._is_open:
             return x_BSH
@@ -96,9 +98,11 @@ class GridStackActivations(StackActivations):
         def shard(x: Tensor) -> Tensor:
             return _shard_samples_and_features(pad_with_last(x, -samples % grid.samples, dim), grid, dim)
 
-        return with_backward(x_BSH, shard, lambda grad: _gather_samples_and_features(grad, grid, dim, samples, width))
+        return apply_with_backward(
+            x_BSH, shard, lambda grad: _gather_samples_and_features(grad, grid, dim, samples, width)
+        )
 
-    def leave_stack(self, x_bSh: Tensor) -> Tensor:
+    def gather_stack_output(self, x_bSh: Tensor) -> Tensor:
         """Gather the full output of a stack of layers. Forward: one all-gather over all ranks; backward: nothing.
 
         A recomputation gathers too, because a checkpoint may contain a module after the stack (patch merging in Swin).
@@ -117,9 +121,11 @@ class GridStackActivations(StackActivations):
                 grad = torch.cat((grad, grad.new_zeros(shape)), dim)
             return _shard_samples_and_features(grad, grid, dim)
 
-        return with_backward(x_bSh, lambda x: _gather_samples_and_features(x, grid, dim, samples, width), pad_and_shard)
+        return apply_with_backward(
+            x_bSh, lambda x: _gather_samples_and_features(x, grid, dim, samples, width), pad_and_shard
+        )
 
-    def register_full_sequence(self, module: nn.Module, random: bool) -> GatherHiddenHook:
+    def register_full_sequence_hooks(self, module: nn.Module, random: bool) -> GatherHiddenHook:
         """Register hooks that gather all hidden features for ``module``. Forward and backward: one all-gather each."""
         return GatherHiddenHook(self, module, random)
 
@@ -143,8 +149,8 @@ class GridStackActivations(StackActivations):
         """Return how many samples of a padded batch this rank stores between the blocks."""
         return -(-batch_size // self.grid.samples) * self.grid.samples // self.grid.batch.size
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GridStackActivations:
-        memo[id(self)] = copy = GridStackActivations(self.layout, self.grid, random=self._random.is_enabled)
+    def __deepcopy__(self, memo: dict[int, Any]) -> GridActivationSharding:
+        memo[id(self)] = copy = GridActivationSharding(self.layout, self.grid, random=self._random.is_enabled)
         copy.width, copy.samples, copy.batch_dim = self.width, self.samples, self.batch_dim
         return copy
 
@@ -152,7 +158,7 @@ class GridStackActivations(StackActivations):
 class GatherHiddenHook(GatherHook):
     """Hooks that gather all hidden features before a module, such as a router, and shard its output again."""
 
-    def __init__(self, stream: GridStackActivations, module: nn.Module, random: bool) -> None:
+    def __init__(self, stream: GridActivationSharding, module: nn.Module, random: bool) -> None:
         self._stream, self._axis = stream, stream.grid.hidden
         self._random = LocalRandomState(self._axis.rank, partial(broadcast, axis=self._axis), enabled=random)
         register_forward_hooks(module, HookOrder.FULL_FEATURES, self._enter, self._leave, with_kwargs=True)
@@ -162,7 +168,7 @@ class GatherHiddenHook(GatherHook):
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def gather(x: Tensor) -> Tensor:
-            self._stream.select_region(x)
+            self._stream.select_tp_region(x)
             if not self._stream.is_sharded:
                 return x
             self._random.enter(x, module.training)
@@ -186,7 +192,7 @@ def pad_with_last(x: Tensor, num_copies: int, dim: int = 0) -> Tensor:
 
 
 def _shard_samples_and_features(x: Tensor, grid: TensorGrid, dim: int) -> Tensor:
-    local = local_chunk(local_chunk(x, grid.batch, dim), grid.hidden, x.dim() - 1)
+    local = get_local_chunk(get_local_chunk(x, grid.batch, dim), grid.hidden, x.dim() - 1)
     return local.clone(memory_format=torch.contiguous_format)  # a view would keep all of x alive
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from shardformer.checkpoint.directory import step_folder
+from shardformer.checkpoint.directory import get_step_folder
 from shardformer.checkpoint.retention import CheckpointRetention
 from shardformer.comm.collective_call import run_on_first_rank
 from shardformer.errors import ConfigError, check_choice, check_int, check_number
-from shardformer.filesystem.atomic_write import path_of
+from shardformer.filesystem.atomic_write import to_absolute_path
 from shardformer.public_names import renamed_arguments
 from shardformer.training.engine import has_checkpoint, lock_checkpoint_folder
 from shardformer.training.hook import (
@@ -89,7 +89,7 @@ class Checkpoint(Hook):
             check_int("Checkpoint.every_steps", every_steps, unit="steps", example=10)
         if every_minutes is not None:
             check_number("Checkpoint.every_minutes", every_minutes, unit="minutes", example=10)
-        self.directory = path_of(directory)
+        self.directory = to_absolute_path(directory)
         self.every_steps, self.every_minutes, self.every_epoch = every_steps, every_minutes, every_epoch
         self.at_end, self.saves_on_signal, self.resume = at_end, on_signal, resume
         self.retention, self.in_background = CheckpointRetention.of(retention), in_background
@@ -160,7 +160,7 @@ class Checkpoint(Hook):
             return
         if self.best_step is not None and self.best_step != trainer.step:
             trainer.agree()
-            trainer.engine.load(step_folder(self.directory, self.best_step))
+            trainer.engine.load(get_step_folder(self.directory, self.best_step))
         elif self.best_step is None and trainer.is_first:
             warnings.warn(f"No best checkpoint was loaded, because {self.metric} was never a number", stacklevel=2)
 
@@ -180,7 +180,7 @@ class Checkpoint(Hook):
         """Warn if the best checkpoint of the resumed run no longer exists, and reset the best metric value."""
         if self.best_step is None:
             return
-        folder = step_folder(self.directory, self.best_step)
+        folder = get_step_folder(self.directory, self.best_step)
         if run_on_first_rank(folder.is_dir, trainer.engine.world, f"Looking into {self.directory}"):
             return
         self.best_value = self.best_step = None

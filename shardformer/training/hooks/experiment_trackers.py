@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from shardformer.errors import ConfigError, first_line, import_optional
+from shardformer.errors import ConfigError, get_first_line, import_optional
 from shardformer.training.hook import TrainerProtocol
 from shardformer.training.hooks.json_lines import EverySteps, MetricsHook, OutputDirectory
 
@@ -51,7 +51,7 @@ class _Tracker(MetricsHook):
             raise
         except Exception as error:  # libraries raise their own errors, such as for a missing login
             raise ConfigError(
-                f"The hook {type(self).__name__} cannot start a run: {first_line(error)}.",
+                f"The hook {type(self).__name__} cannot start a run: {get_first_line(error)}.",
                 remedy=f"Set up {self._module_name} as its documentation describes, or remove the hook.",
             ) from error
 
@@ -121,7 +121,7 @@ class Mlflow(_Tracker):
         self._module.set_experiment(self.project)
         run = self._module.start_run(run_id=self._run_id, run_name=self.name)
         if self._run_id is None:
-            flat = {key: str(value)[:MAX_MLFLOW_VALUE] for key, value in _flatten(self.config).items()}
+            flat = {key: str(value)[:MAX_MLFLOW_VALUE] for key, value in _flatten_config(self.config).items()}
             self._module.log_params(flat)
         self._run_id, self._writer = run.info.run_id, _MlflowWriter(self._module)
 
@@ -138,12 +138,12 @@ class _MlflowWriter:
         self._module.end_run()
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested tables to a single dict with keys such as ``model.name``."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
-            found |= _flatten(value, f"{prefix}{key}.")
+            found |= _flatten_config(value, f"{prefix}{key}.")
         else:
             found[prefix + key] = value
     return found

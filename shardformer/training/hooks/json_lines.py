@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from shardformer.errors import check_int
-from shardformer.filesystem.atomic_write import path_of
+from shardformer.filesystem.atomic_write import to_absolute_path
 from shardformer.public_names import renamed_arguments
 from shardformer.training.hook import RENAMED_DIRECTORY, Hook, TrainerProtocol
 from shardformer.training.metrics_log import MetricsRecord, MetricsWriter
@@ -23,7 +23,7 @@ class MetricsHook(Hook):
 
     def __init__(self, directory: OutputDirectory, every: EverySteps = 1) -> None:
         check_int(f"{type(self).__name__}.every", every, unit="steps", example=10)
-        self.directory, self.every = path_of(directory), every
+        self.directory, self.every = to_absolute_path(directory), every
 
     def after_step(self, trainer: TrainerProtocol) -> None:
         if trainer.step % self.every == 0:

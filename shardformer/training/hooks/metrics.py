@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardformer.comm.collectives import all_gather_objects
-from shardformer.errors import ConfigError, InputError, did_you_mean, first_line, import_optional
+from shardformer.errors import ConfigError, InputError, did_you_mean, get_first_line, import_optional
 from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
 from shardformer.training.data_loader import to_forward_arguments
 from shardformer.training.hook import Hook, TrainerProtocol, check_has_validation
@@ -75,7 +75,7 @@ class Metrics(Hook):
         output = _get_logits(engine.predict(batch))
         labels = _get_labels(batch, engine.model)
         if labels.is_floating_point():
-            self._pairs.append(_compare_numbers(labels, output.cpu()))
+            self._pairs.append(_get_labels_and_predictions(labels, output.cpu()))
             return
         if labels.dim() == output.dim():
             raise InputError(
@@ -113,13 +113,13 @@ class Metrics(Hook):
             except ValueError as error:
                 raise InputError(
                     f"The metric {name!r} cannot compare labels such as {labels[:3].tolist()} with predictions such as "
-                    f"{predictions[:3].tolist()}: {first_line(error)}.",
+                    f"{predictions[:3].tolist()}: {get_first_line(error)}.",
                     remedy="Pass another metric, such as Metrics('mean_squared_error') for a regression.",
                 ) from error
             trainer.values[f"validation/{name}"] = value
 
 
-def _compare_numbers(labels: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+def _get_labels_and_predictions(labels: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
     """Return the labels and predictions to compare in a regression or a multi-label classification."""
     output = output.squeeze(-1) if output.dim() > labels.dim() else output
     if output.shape != labels.shape:

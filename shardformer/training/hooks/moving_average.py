@@ -15,7 +15,7 @@ from shardformer.errors import ConfigError, InputError, check_int, check_number
 from shardformer.layout.sharding_metadata import find_metadata
 from shardformer.offload.host import OffloadConfig
 from shardformer.training.hook import Hook, TrainerProtocol
-from shardformer.zero.elementwise_trial import state_after_step
+from shardformer.zero.elementwise_trial import compute_state_after_step
 from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
@@ -65,7 +65,7 @@ class MovingAverage(Hook):
         self._skipped = engine.skipped
         before, is_continued = {**self._averages, **self._remove_from_optimizer(engine)}, self._step == trainer.step
         self._averages = {}
-        for _, param in _trained_tensors(engine):
+        for _, param in _iter_trained_tensors(engine):
             dtype = torch.promote_types(param.dtype, torch.float32)
             initial = before.get(param, param.detach()) if is_continued else param.detach()
             self._averages[param] = initial.to(param.device, dtype, copy=True).view(param.shape)
@@ -85,7 +85,7 @@ class MovingAverage(Hook):
             return
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         self.updates += 1
-        for _, param in _trained_tensors(engine):
+        for _, param in _iter_trained_tensors(engine):
             average = self._get_average(param)
             average.lerp_(param.detach().to(average.dtype), 1 - decay)
 
@@ -139,14 +139,14 @@ class MovingAverage(Hook):
         Parameters without a gradient so far are skipped if their optimizer creates its state with the first gradient.
         The average of such a parameter equals its value.
         """
-        for optimizer, group, param in _grouped_tensors(engine):
+        for optimizer, group, param in _iter_grouped_tensors(engine):
             small = torch.zeros([min(n, 2) for n in param.shape])
-            if optimizer.state.get(param) or not state_after_step(optimizer, group, small):
+            if optimizer.state.get(param) or not compute_state_after_step(optimizer, group, small):
                 optimizer.state[param][KEY] = self._get_average(param)
 
     def _remove_from_optimizer(self, engine: Any) -> dict[Tensor, Tensor]:
         found = {}
-        for optimizer, param in _trained_tensors(engine):
+        for optimizer, param in _iter_trained_tensors(engine):
             if (state := optimizer.state.get(param)) is not None:
                 if KEY in state:
                     found[param] = state.pop(KEY)
@@ -174,8 +174,8 @@ class MovingAverage(Hook):
                 "The averaged weights are already applied.",
                 remedy="Leave the outer with block first. If a validation applies the averages, pass validate=False.",
             )
-        averages = [(p, self._get_average(p, optimizer.state.get(p))) for optimizer, p in _trained_tensors(engine)]
-        self._weights = [(x, x.detach().clone()) for x in _overwritten_tensors(engine)]
+        averages = [(p, self._get_average(p, optimizer.state.get(p))) for optimizer, p in _iter_trained_tensors(engine)]
+        self._weights = [(x, x.detach().clone()) for x in _iter_overwritten_tensors(engine)]
         zero = _find_zero_optimizer(engine)
         with zero.writable_state() if zero is not None else nullcontext():
             for param, average in averages:
@@ -193,7 +193,7 @@ class MovingAverage(Hook):
             if (gathered := find_metadata(engine.model).parameter_owner) is not None:
                 gathered.release()
             for shard in zero.shards:
-                shard.sync_versions()
+                shard.record_param_versions()
 
 
 def _check_supported(engine: Any) -> None:
@@ -214,7 +214,7 @@ def _find_zero_optimizer(engine: Any) -> ZeroOptimizer | None:
     return next((each for each in engine.optimizers if isinstance(each, ZeroOptimizer)), None)
 
 
-def _grouped_tensors(engine: Any) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
+def _iter_grouped_tensors(engine: Any) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
     """Yield each trained tensor with its optimizer and parameter group. Under ZeRO, the tensors are local slices."""
     for each in engine.optimizers:
         for optimizer in each.inner if isinstance(each, ZeroOptimizer) else [each]:
@@ -222,15 +222,15 @@ def _grouped_tensors(engine: Any) -> Iterator[tuple[Optimizer, dict[str, Any], T
                 yield from ((optimizer, group, param) for param in group["params"])
 
 
-def _trained_tensors(engine: Any) -> Iterator[tuple[Optimizer, Tensor]]:
-    return ((optimizer, param) for optimizer, _, param in _grouped_tensors(engine))
+def _iter_trained_tensors(engine: Any) -> Iterator[tuple[Optimizer, Tensor]]:
+    return ((optimizer, param) for optimizer, _, param in _iter_grouped_tensors(engine))
 
 
-def _overwritten_tensors(engine: Any) -> Iterator[Tensor]:
+def _iter_overwritten_tensors(engine: Any) -> Iterator[Tensor]:
     """Yield the local parameters and master weights that are overwritten while the averages are applied."""
     zero = _find_zero_optimizer(engine)
     if zero is None:
-        yield from (param for _, param in _trained_tensors(engine))
+        yield from (param for _, param in _iter_trained_tensors(engine))
         return
     for shard in zero.shards:
         if shard.has_masters:

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardformer.errors import ConfigError, check_int
-from shardformer.filesystem.atomic_write import path_of, replace_atomically, replace_text
+from shardformer.filesystem.atomic_write import replace_atomically, replace_text, to_absolute_path
 from shardformer.public_names import renamed_arguments
 from shardformer.training.hook import RENAMED_DIRECTORY, Hook, TrainerProtocol
 
@@ -40,7 +40,7 @@ class Profiler(Hook):
     ) -> None:
         for name, value, least in (("wait", wait, 0), ("active", active, 1), ("repeat", repeat, 1)):
             check_int(f"Profiler.{name}", value, least)
-        self.directory, self.memory = path_of(directory), memory
+        self.directory, self.memory = to_absolute_path(directory), memory
         self._schedule = schedule(wait=wait, warmup=1, active=active, repeat=repeat)
         self._profile: Any = None
         self._rank_folder = self.directory

@@ -70,7 +70,7 @@ class Progress(Hook):
             return
         self._step_ends.append(time.perf_counter())
         if self._bar is not None:
-            self._bar.show(StatusLine.of(trainer, self._remaining_s(trainer)))
+            self._bar.show(StatusLine.of(trainer, self._estimate_remaining_s(trainer)))
         elif time.perf_counter() - self._printed_at >= self.every_s or trainer.step == trainer.num_steps:
             self._print_status(trainer)
 
@@ -94,7 +94,7 @@ class Progress(Hook):
             self._bar.stop()
             self._bar = None
 
-    def _remaining_s(self, trainer: TrainerProtocol) -> float | None:
+    def _estimate_remaining_s(self, trainer: TrainerProtocol) -> float | None:
         ends = self._step_ends
         if len(ends) < 2 or trainer.num_steps is None:  # the first step is slower than all others
             return None
@@ -102,7 +102,7 @@ class Progress(Hook):
 
     def _print_status(self, trainer: TrainerProtocol) -> None:
         self._printed_at, self._printed_step = time.perf_counter(), trainer.step
-        line = StatusLine.of(trainer, self._remaining_s(trainer))
+        line = StatusLine.of(trainer, self._estimate_remaining_s(trainer))
         self._print_line(GAP.join([f"step {line.step}", *line.required[1:], *line.optional]))
 
     def _print_line(self, text: str) -> None:
@@ -146,12 +146,12 @@ class StatusLine:
         """Return the texts to show next to the progress bar: all required texts, and the optional texts that fit."""
         shown = list(self.required)
         for text in self.optional:
-            if len(GAP.join([*shown, text])) + self.bar_width(width) + 1 > width:
+            if len(GAP.join([*shown, text])) + self.compute_bar_width(width) + 1 > width:
                 break
             shown.append(text)
         return shown
 
-    def bar_width(self, width: int) -> int:
+    def compute_bar_width(self, width: int) -> int:
         """Return the width of the progress bar in columns, or 0 if the required texts do not leave enough space."""
         if self.done is None or len(GAP.join(self.required)) + MIN_BAR + 1 > width:
             return 0
@@ -161,7 +161,7 @@ class StatusLine:
         """Format the status, including the progress bar, in at most ``width`` columns."""
         from rich.text import Text
 
-        columns = self.bar_width(width)
+        columns = self.compute_bar_width(width)
         full = round(columns * (self.done or 0.0))
         done, left = ("#", "-") if is_ascii else ("━", "─")
         bar = (done * full, "bar.complete" if full < columns else "bar.finished"), (left * (columns - full), "bar.back")

@@ -211,7 +211,7 @@ def test_mask_evaluated_in_chunks_is_the_same(predicate: Predicate, monkeypatch:
     def found() -> dict[tuple[int, int], masks.Visibility]:
         monkeypatch.setattr(mask, "_VISIBILITY_CACHE", masks._VisibilityCache())
         sees = ChunkedMask(predicate, None, positions, positions, 1)
-        return {(row, col): sees.visibility(row, col) for row in chunks for col in chunks}
+        return {(row, col): sees.get_visibility(row, col) for row in chunks for col in chunks}
 
     at_once = found()
     monkeypatch.setattr(mask, "POSITIONS_PER_CALL", 1)
@@ -226,8 +226,8 @@ def test_windows_of_different_sizes_are_cached_separately(monkeypatch: pytest.Mo
         return lambda samples, heads, queries, keys: (keys <= queries) & (queries - keys < size)
 
     wide, narrow = (ChunkedMask(looking_back(size), None, positions, positions, 1) for size in (16, 5))
-    assert wide.visibility(3, 0) is masks.Visibility.ALL
-    assert narrow.visibility(3, 0) is masks.Visibility.NOTHING
+    assert wide.get_visibility(3, 0) is masks.Visibility.ALL
+    assert narrow.get_visibility(3, 0) is masks.Visibility.NOTHING
 
 
 def test_mask_cache_is_per_thread_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def test_mask_cache_is_per_thread_and_bounded(monkeypatch: pytest.MonkeyPatch) -
         for length in (8, 12, 16):
             ChunkedMask(
                 causal_predicate, None, SequencePositions(length, 2), SequencePositions(length, 2), 1
-            ).visibility(0, 0)
+            ).get_visibility(0, 0)
         all_gather_objects(None, context.tensor)
         return [id(known) for known in masks._VISIBILITY_CACHE.masks.values()]
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.summa_linear import Linear2D
-from shardformer.comm.collectives import all_gather, local_chunk
+from shardformer.comm.collectives import all_gather, get_local_chunk
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.mesh.parallel_context import Axis, ParallelContext, with_grid_axes
+from shardformer.mesh.parallel_context import Axis, ParallelContext, reshape_tensor_axis
 from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.tensor_parallel.grid.layers import layer_norm
 
@@ -29,7 +29,7 @@ CASES: list[tuple[tuple[int, ...], bool]] = [
 
 def own(x: Tensor, samples: Axis, features: Axis) -> Tensor:
     """Return the local shard of (B, S, features)."""
-    return local_chunk(local_chunk(x, samples, 0), features, 2).detach().clone()
+    return get_local_chunk(get_local_chunk(x, samples, 0), features, 2).detach().clone()
 
 
 def whole(x: Tensor, samples: Axis, features: Axis, full: int) -> Tensor:
@@ -47,7 +47,7 @@ def plain() -> tuple[nn.Linear, Tensor, Tensor]:
 
 
 def grid_of(context: ParallelContext, mode: str, sizes: tuple[int, ...]) -> TensorGrid:
-    return TensorGrid.of(with_grid_axes(context, sizes), mode)
+    return TensorGrid.of(reshape_tensor_axis(context, sizes), mode)
 
 
 def ranks_of(sizes: tuple[int, ...]) -> int:
@@ -87,7 +87,7 @@ def test_grid_layer_norm_equals_the_plain_layer_norm(mode: str, sizes: tuple[int
     def normalise(context: ParallelContext) -> int:
         grid = grid_of(context, mode, sizes)
         part = own(x, grid.batch, grid.hidden).requires_grad_()
-        weight, bias = (local_chunk(p, grid.hidden, 0).detach() for p in (norm.weight, norm.bias))
+        weight, bias = (get_local_chunk(p, grid.hidden, 0).detach() for p in (norm.weight, norm.bias))
         with CollectiveRecorder(grid.hidden) as recorder:
             out = layer_norm(part, weight, bias, grid.hidden, IN, norm.eps)
         assert torch.allclose(out, own(norm(x), grid.batch, grid.hidden), atol=1e-12)

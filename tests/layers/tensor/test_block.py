@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.comm.collectives import gather_full
-from shardformer.comm.deferred_tensor import resolve_deferred
+from shardformer.comm.collectives import gather_full_tensor
+from shardformer.comm.deferred_tensor import resolve_deferred_tensors
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
 from shardformer.layout.activation_layout import SEQUENCE_PARALLEL, ActivationLayout
@@ -23,7 +23,7 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.tensor_parallel.block import TensorParallelBlock
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
-from shardformer.tensor_parallel.sequence_parallel import StackActivations
+from shardformer.tensor_parallel.sequence_parallel import ActivationSharding
 from tests.pools import WorkerPools
 
 B, S, H, F = 2, 7, 6, 9
@@ -192,21 +192,21 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList([Gate(body)])
         self.double()
         self.call = call
-        self.region: StackActivations | None = None
+        self.region: ActivationSharding | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         region = self.region
         if region is not None:
-            x = region.enter_stack(x, True)
+            x = region.shard_stack_input(x, True)
         x = x + self.call(self.layers[0], x)
-        return x if region is None else resolve_deferred(region.leave_stack(x))
+        return x if region is None else resolve_deferred_tensors(region.gather_stack_output(x))
 
 
 def cut(stack: Stack, axis: Axis, mode: str) -> TensorParallelBlock:
     """Shard a layer as ``shard_model`` does."""
     if mode != "plain":
-        stack.region = StackActivations(SEQUENCE_PARALLEL, axis, overlap=mode == "overlap")
-    block, gate = TensorParallelBlock(stack.region or StackActivations(ActivationLayout(), axis)), stack.layers[0]
+        stack.region = ActivationSharding(SEQUENCE_PARALLEL, axis, overlap=mode == "overlap")
+    block, gate = TensorParallelBlock(stack.region or ActivationSharding(ActivationLayout(), axis)), stack.layers[0]
     for name in ("up", "gate"):
         column: Any = Linear1D_Col.from_native_module(getattr(gate, name), axis)
         column.block = block
@@ -246,7 +246,7 @@ def compared(
         "x": (xs[0].grad, xs[1].grad),
     }
     for name, p in ours.named_parameters():
-        whole = None if p.grad is None else gather_full(p.grad, specs[name], lambda _: axis)
+        whole = None if p.grad is None else gather_full_tensor(p.grad, specs[name], lambda _: axis)
         if whole is not None and mode != "plain" and name.endswith("down.bias"):
             whole = gather_sum(whole, axis)  # computed on a slice of the sequence: the policy sums its gradient
         pairs[name] = (plain.get_parameter(name).grad, whole)
@@ -398,10 +398,10 @@ class Offsets(nn.Module):
 
 
 def offsets_in_eval_mode() -> list[float]:
-    stream = StackActivations(SEQUENCE_PARALLEL, ParallelContext.from_world({}).tensor, random=True)
+    stream = ActivationSharding(SEQUENCE_PARALLEL, ParallelContext.from_world({}).tensor, random=True)
     offsets = Offsets().eval()
-    stream.register_token_free(offsets, random=True)
-    stream.enter_stack(torch.randn(B, S, H), False)
+    stream.register_token_free_hooks(offsets, random=True)
+    stream.shard_stack_input(torch.randn(B, S, H), False)
     return [float(value) for value in offsets()]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardformer.comm.collectives import gather_full
+from shardformer.comm.collectives import gather_full_tensor
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.sharding_metadata import shard_specs
@@ -42,7 +42,7 @@ def compared(kind: str, padding_idx: int | None, options: dict[str, Any]) -> dic
         (found * w).sum().backward()
     spec, grad = shard_specs(table)["weight"], table.weight.grad
     assert plain.weight.grad is not None and grad is not None
-    whole = gather_full(grad, spec, lambda _: axis)
+    whole = gather_full_tensor(grad, spec, lambda _: axis)
     return {
         "output": float((found - want).detach().abs().max()),
         "gradient": float((whole - plain.weight.grad).abs().max()),
@@ -171,7 +171,7 @@ def test_scaled_embedding_keeps_its_factor(kind: str) -> None:
         out: torch.Tensor = table(ids)
         out.square().sum().backward()
         weight: Any = table.weight
-        return out.detach(), gather_full(weight.grad, shard_specs(table)["weight"], context.axis)
+        return out.detach(), gather_full_tensor(weight.grad, shard_specs(table)["weight"], context.axis)
 
     expected = native(ids)
     expected.square().sum().backward()

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import gather_full
+from shardformer.comm.collectives import gather_full_tensor
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import Split
@@ -103,8 +103,11 @@ def compared(case: Case) -> Found:
         "input's gradient": (x.grad, want_x.grad[..., own] if takes_part else want_x.grad),
     }
     for name, p in layer.named_parameters():
-        wants[name] = (gather_full(p, specs[name], lambda _: axis), plain.get_parameter(name))
-        wants[f"{name}'s gradient"] = (gather_full(p.grad, specs[name], lambda _: axis), plain.get_parameter(name).grad)
+        wants[name] = (gather_full_tensor(p, specs[name], lambda _: axis), plain.get_parameter(name))
+        wants[f"{name}'s gradient"] = (
+            gather_full_tensor(p.grad, specs[name], lambda _: axis),
+            plain.get_parameter(name).grad,
+        )
     assert [n for n, _ in layer.named_parameters()] == [n for n, _ in plain.named_parameters()]
     return Found(
         {name: float((a - b).detach().abs().max()) for name, (a, b) in wants.items()},
@@ -330,7 +333,7 @@ def head_losses() -> dict[str, float]:
     assert plain.weight.grad is not None
     return {
         "loss": float((loss - want).detach().abs()),
-        "gradient": float((gather_full(head.weight.grad, spec, lambda _: axis) - plain.weight.grad).abs().max()),
+        "gradient": float((gather_full_tensor(head.weight.grad, spec, lambda _: axis) - plain.weight.grad).abs().max()),
         "logits": float((logits.full_tensor() - plain(x)).detach().abs().max()),
         "choice": float((logits.argmax(-1) != plain(x).argmax(-1)).sum()),
         "collectives other than that of the loss": recorder.count() - 1,

@@ -33,7 +33,7 @@ MUTANTS = [
     mutant(
         "checksum-of-a-transposed-matrix",
         "shardformer/checkpoint/file_format.py",
-        "    x += numpy.uint64(_checksum_seed(dim))\n",
+        "    x += numpy.uint64(_get_checksum_seed(dim))\n",
         "",
         "A checkpoint in which two numbers of a matrix changed places across its diagonal is loaded.",
         first=("tests/checkpoint/test_parts.py",),
@@ -91,8 +91,8 @@ MUTANTS = [
     mutant(
         "older-checkpoints-go-too-early",
         "shardformer/checkpoint/save.py",
-        "    try:\n        files = [*map(file_name",
-        "    try:\n        delete_old_checkpoints(root, keep, path)\n        files = [*map(file_name",
+        "    try:\n        files = [*map(get_rank_file_name",
+        "    try:\n        delete_old_checkpoints(root, keep, path)\n        files = [*map(get_rank_file_name",
         "Older checkpoints are deleted before the new one is on the disk.",
         first=(
             "tests/checkpoint/test_damage.py::test_older_checkpoints_are_deleted_after_sync",
@@ -102,16 +102,16 @@ MUTANTS = [
     mutant(
         "newest-by-the-clock",
         "shardformer/checkpoint/retention.py",
-        "key=lambda pair: (*pair[0], _step_folder_name(pair[1]))",
-        "key=lambda pair: (pair[0][1], _step_folder_name(pair[1]))",
+        "key=lambda pair: (*pair[0], _get_step_folder_name(pair[1]))",
+        "key=lambda pair: (pair[0][1], _get_step_folder_name(pair[1]))",
         "On a host whose clock is behind, new checkpoints are deleted and an old one is loaded.",
         first=("tests/checkpoint/test_jobs.py",),
     ),
     mutant(
         "lock-of-a-running-job-is-taken-over",
         "shardformer/filesystem/lock.py",
-        "if not (is_own or owner.is_dead or (not owner.is_here and _is_stale(lock.path))):",
-        "if not (is_own or owner.is_here or _is_stale(lock.path)):",
+        "if not (is_own or owner.is_dead or (not owner.is_on_this_machine and _is_stale(lock.path))):",
+        "if not (is_own or owner.is_on_this_machine or _is_stale(lock.path)):",
         "Two jobs of one host save into one folder and delete each other's checkpoints.",
         first=("tests/disk/test_lock.py", "tests/checkpoint/test_jobs.py"),
     ),
@@ -162,7 +162,7 @@ MUTANTS = [
     mutant(
         "optimizer-state-rounded",
         "shardformer/checkpoint/training_state.py",
-        "for slot in self.optimizer_tensors() if exact else ():",
+        "for slot in self.get_optimizer_tensors() if exact else ():",
         "for slot in ():",
         "Adam's fp32 moments of a 16-bit model are rounded to 16 bits by a load.",
         first=(

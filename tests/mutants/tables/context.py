@@ -56,8 +56,8 @@ MUTANTS = [
     mutant(
         "same-attention-dropout-in-each-group",
         "shardformer/context_parallel/attention_kernels.py",
-        "x = _hash(x * 31 + self.heads.to(device)[None, :])[:, :, None, None]",
-        "x = _hash(x * 31 + torch.arange(len(self.heads), device=device)[None, :])[:, :, None, None]",
+        "x = _hash_integers(x * 31 + self.heads.to(device)[None, :])[:, :, None, None]",
+        "x = _hash_integers(x * 31 + torch.arange(len(self.heads), device=device)[None, :])[:, :, None, None]",
         "Under Ulysses, heads on different ranks drop the same attention weights.",
         first=("tests/sharding/test_context.py::test_attention_dropout_is_independent_of_the_ranks",),
     ),
@@ -117,8 +117,8 @@ MUTANTS = [
     mutant(
         "windows-of-two-sizes-are-one",
         "shardformer/context_parallel/masks.py",
-        "map(mask_fingerprint, [value.__code__, *cells, *(value.__defaults__ or ()), value.__kwdefaults__])",
-        "map(mask_fingerprint, [value.__code__, *(value.__defaults__ or ()), value.__kwdefaults__])",
+        "map(compute_mask_fingerprint, [value.__code__, *cells, *(value.__defaults__ or ()), value.__kwdefaults__])",
+        "map(compute_mask_fingerprint, [value.__code__, *(value.__defaults__ or ()), value.__kwdefaults__])",
         "The second sliding window that a process meets sees what the first one saw.",
         first=(
             "tests/layers/context/test_ring.py::test_windows_of_different_sizes_are_cached_separately",

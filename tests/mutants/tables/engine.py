@@ -68,8 +68,8 @@ MUTANTS = [
     mutant(
         "reshape-keeps-the-old-share-of-data",
         "shardformer/training/engine.py",
-        "            self.data.shard_over(context)\n",
-        "            self.data.check_ranks(context.data.size)\n",
+        "            self.data.set_parallel_context(context)\n",
+        "            self.data.check_num_ranks(context.data.size)\n",
         "After reshard, ranks continue with their old shard of each batch.",
         first=("tests/engine/test_reshape.py",),
     ),

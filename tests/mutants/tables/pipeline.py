@@ -26,7 +26,7 @@ MUTANTS = [
     mutant(
         "micro-batch-without-labels-is-nan",
         "shardformer/gradient_accumulation/micro_batch_loss.py",
-        'return call.compute() * (n * self._num_ranks / total) if n else call.compute_with("sum") * 0.0',
+        'return call.compute() * (n * self._num_ranks / total) if n else call.compute_with_reduction("sum") * 0.0',
         "return call.compute() * (n * self._num_ranks / total)",
         "The loss is NaN where all labels of one micro-batch are ignored.",
         first=("tests/pipeline/test_loss.py::test_micro_batch_without_labels_adds_zero",),

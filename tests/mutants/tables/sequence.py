@@ -83,7 +83,7 @@ MUTANTS = [
     mutant(
         "rank-whose-logits-are-all-masked",
         "shardformer/tensor_parallel/vocab_parallel_loss.py",
-        "shifted_tv = torch.sub(x_tv, clamp_infinite(max_t)[:, None])",
+        "shifted_tv = torch.sub(x_tv, clamp_negative_infinity(max_t)[:, None])",
         "shifted_tv = torch.sub(x_tv, max_t[:, None])",
         "The loss is NaN where a mask hides all of one rank's vocabulary.",
         first=("tests/layers/vocab/test_loss.py::test_rank_with_masked_columns_adds_nothing",),
@@ -121,7 +121,7 @@ MUTANTS = [
     mutant(
         "experts-see-own-tokens",
         "shardformer/tensor_parallel/block.py",
-        "        tokens = stream.view_per_token(x)\n",
+        "        tokens = stream.view_as_local_tokens(x)\n",
         "        tokens = None\n",
         "With sequence parallelism the experts sum the results of different tokens.",
         first=(

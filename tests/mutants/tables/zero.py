@@ -83,8 +83,8 @@ MUTANTS = [
     mutant(
         "rounding-depends-on-the-layout",
         "shardformer/zero/mixed_precision.py",
-        "random_bits(wide, param_slice.first, param_slice.key, self.step)",
-        "random_bits(wide, param_slice.at.start, param_slice.key, self.step)",
+        "generate_random_bits(wide, param_slice.first, param_slice.key, self.step)",
+        "generate_random_bits(wide, param_slice.at.start, param_slice.key, self.step)",
         'masters="stochastic" rounds the same weight differently on another number of data ranks.',
         first=(
             "tests/optim/test_rounding.py::test_tensor_ranks_round_replicated_parameters_identically",
@@ -94,7 +94,7 @@ MUTANTS = [
     mutant(
         "paused-backwards-never-summed",
         "shardformer/zero/zero_optimizer.py",
-        "        self.agree()\n        problem = self._apply_gradient_edits()\n        for",
+        "        self.reduce_pending_gradients()\n        problem = self._apply_gradient_edits()\n        for",
         "        problem = self._apply_gradient_edits()\n        for",
         "Where all backward passes of a step ran in no_sync, their gradients are not used.",
         first=(

@@ -10,8 +10,8 @@ import transformers
 from torch import nn
 
 from shardformer.config import ShardConfig
-from shardformer.discovery.derive_policy import VALIDATION_RANKS, _choose_validation_ranks, derive_policy_on
-from shardformer.discovery.example_inputs import example_batches, forward_call
+from shardformer.discovery.derive_policy import VALIDATION_RANKS, _choose_validation_ranks, derive_policy_from_forward
+from shardformer.discovery.example_inputs import make_example_batches, make_forward_fn
 from shardformer.discovery.reduced_model import ReferenceGradients
 from shardformer.discovery.shrink_config import shrink_config
 from shardformer.discovery.validation import validate_policy
@@ -53,8 +53,8 @@ def drawn(family: str) -> nn.Module:
 def test_these_weights_are_sharded_by_a_derived_policy(family: str) -> None:
     assert family not in FAMILIES
     model = drawn(family)
-    run = forward_call(model, example_batches(model)[0])
-    policy = derive_policy_on(model, run)
+    run = make_forward_fn(model, make_example_batches(model)[0])
+    policy = derive_policy_from_forward(model, run)
     assert validate_policy(ReferenceGradients.of(model, run), policy, 3) is None
     described = policy()
     described.set_model(model)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.comm.recorder import CollectiveRecorder
-from shardformer.discovery.derive_policy import derive_policy_on
+from shardformer.discovery.derive_policy import derive_policy_from_forward
 from shardformer.discovery.reduced_model import UNTRIED, reduce_model
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.layout.sharding_metadata import metadata_of, shard_specs
@@ -118,7 +118,7 @@ def loss_of(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
 def policy_of(model: Seer) -> Policy:
     reduced = reduce_model(model)
     with torch.enable_grad():
-        return derive_policy_on(reduced.model, reduced.run, reduced)()
+        return derive_policy_from_forward(reduced.model, reduced.run, reduced)()
 
 
 @cache
@@ -237,7 +237,7 @@ def test_an_unvalidated_policy_with_images_raises_instead_of_nan() -> None:
     plain = seer()
     reduced = reduce_model(plain)
     with torch.enable_grad():
-        policy = derive_policy_on(reduced.model, reduced.run)()
+        policy = derive_policy_from_forward(reduced.model, reduced.run)()
 
     def step(context: ParallelContext) -> None:
         model = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context)
@@ -287,13 +287,13 @@ def test_a_vision_tower_on_another_stage_keeps_its_dtype_without_parameters() ->
         stages = metadata_of(model).stages
         assert stages is not None
         seen = [name for name, _ in model.named_parameters()]
-        with stages.placeholders.included_in_parameters():
+        with stages.placeholders.include_in_parameters():
             assert model.vision.dtype == torch.float32
             assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
             assert [tuple(p.shape) for p in model.vision.parameters()] == [p.shape for p in plain.vision.parameters()]
             model.to(torch.bfloat16)
         stages.placeholders.convert_dtypes(model, {})
-        with stages.placeholders.included_in_parameters():
+        with stages.placeholders.include_in_parameters():
             assert model.vision.dtype == torch.bfloat16
         assert [name for name, _ in model.named_parameters()] == seen
 

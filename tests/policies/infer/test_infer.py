@@ -13,8 +13,13 @@ from torch import nn
 
 import shardformer
 from shardformer.config import ShardConfig
-from shardformer.discovery.derive_policy import DerivedPolicy, derive_policy, derive_policy_on, format_policy_module
-from shardformer.discovery.example_inputs import example_batches, forward_call
+from shardformer.discovery.derive_policy import (
+    DerivedPolicy,
+    derive_policy,
+    derive_policy_from_forward,
+    format_policy_module,
+)
+from shardformer.discovery.example_inputs import make_example_batches, make_forward_fn
 from shardformer.discovery.reduced_model import ReferenceGradients, reduce_model
 from shardformer.discovery.shrink_config import build_meta_model, find_layer_kinds, shrink_config
 from shardformer.discovery.validation import validate_policy
@@ -96,7 +101,7 @@ def _without_hints(lines: list[str]) -> list[str]:
 def test_unregistered_families_are_sharded(family: str) -> None:
     model = small(family)
     policy = derive_policy(model)
-    reference = ReferenceGradients.of(model.double().eval(), forward_call(model, example_batches(model)[0]))
+    reference = ReferenceGradients.of(model.double().eval(), make_forward_fn(model, make_example_batches(model)[0]))
     for ranks in (2, 3):
         assert validate_policy(reference, type(policy), ranks) is None
     sequence = validate_policy(
@@ -137,7 +142,7 @@ def test_sequence_parallel_hints_are_inferred(
     family: str, head: str, need: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reduced = reduce_model(build_meta_model(transformers.AutoConfig.for_model(family, architectures=[head])))
-    policy = derive_policy_on(reduced.model, reduced.run)()
+    policy = derive_policy_from_forward(reduced.model, reduced.run)()
     stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack
     assert any(name in getattr(stack.sequence, need) for stack in stacks) and policy.no_sequence_parallel is None
     assert f'"{name}"' in format_policy_module(policy), "it is written down too"
@@ -177,7 +182,7 @@ def test_printed_source_contains_sequence_hints(family: str) -> None:
     model = small(family).double().eval()
     names: dict[str, Any] = {}
     exec(format_policy_module(derive_policy(model), "Written"), names)
-    reference = ReferenceGradients.of(model, forward_call(model, example_batches(model)[0]))
+    reference = ReferenceGradients.of(model, make_forward_fn(model, make_example_batches(model)[0]))
     assert validate_policy(reference, names["Written"], 2, enable_sequence_parallelism=True) is None
 
 
@@ -218,7 +223,7 @@ class NoAttribute(WholeMLP):
 @pytest.mark.parametrize("policy", [Interleaved, RowTwice, NoAttribute])
 def test_a_wrong_policy_fails_validation(policy: type[GPT2Policy]) -> None:
     model = SmallModel("gpt2")().double().eval()
-    reference = ReferenceGradients.of(model, forward_call(model, example_batches(model)[0]))
+    reference = ReferenceGradients.of(model, make_forward_fn(model, make_example_batches(model)[0]))
     assert validate_policy(reference, WholeMLP, 2) is None
     assert "does not run" in (problem := str(validate_policy(reference, policy, 2))) or "differs" in problem
 
@@ -226,7 +231,7 @@ def test_a_wrong_policy_fails_validation(policy: type[GPT2Policy]) -> None:
 def test_a_failure_describes_the_problem_before_the_raw_error() -> None:
     model = SmallModel("gpt2")().double().eval()
     problem = validate_policy(
-        ReferenceGradients.of(model, forward_call(model, example_batches(model)[0])), NoAttribute, 2
+        ReferenceGradients.of(model, make_forward_fn(model, make_example_batches(model)[0])), NoAttribute, 2
     )
     assert problem is not None and re.fullmatch(r"the sharded model does not run \(ValueError: .{,100}\)", problem)
 
@@ -235,14 +240,14 @@ def test_blocks_that_fail_over_four_ranks_are_replicated() -> None:
     config = shrink_config(transformers.OPTConfig())
     config.num_attention_heads = 3
     model = transformers.OPTForCausalLM(config).double().eval()
-    policy: Any = derive_policy_on(model, forward_call(model, example_batches(model)[0]))
+    policy: Any = derive_policy_from_forward(model, make_forward_fn(model, make_example_batches(model)[0]))
     assert [type(block) for block in policy.stack.blocks] == [MLP]
     assert "no candidate for sharding it passed validation: A tensor size of 4 exceeds the 3" in policy.notes[1]
 
 
 def test_validation_keeps_weights_and_leaves_no_gradients() -> None:
     model = SmallModel("gpt2")().double().eval()
-    reference = ReferenceGradients.of(model, forward_call(model, example_batches(model)[0]))
+    reference = ReferenceGradients.of(model, make_forward_fn(model, make_example_batches(model)[0]))
     before = {name: p.clone() for name, p in model.named_parameters()}
     assert validate_policy(reference, GPT2Policy, 2) is None
     assert all(p.grad is None and p.equal(before[name]) for name, p in model.named_parameters())

@@ -12,9 +12,9 @@ import torch
 import transformers
 from torch import nn
 
-from shardformer.discovery.derive_policy import derive_policy, derive_policy_on
-from shardformer.discovery.example_inputs import example_batches, forward_call
-from shardformer.discovery.reduced_model import ReferenceGradients, probe_loss, reduce_model
+from shardformer.discovery.derive_policy import derive_policy, derive_policy_from_forward
+from shardformer.discovery.example_inputs import make_example_batches, make_forward_fn
+from shardformer.discovery.reduced_model import ReferenceGradients, compute_probe_loss, reduce_model
 from shardformer.discovery.shrink_config import build_meta_model
 from shardformer.discovery.validation import validate_policy
 from shardformer.errors import PolicyError
@@ -28,10 +28,12 @@ from shardformer.tensor_parallel.region import enter_region
 
 def test_outputs_that_are_exchanged_have_another_loss() -> None:
     output = {"logits": torch.arange(12.0, dtype=torch.float64).view(3, 4)}
-    assert probe_loss({"logits": output["logits"].flip(-1)}) != probe_loss(output)
-    assert probe_loss({"logits": output["logits"].flip(0)}) != probe_loss(output)
-    of_other_samples = probe_loss({"logits": output["logits"].flip(0)}, equal_sample_weights=True)
-    torch.testing.assert_close(of_other_samples, probe_loss(output, equal_sample_weights=True), rtol=1e-12, atol=0)
+    assert compute_probe_loss({"logits": output["logits"].flip(-1)}) != compute_probe_loss(output)
+    assert compute_probe_loss({"logits": output["logits"].flip(0)}) != compute_probe_loss(output)
+    of_other_samples = compute_probe_loss({"logits": output["logits"].flip(0)}, equal_sample_weights=True)
+    torch.testing.assert_close(
+        of_other_samples, compute_probe_loss(output, equal_sample_weights=True), rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.slow
@@ -40,7 +42,7 @@ def test_outputs_that_are_exchanged_have_another_loss() -> None:
 def test_encoder_states_enter_a_block_once_with_cross_states(name: str) -> None:
     native: Any = getattr(transformers, name)
     reduced = reduce_model(build_meta_model(native.config_class(architectures=[name])))
-    policy: Any = derive_policy_on(reduced.model, reduced.run)
+    policy: Any = derive_policy_from_forward(reduced.model, reduced.run)
     assert policy.no_pipeline is None and policy.stack[1].cross_states == ("decoder", "encoder_hidden_states")
     assert any(block.inputs.arguments for block in policy.stack[1].blocks if isinstance(block, Attention))
     assert validate_policy(ReferenceGradients.of(reduced.model, reduced.run), policy, 2) is None
@@ -135,7 +137,9 @@ def test_experts_as_wide_as_the_hidden_states_use_the_validated_dim(hidden: int,
     policy: Any = derive_policy(model)
     assert policy.stack.blocks[1].dims == {"gate_up_proj": 1, "down_proj": 2}
     assert (
-        validate_policy(ReferenceGradients.of(model, forward_call(model, example_batches(model)[0])), type(policy), 2)
+        validate_policy(
+            ReferenceGradients.of(model, make_forward_fn(model, make_example_batches(model)[0])), type(policy), 2
+        )
         is None
     )
 
@@ -158,13 +162,13 @@ def test_pipeline_hints_that_break_tensor_parallelism_are_omitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reduced = reduce_model(transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2)))
-    native: Any = derive_policy_on(reduced.model, reduced.run)
+    native: Any = derive_policy_from_forward(reduced.model, reduced.run)
     attention, *others = native.stack.blocks
     torn = [replace(native.stack, blocks=[replace(attention, local_attrs={}), *others])]
     monkeypatch.setattr(
         "shardformer.discovery.derive_policy.find_pipeline_hints", lambda reference, policy: (torn, None)
     )
-    policy: Any = derive_policy_on(reduced.model, reduced.run)
+    policy: Any = derive_policy_from_forward(reduced.model, reduced.run)
     assert policy.stack.blocks == native.stack.blocks
     assert "the sharded model does not run" in policy.no_pipeline
 

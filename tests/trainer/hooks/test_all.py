@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardformer.train_command.build import hook_arguments
+from shardformer.train_command.build import get_hook_arguments
 from shardformer.training import hooks
 from shardformer.training.hook import Hook
 from shardformer.training.trainer import Trainer
@@ -46,7 +46,7 @@ def test_a_hook_does_not_change_training(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_argument_is_described_by_its_annotation(name: str) -> None:
-    arguments = hook_arguments(getattr(hooks, name))
+    arguments = get_hook_arguments(getattr(hooks, name))
     assert arguments
     assert [n for n, argument in arguments.items() if not argument.description or argument.annotation is Any] == []
 
