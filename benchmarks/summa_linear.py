@@ -20,7 +20,7 @@ from shardformer.comm.autograd_collectives import copy_to_tp_region, gather_from
 from shardformer.comm.collectives import PendingCollective
 from shardformer.comm.recorder import get_num_bytes, record
 from shardformer.errors import ConfigError
-from shardformer.layout.shard_spec import AnySplit, ShardSpec, Split, even_bounds
+from shardformer.layout.shard_spec import AnySplit, ShardSpec, Split, get_even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.tensor_parallel.grid.layers import GridModule, hidden_splits
@@ -141,7 +141,7 @@ def _steps(
     x: Tensor, weight: Tensor, grid: TensorGrid, full: int
 ) -> Iterator[tuple[PendingCollective, PendingCollective]]:
     """Yield the blocks of X and of W for each step. The next blocks are sent before a step is computed."""
-    lengths = [b - a for a, b in pairwise(even_bounds(full, grid.column.size))]
+    lengths = [b - a for a, b in pairwise(get_even_bounds(full, grid.column.size))]
 
     def start(step: int) -> tuple[PendingCollective, PendingCollective]:
         x_block = x.contiguous() if grid.column.rank == step else x.new_empty((*x.shape[:-1], lengths[step]))

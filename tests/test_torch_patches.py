@@ -20,7 +20,7 @@ from shardformer import torch_patches
 from shardformer.context_parallel.attention import register_context_attention
 from shardformer.errors import ConfigError
 from shardformer.kernels.attention_registration import ATTENTION_NAME, attention, register_attention
-from shardformer.local_ranks.fake_rank import fake_tensors
+from shardformer.local_ranks.fake_rank import enable_fake_tensors
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.meta_init.lazy_init import LazyInit
@@ -70,7 +70,7 @@ def install_all() -> set[Patch]:
     shard()
     register_attention(ATTENTION_NAME, attention, None)
     register_context_attention()
-    with LazyInit(), fake_tensors():
+    with LazyInit(), enable_fake_tensors():
         during = set(torch_patches.installed())
     with ForceFp64():
         x = torch.ones(2, requires_grad=True)

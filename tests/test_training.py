@@ -24,7 +24,7 @@ from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.config import ShardConfig
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, metadata_of, shard_specs
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, get_metadata, shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
@@ -54,7 +54,7 @@ def gradients(model: nn.Module) -> Values:
     """Return the full gradients. Parameters without a gradient are omitted."""
     if not is_sharded(model):
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    axis, specs = metadata_of(model).context.tensor, shard_specs(model)
+    axis, specs = get_metadata(model).context.tensor, shard_specs(model)
     return {
         n: gather_full_tensor(p.grad, specs[n], lambda _: axis)
         for n, p in model.named_parameters()
@@ -82,7 +82,7 @@ def loss_of(model: nn.Module, family: str, step: int = 0, sequence: int = 13) ->
     """Return the mean loss over the data ranks' shards, or on a sharded model the loss of this rank's shard."""
     batch = RandomBatches(LANGUAGE_MODEL[family], sequence=sequence)(step)
     if is_sharded(model):
-        data = metadata_of(model).context.data
+        data = get_metadata(model).context.data
         each = len(batch["input_ids"]) // data.size
         batch = {k: v[data.rank * each : (data.rank + 1) * each] for k, v in batch.items()}
     loss: Tensor = model(**batch).loss
@@ -278,7 +278,7 @@ def _checkpointed(model: Any, family: str, use_reentrant: bool) -> Values:
 def _whole_loss(model: nn.Module, loss: Tensor) -> Tensor:
     if not is_sharded(model):
         return loss.detach()
-    every = all_gather_objects(loss.detach(), metadata_of(model).context.data)
+    every = all_gather_objects(loss.detach(), get_metadata(model).context.data)
     return torch.stack(every).mean()
 
 

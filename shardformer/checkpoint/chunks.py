@@ -117,7 +117,7 @@ class FlatRegion:
         origin = (0,) * len(self.shape)
         boxes = (Box(origin, origin, self.shape),) if self.spec is None else self.spec.boxes(self.coords)
         if self.flat_range is None:
-            return [LocalChunk(box.full, box.of_local(buffer)) for box in boxes if all(box.size)]
+            return [LocalChunk(box.full, box.view_in_local(buffer)) for box in boxes if all(box.size)]
         bounds = list(flat_range_to_chunks(self.local_shape, self.flat_range.start, self.flat_range.stop))
         values = buffer.reshape(-1).split([prod(size) for _, size in bounds])
         chunks = []

@@ -23,7 +23,7 @@ from shardformer.checkpoint.file_format import CheckpointIndex, check_dtype, fro
 from shardformer.comm.collective_call import gather_from_all_ranks
 from shardformer.errors import ConfigError, did_you_mean
 from shardformer.layout.shard_export_guard import to_plain_tensor
-from shardformer.layout.sharding_metadata import find_metadata, sharded_module
+from shardformer.layout.sharding_metadata import get_or_build_metadata, get_sharded_module
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
 from shardformer.random_state import random_states, set_random_states
@@ -52,16 +52,16 @@ class ModelTensors:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = unwrap_model(model)
-        self._state = state = find_metadata(self.model)
+        self._state = state = get_or_build_metadata(self.model)
         self.zero = state.gradient_owner if isinstance(state.gradient_owner, ZeroOptimizer) else None
         context = state.context
         has_grid = context.world is not None
         self.world = context.flatten(*AXES) if has_grid else replace(Axis.of(None, "world"), traffic=context.traffic)
-        self._entries = state.by_param()
+        self._entries = state.get_entries_by_param()
         self._names: dict[int, str] = {}
         self.tensors: dict[str, Tensor] = {}
         self.extra_states: dict[str, Any] = {}
-        plain = {} if state.stages is None else state.stages.get_first_names(sharded_module(self.model, state)[1])
+        plain = {} if state.stages is None else state.stages.get_first_names(get_sharded_module(self.model, state)[1])
         self.plain_names = list(plain)
         registered = {id(x) for x in (*self.model.parameters(), *self.model.buffers())}
         for name, value in self.model.state_dict(keep_vars=True).items():

@@ -22,7 +22,7 @@ from shardformer.cli._help import OTHER, print_help
 from shardformer.cli._options import ARGUMENTS, check_num_processes
 from shardformer.errors import ConfigError, LaunchError, did_you_mean, get_first_line
 from shardformer.launcher.failure_report import FEW, describe_failures
-from shardformer.launcher.hostfile import find_this_host, read_hostfile, select_hosts
+from shardformer.launcher.hostfile import find_local_host_index, read_hostfile, select_hosts
 from shardformer.launcher.shutdown import (
     SHUTDOWN_TIMEOUT_VARIABLE,
     STUCK_PROCESSES,
@@ -173,10 +173,10 @@ def launch_processes(context: typer.Context, count: int) -> None:
 
     Exits with the status of these processes. Raises ConfigError if a launcher started another number of processes.
     """
-    from shardformer.mesh.init_distributed import launcher_variable
+    from shardformer.mesh.init_distributed import get_launcher_variable
     from shardformer.training.initialize import num_processes
 
-    if launcher_variable() is not None:
+    if get_launcher_variable() is not None:
         if num_processes() != count:
             raise ConfigError(
                 f"The parallel layout needs {count} processes, but the launcher started {num_processes()}.",
@@ -303,7 +303,7 @@ def _set_options_from_hosts(options: argparse.Namespace) -> None:
     options.nnodes = str(len(chosen))
     options.master_addr = options.master_addr or chosen[0].name
     if options.node_rank is None:
-        options.node_rank = find_this_host(chosen)
+        options.node_rank = find_local_host_index(chosen)
 
 
 def _is_single_machine(options: argparse.Namespace) -> bool:

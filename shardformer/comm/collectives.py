@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardformer.comm.recorder import get_num_bytes, no_wait_event, record
-from shardformer.layout.shard_spec import ShardSpec, even_bounds
+from shardformer.layout.shard_spec import ShardSpec, get_even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
 from shardformer.torch_compat import has_data, view_as_bytes, without_fake_tensors
@@ -102,7 +102,7 @@ def start_all_gather(
     x = x.contiguous()
     dim = dim % x.dim()
     if lengths is None:
-        bounds = even_bounds(x.shape[dim] * axis.size if full is None else full, axis.size)
+        bounds = get_even_bounds(x.shape[dim] * axis.size if full is None else full, axis.size)
         lengths = [b - a for a, b in pairwise(bounds)]
     full_bytes = get_num_bytes(x) // max(x.shape[dim], 1) * sum(lengths)
     record_wait = record("all_gather", axis, full_bytes, purpose)
@@ -169,7 +169,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "blo
         return PendingCollective((), lambda: x)
     record_wait = record("reduce_scatter", axis, get_num_bytes(x), purpose)
     dim = dim % x.dim()
-    bounds = even_bounds(x.shape[dim], axis.size)
+    bounds = get_even_bounds(x.shape[dim], axis.size)
     parts = [x.narrow(dim, bounds[r], bounds[r + 1] - bounds[r]) for r in range(axis.size)]
     parts[axis.rank] = own = parts[axis.rank].contiguous()
     if axis.transport.prefers_direct_exchange(x):
@@ -250,7 +250,7 @@ def _run_reduce_scatter(x: Tensor, axis: str, dim: int, purpose: str) -> Tensor:
 
 def _fake_reduce_scatter(x: Tensor, axis: str, dim: int, purpose: str) -> Tensor:
     of = Axis.by_key(axis)
-    length = (x.shape[dim] + of.size - 1 - of.rank) // of.size  # that of ``even_bounds``, for symbolic lengths
+    length = (x.shape[dim] + of.size - 1 - of.rank) // of.size  # that of ``get_even_bounds``, for symbolic lengths
     return x.new_empty(_replace_dim_size(x, dim % x.dim(), length))
 
 
@@ -267,7 +267,7 @@ def get_local_chunk(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Split a replicated tensor evenly along ``dim``, and return this rank's chunk. Communicates nothing."""
     if axis.size == 1:
         return x
-    bounds = even_bounds(x.shape[dim], axis.size)
+    bounds = get_even_bounds(x.shape[dim], axis.size)
     return x.narrow(dim, bounds[axis.rank], bounds[axis.rank + 1] - bounds[axis.rank]).contiguous()
 
 

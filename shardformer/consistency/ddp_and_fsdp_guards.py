@@ -102,7 +102,7 @@ def check_not_in_ddp(model: nn.Module, context: ParallelContext) -> None:
 
 def check_no_new_parameters(model: nn.Module, state: ShardingMetadata) -> None:
     """Raise ConfigError if parameters were added to the model after it was sharded."""
-    known = state.by_param()
+    known = state.get_entries_by_param()
     new = [name for name, p in model.named_parameters() if id(p) not in known]
     if new:
         raise ConfigError(

@@ -14,7 +14,7 @@ from torch import nn
 from shardformer.comm.collective_call import all_gather_from_mesh
 from shardformer.comm.collectives import all_gather_numbers, all_gather_objects, broadcast, broadcast_object, checksum
 from shardformer.errors import ConfigError
-from shardformer.layout.packed_weights import find_packed_weights, packed_tensors
+from shardformer.layout.packed_weights import find_packed_weights, get_packed_tensors
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.meta_init.init_recipe import describe_recipe, get_deferred_storage, iter_random_steps
 from shardformer.meta_init.safetensors_source import FileFingerprint, find_weight_files
@@ -34,7 +34,7 @@ def compute_model_fingerprint(model: nn.Module) -> list[str]:
             for name, value in _iterate_plain_config_fields(config)
         ]
         + [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
-        + [f"{n} {[checksum(t) for t in packed_tensors(p)]}" for n, p in find_packed_weights(model).items()]
+        + [f"{n} {[checksum(t) for t in get_packed_tensors(p)]}" for n, p in find_packed_weights(model).items()]
         + [
             f"{n}: {describe_recipe(place)}"
             for n, t in (list_named_tensors(model) if has_meta_tensors(model) else ())

@@ -46,7 +46,7 @@ from shardformer.consistency.initial_weights import broadcast_random_state, diff
 from shardformer.errors import ConfigError, InputError
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import GradientReducer
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ParamEntry, ShardingMetadata, tables_of
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ParamEntry, ShardingMetadata, group_by_metadata
 from shardformer.mesh.parallel_context import Axis
 from shardformer.torch_compat import (
     current_graph_task_id,
@@ -406,7 +406,7 @@ def get_trained_models(optimizer: Optimizer) -> Collection[ShardingMetadata]:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = optimizer.__dict__.get(MODELS)
     if known is None or known[0] != count or any(table() is None for table in known[1]):
-        tables = tables_of(p for group in optimizer.param_groups for p in group["params"])
+        tables = group_by_metadata(p for group in optimizer.param_groups for p in group["params"])
         known = optimizer.__dict__[MODELS] = count, tuple(map(ref, tables))
     return [table for each in known[1] if (table := each()) is not None]
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shardformer.comm.collectives import all_gather_numbers
 from shardformer.errors import InputError
-from shardformer.layout.shard_spec import Slice, Split, even_bounds
+from shardformer.layout.shard_spec import Slice, Split, get_even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.torch_compat import tolist_or_ones
 
@@ -64,7 +64,7 @@ class SequencePositions:
     @cached_property
     def chunks(self) -> tuple[Slice, ...]:
         """Start and end positions of all chunks of the sequence. Each ring rank has two chunks."""
-        bounds = even_bounds(self.length, 2 * self.ring)
+        bounds = get_even_bounds(self.length, 2 * self.ring)
         return tuple(pairwise(bounds))
 
     def get_chunks_of_rank(self, ring_rank: int) -> tuple[int, int]:
@@ -93,7 +93,7 @@ class SequencePositions:
         return [self.chunks[chunk] for chunk in self.get_chunks_of_rank(ring_rank)]
 
     def _get_group_bounds(self, ring_rank: int) -> list[int]:
-        return even_bounds(sum(b - a for a, b in self._get_chunk_slices(ring_rank)), self.group)
+        return get_even_bounds(sum(b - a for a, b in self._get_chunk_slices(ring_rank)), self.group)
 
     def _slices(self, ring_rank: int, group_rank: int) -> tuple[Slice, ...]:
         start, end = self._get_group_bounds(ring_rank)[group_rank : group_rank + 2]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardformer.comm.collectives import start_all_to_all
-from shardformer.layout.shard_spec import even_bounds
+from shardformer.layout.shard_spec import get_even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.tensor_parallel.region import apply_with_backward
 
@@ -40,7 +40,7 @@ class HeadExchange:
 
 def assign_query_heads(num_heads: int, num_ranks: int) -> tuple[tuple[int, ...], ...]:
     """Split the query heads as evenly as possible over the ranks, and return the heads of each rank."""
-    return tuple(tuple(range(a, b)) for a, b in pairwise(even_bounds(num_heads, num_ranks)))
+    return tuple(tuple(range(a, b)) for a, b in pairwise(get_even_bounds(num_heads, num_ranks)))
 
 
 def assign_key_heads(

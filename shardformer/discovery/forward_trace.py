@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.discovery.reduced_model import ReferenceGradients
-from shardformer.kernels.fused_ops import is_elementwise, norm_kind
+from shardformer.kernels.fused_ops import get_norm_kind, is_elementwise
 from shardformer.layout.tied_tensors import max_difference
 from shardformer.module_paths import is_linear, match_paths
 from shardformer.tensor_parallel.sequence_parallel import get_first_tensor
@@ -347,7 +347,7 @@ class StackCallRecord:
         """Yield each module that may combine different tokens, as the path of its layer and a path relative to it."""
         for outer in self.paths:
             for name, child in _iter_called_children(self._model.get_submodule(outer)):
-                is_token_wise = is_linear(child) or norm_kind(child) is not None or is_elementwise(child)
+                is_token_wise = is_linear(child) or get_norm_kind(child) is not None or is_elementwise(child)
                 if (
                     not is_token_wise
                     and next(child.parameters(), None) is not None

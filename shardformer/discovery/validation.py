@@ -29,7 +29,7 @@ from shardformer.discovery.reduced_model import (
 )
 from shardformer.errors import PolicyError, ShardFormerError, get_first_line
 from shardformer.kernels.attention_registration import find_attention_classes
-from shardformer.layout.sharding_metadata import metadata_of, shard_specs
+from shardformer.layout.sharding_metadata import get_metadata, shard_specs
 from shardformer.layout.tied_tensors import max_difference
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import Axis, ParallelContext
@@ -146,7 +146,7 @@ def compare_training(reference: ReferenceGradients, model: nn.Module) -> None:
             f"the output differs: its test loss is {loss.item():.6g} instead of {reference.loss:.6g}"
         )
     loss.backward()
-    specs, coords = shard_specs(model), metadata_of(model).coords
+    specs, coords = shard_specs(model), get_metadata(model).coords
     for name, param in model.named_parameters():
         expected = reference.gradients[name]
         if (expected is None) != (param.grad is None):
@@ -342,7 +342,7 @@ def _validate_context(
             config = ShardConfig(context=context, context_parallel="gather" if sizes.gathers else "auto")
             shard_for_validation(model, config, copy.copy(policy), applies_rules=False, context=findings)
             if context.rank == 0:
-                runs.append(metadata_of(model).context_run)
+                runs.append(get_metadata(model).context_run)
 
         failure = validate_sharding(reference, shard, sequence=sizes.ring * sizes.group)
         return ContextValidation(failure, replace(findings, dims=runs[0].dims) if runs else ContextFindings())

@@ -71,7 +71,7 @@ class OwnerRankTransfer:
                     full = shard[begin : begin + self._gradients[n].numel].view(spec.shape)
                     local = local.view(spec.local_shape(self._coords_by_rank[rank]))
                     for box in spec.boxes(self._coords_by_rank[rank]):
-                        box.of_full(full).add_(box.of_local(local))
+                        box.view_in_full(full).add_(box.view_in_local(local))
                 shard[shard_numel:] += part[-len(gradient_flags) :]
             return shard
 

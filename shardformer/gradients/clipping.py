@@ -20,7 +20,13 @@ from torch.nn.utils import clip_grad
 from shardformer.comm.collectives import all_reduce
 from shardformer.errors import ConfigError, check_number
 from shardformer.layout.shard_spec import Coords, ShardSpec
-from shardformer.layout.sharding_metadata import ParamEntry, ShardingMetadata, find_metadata, tables_here, tables_of
+from shardformer.layout.sharding_metadata import (
+    ParamEntry,
+    ShardingMetadata,
+    get_local_metadata,
+    get_or_build_metadata,
+    group_by_metadata,
+)
 from shardformer.torch_patches import Apply, Patch, Undo, replace_decorated_function
 
 
@@ -48,7 +54,7 @@ def clip_grad_norm_(
             rule="The norm over all shards is computed from the sharding metadata of the model.",
             remedy="Use clip_grad_norm_(model, max_norm), without .parameters().",
         )
-    owner = find_metadata(model).gradient_owner
+    owner = get_or_build_metadata(model).gradient_owner
     if owner is None:
         total = grad_norm(model, norm_type)
     else:
@@ -83,10 +89,10 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     Returns:
         A scalar tensor, which is identical on all ranks. Communicates the same as ``clip_grad_norm_``.
     """
-    state = find_metadata(model)
+    state = get_or_build_metadata(model)
     if state.gradient_owner is not None:
         return state.gradient_owner.clip_grad_norm_(math.inf, norm_type)
-    entries = state.by_param()
+    entries = state.get_entries_by_param()
     model_entries = [entries.get(id(p)) or ParamEntry("", p, ShardSpec(p.shape)) for p in model.parameters()]
     return compute_grad_norm(model_entries, state, norm_type)
 
@@ -161,7 +167,7 @@ def _patch_clip(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for state in tables_of(params):
+        for state in group_by_metadata(params):
             if state.gradient_owner is not None:
                 state.gradient_owner.reduce_pending_gradients()  # before .grad is read: no_sync leaves local gradients
         token = _CLIPPED.set(params)
@@ -213,7 +219,7 @@ def _check_finite(norm: Tensor) -> None:
 def _check_model_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """Raise ConfigError if ``params`` are the parameters of a ZeroOptimizer instead of those of the model."""
     clipped = {id(x) for x in (*params, *grads)}
-    for owner in (state.gradient_owner for state in tables_here() if state.gradient_owner is not None):
+    for owner in (state.gradient_owner for state in get_local_metadata() if state.gradient_owner is not None):
         for p in (p for group in owner.param_groups for p in group["params"]):
             if id(p) in clipped or (p.grad is not None and id(p.grad) in clipped):
                 raise _zero_gradients_error("the parameters of a ZeroOptimizer instead of model.parameters()")
@@ -222,7 +228,7 @@ def _check_model_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> No
 def _group_params_by_model(params: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
     """Return the metadata of those parameters in ``params`` that have gradients, grouped by sharded model."""
     found = {}
-    for state, entries in tables_of(params).items():
+    for state, entries in group_by_metadata(params).items():
         entries = [e for e in entries if e.param.grad is not None]
         if _is_sharded(state) and (entries or state.context.pipe.size > 1):
             found[state] = entries
@@ -235,7 +241,7 @@ def _group_grads_by_model(grads: Sequence[Tensor]) -> dict[ShardingMetadata, lis
         return _find_model_of_other_stages()
     missing = {id(g) for g in grads}
     found = {}
-    for state in filter(_is_sharded, tables_here()):
+    for state in filter(_is_sharded, get_local_metadata()):
         entries = [e for e in state.entries if e.param.grad is not None and id(e.param.grad) in missing]
         if entries:
             found[state] = entries
@@ -253,10 +259,10 @@ def _is_sharded(state: ShardingMetadata) -> bool:
 
 def _find_model_of_other_stages() -> dict[ShardingMetadata, list[ParamEntry]]:
     """Return the pipeline model that other stages clip, in which this stage participates without gradients."""
-    if len(tables_here()) > 1 or any(state.gradient_owner is not None for state in tables_here()):
+    if len(get_local_metadata()) > 1 or any(state.gradient_owner is not None for state in get_local_metadata()):
         gc.collect()  # ignore models that are no longer referenced
-    states = [state for state in tables_here() if state.context.pipe.size > 1]
-    if not states and any(state.gradient_owner is not None for state in tables_here()):
+    states = [state for state in get_local_metadata() if state.context.pipe.size > 1]
+    if not states and any(state.gradient_owner is not None for state in get_local_metadata()):
         raise _zero_gradients_error("no gradients")
     if len(states) > 1:
         raise ConfigError(

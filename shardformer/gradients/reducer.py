@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import AllReduceToGrad, Bucket, BucketReduction, GradientSlot, ReduceScatterToShards
-from shardformer.layout.sharding_metadata import ConsistencyMonitorProtocol, metadata_of
+from shardformer.layout.sharding_metadata import ConsistencyMonitorProtocol, get_metadata
 from shardformer.torch_compat import at_end_of_backward
 
 
@@ -71,7 +71,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     ...     model(**first_half).loss.backward()
     >>> model(**second_half).loss.backward()    # doctest: +SKIP
     """
-    with metadata_of(model).paused():
+    with get_metadata(model).paused():
         yield
 
 

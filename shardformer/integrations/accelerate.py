@@ -42,7 +42,7 @@ from shardformer.errors import ConfigError, check_choice, check_library_version
 from shardformer.filesystem.lock import release
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, metadata_of, tables_here
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, get_local_metadata, get_metadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
 from shardformer.torch_compat import is_compiled_wrapper
@@ -164,9 +164,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> None:
         for name in OTHER_BACKENDS:
             if kwargs.get(name) is not None:
-                raise _other_backend_error(name)
+                raise _unsupported_backend_error(name)
         if context is None and parallel is None:
-            contexts = {id(table.context): table.context for table in tables_here()}
+            contexts = {id(table.context): table.context for table in get_local_metadata()}
             context = next(iter(contexts.values())) if len(contexts) == 1 else None
         config = ParallelConfig.of(parallel)
         if config.pipe > 1:
@@ -187,9 +187,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         if self.distributed_type in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
             setting = f"distributed_type={str(self.distributed_type).rpartition('.')[2]}"
-            raise _other_backend_error(setting)
+            raise _unsupported_backend_error(setting)
         if getattr(self, "parallelism_config", None) is not None:
-            raise _other_backend_error("parallelism_config")
+            raise _unsupported_backend_error("parallelism_config")
         if self.dataloader_config.dispatch_batches:
             raise ConfigError(
                 "dispatch_batches=True is not supported.",
@@ -239,7 +239,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         objects = list(args)
         loaders = [each for each in args if isinstance(each, DataLoader)]
         for model in [*(each for each in args if isinstance(each, nn.Module)), *self.sharded_models]:
-            own = [each for each in objects if _is_unprepared_optimizer(each) and _trains(each, model)]
+            own = [each for each in objects if _is_unprepared_optimizer(each) and _is_optimizer_of_model(each, model)]
             if (replaced := self._shard(model, own, loaders)) is not None:
                 objects = [replaced if any(each is o for o in own) else each for each in objects]
         return super().prepare(*objects, **kwargs)
@@ -263,12 +263,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 self.config,
                 self.context,
                 self.policy,
-                lambda: _example(model, loaders),
+                lambda: _get_example_inputs(model, loaders),
             )
             return engine.optimizers[0] if self.config.effective_zero_stage is not None and optimizers else None
-        if metadata_of(sharded).context.sizes != self.context.sizes:
+        if get_metadata(sharded).context.sizes != self.context.sizes:
             raise ConfigError(
-                f"The model is sharded over {metadata_of(sharded).context}, but the Accelerator uses {self.context}.",
+                f"The model is sharded over {get_metadata(sharded).context}, but the Accelerator uses {self.context}.",
                 remedy="Pass the context of the model to the Accelerator: Accelerator(context=context).",
             )
         is_plain = optimizers and not isinstance(optimizers[0], ZeroOptimizer)
@@ -330,7 +330,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward pass, after scaling the loss if a ZeRO optimizer trains in fp16."""
-        owners = [metadata_of(model).gradient_owner for model in self.sharded_models]
+        owners = [get_metadata(model).gradient_owner for model in self.sharded_models]
         with ExitStack() as stack:
             for scale in [stack.enter_context(owner.scaled()) for owner in owners if owner is not None]:
                 loss = loss if scale == 1 else loss.float() * scale
@@ -420,7 +420,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         with self._without_sharded_models() as models:
             folder = str(super().save_state(output_dir, safe_serialization, **kwargs))
         for number, (model, optimizers) in enumerate(models):
-            place = _checkpoint_folder(folder, number)
+            place = _get_checkpoint_folder(folder, number)
             save_checkpoint(model, place, optimizers)  # replaces an older one
             release(Path(place), model)
         return folder
@@ -445,7 +445,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         assert input_dir is not None
         if not is_plain:
             for number, (model, optimizers) in enumerate(models):
-                load_checkpoint(model, _checkpoint_folder(input_dir, number), optimizers)
+                load_checkpoint(model, _get_checkpoint_folder(input_dir, number), optimizers)
             return
         folder, (model, optimizers) = Path(input_dir), models[0]
         if len(optimizers) != 1:
@@ -455,10 +455,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 remedy="Save the training run with shardformer.integrations.accelerate.Accelerator, which also runs in "
                 "one process.",
             )
-        weights = _load_plain_file(folder, SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
+        weights = _load_tensor_file(folder, SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
         weights = {name.removeprefix("module."): value for name, value in weights.items()}  # saved by DDP
-        model.load_state_dict(_with_all_names(weights, model))
-        load_full_optimizer_state(model, optimizers[0], _load_plain_file(folder, f"{OPTIMIZER_NAME}.bin"))
+        model.load_state_dict(_add_tied_weight_names(weights, model))
+        load_full_optimizer_state(model, optimizers[0], _load_tensor_file(folder, f"{OPTIMIZER_NAME}.bin"))
 
     @contextmanager
     def _without_sharded_models(self) -> Iterator[list[tuple[nn.Module, list[Optimizer]]]]:
@@ -466,7 +466,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         models, optimizers = self._models, self._optimizers
         sharded = self.sharded_models
         raw = [getattr(each, "optimizer", each) for each in optimizers]
-        owned = [[each for each in raw if _trains(each, model)] for model in sharded]
+        owned = [[each for each in raw if _is_optimizer_of_model(each, model)] for model in sharded]
         hidden = {id(each) for of_model in owned for each in of_model}
         self._models = [model for model in models if find_sharded_model(model) is None]
         self._optimizers = [each for each in optimizers if id(getattr(each, "optimizer", each)) not in hidden]
@@ -497,10 +497,10 @@ def _patch_transformers_reduce() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("transformers.") and vars(module).get("reduce") is _REDUCE:
             patch = Patch(f"{name}.reduce", f"{__name__}.Accelerator", "counts the targets of data-parallel ranks")
-            install(patch, partial(replace_attribute, module, "reduce", _reduce_targets))
+            install(patch, partial(replace_attribute, module, "reduce", _reduce_num_targets))
 
 
-def _reduce_targets(tensor: Tensor, reduction: str = "mean", scale: float = 1.0) -> Any:
+def _reduce_num_targets(tensor: Tensor, reduction: str = "mean", scale: float = 1.0) -> Any:
     context: ParallelContext | None = getattr(_CURRENT, "context", None)
     if context is None or reduction != "mean":
         return _REDUCE(tensor, reduction, scale)
@@ -508,7 +508,7 @@ def _reduce_targets(tensor: Tensor, reduction: str = "mean", scale: float = 1.0)
     return mean * PartialState().num_processes  # by which the loss divides
 
 
-def _checkpoint_folder(folder: str | os.PathLike[str], number: int) -> str:
+def _get_checkpoint_folder(folder: str | os.PathLike[str], number: int) -> str:
     return os.path.join(folder, f"{CHECKPOINT_FOLDER}_{number}")
 
 
@@ -520,12 +520,12 @@ def _count_saved_models(folder: str | os.PathLike[str] | None) -> tuple[int, boo
     return sharded or plain, not sharded and plain > 0
 
 
-def _load_plain_file(folder: Path, *names: str) -> Any:
+def _load_tensor_file(folder: Path, *names: str) -> Any:
     path = next((folder / name for name in names if (folder / name).is_file()), folder / names[0])
     return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
 
 
-def _with_all_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def _add_tied_weight_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Add each shared weight under all of its names, because accelerate saves only one of them."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -534,7 +534,7 @@ def _with_all_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, T
     return weights | {other: weights[name] for name, group in saved.items() for other in group if other not in weights}
 
 
-def _example(model: nn.Module, loaders: Sequence[DataLoader[Any]]) -> Any:
+def _get_example_inputs(model: nn.Module, loaders: Sequence[DataLoader[Any]]) -> Any:
     """Return example inputs for ``forward`` from the first data loader that provides any, or None."""
     return next((found for each in loaders if (found := make_example_arguments(each, model)) is not None), None)
 
@@ -543,7 +543,7 @@ def _is_unprepared_optimizer(value: Any) -> bool:
     return isinstance(value, Optimizer) and not getattr(value, "_is_accelerate_prepared", False)
 
 
-def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
+def _is_optimizer_of_model(optimizer: Optimizer, model: nn.Module) -> bool:
     """Return whether an optimizer updates at least one parameter of a model."""
     if isinstance(optimizer, ZeroOptimizer):
         return optimizer.table is model.__dict__.get(METADATA_ATTRIBUTE)
@@ -551,7 +551,7 @@ def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
     return any(id(p) in held for group in optimizer.param_groups for p in group["params"])
 
 
-def _other_backend_error(setting: str) -> ConfigError:
+def _unsupported_backend_error(setting: str) -> ConfigError:
     return ConfigError(
         f"accelerate is configured with {setting}.",
         rule="Only one library can shard the model.",

@@ -21,7 +21,7 @@ from shardformer.gradient_accumulation.micro_batch_loss import RECORDED_LOSSES, 
 from shardformer.mesh.parallel_context import Axis
 
 
-class LossMean:
+class GlobalLossAverager:
     """Averages the losses of the data-parallel ranks so that the result is the loss of the global batch.
 
     Args:
@@ -45,7 +45,7 @@ class LossMean:
         return self._samples == 0
 
     @contextmanager
-    def of_samples(self, count: int | None) -> Iterator[None]:
+    def set_num_samples(self, count: int | None) -> Iterator[None]:
         """Set this rank's number of samples to ``count`` in this context. None: all ranks have equally many."""
         self._samples, self._is_weighted = count, False
         try:
@@ -53,11 +53,11 @@ class LossMean:
         finally:
             self._samples = None
 
-    def mark_if_weighted(self, args: Any) -> None:
+    def mark_if_uses_num_items(self, args: Any) -> None:
         """Mark the loss as already weighted if ``args`` contain the number of items."""
         self._is_weighted |= self.items is not None and any(each is self.items for each in args)
 
-    def weigh(self, mean: Tensor, count: float) -> Tensor:
+    def scale_to_global_mean(self, mean: Tensor, count: float) -> Tensor:
         """Scale a mean of ``count`` values so that the average over the ranks is the mean of all their values.
 
         All-reduces one number over the data-parallel ranks.
@@ -71,7 +71,7 @@ class LossMean:
             return mean  # NaN, as in one process
         return mean * (count * self._data.size / total) if count else mean.nan_to_num() * 0.0
 
-    def check_weights(self, labels: Any) -> None:
+    def warn_if_unequal_labels(self, labels: Any) -> None:
         """Warn once if an unweighted loss is averaged over ranks that have different numbers of labels.
 
         All-gathers the numbers of labels if the loss is unweighted.
@@ -89,7 +89,7 @@ class LossMean:
                 stacklevel=2,
             )
 
-    def check_samples(self, loss: LossCall) -> None:
+    def warn_if_contrastive(self, loss: LossCall) -> None:
         """Warn once if a contrastive loss compares only the samples of this rank's batch with each other."""
         logits, size = next(iter(loss.named.values())), self.batch_size
         if self._has_warned_of_samples or not loss.has_classes or tuple(logits.shape) != (size, size):
@@ -104,7 +104,7 @@ class LossMean:
                 stacklevel=2,
             )
 
-    def over_ranks(self, loss: Any) -> Any:
+    def average_over_ranks(self, loss: Any) -> Any:
         """Average the loss over the data-parallel ranks. A loss without weights is weighted by its number of samples.
 
         Communicates at most two numbers.
@@ -112,7 +112,7 @@ class LossMean:
         if loss is None or self._data.size == 1:
             return loss
         if self._samples is not None and not self._is_weighted:
-            loss = self.weigh(loss, self._samples)
+            loss = self.scale_to_global_mean(loss, self._samples)
         elif self.has_no_samples:
             loss = loss.nan_to_num() * 0.0
         return all_reduce(loss.clone(), self._data, purpose="loss") / self._data.size
@@ -121,26 +121,26 @@ class LossMean:
         return float(all_reduce(number, self._data, purpose="loss"))
 
 
-class WeightedMeanLosses(TorchFunctionMode):
+class WeightedLossMode(TorchFunctionMode):
     """A torch function mode that weights each mean loss by the number of labels that this rank has."""
 
-    def __init__(self, mean: LossMean) -> None:
+    def __init__(self, mean: GlobalLossAverager) -> None:
         super().__init__()
         self._mean = mean
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._mean.mark_if_weighted((*args, *kwargs.values()))
+        self._mean.mark_if_uses_num_items((*args, *kwargs.values()))
         if func not in RECORDED_LOSSES or not (call := LossCall.bind(func, args, kwargs)).is_mean:
             return func(*args, **kwargs)
-        self._mean.check_samples(call)
-        return self._mean.weigh(call.compute(), float(call.compute_count()))
+        self._mean.warn_if_contrastive(call)
+        return self._mean.scale_to_global_mean(call.compute(), float(call.compute_count()))
 
 
-class DataParallelSmoother:
+class DataParallelLabelSmoother:
     """A wrapper around Trainer's label smoother that weights the loss by the number of labels on this rank."""
 
-    def __init__(self, smoother: Any, mean: LossMean) -> None:
+    def __init__(self, smoother: Any, mean: GlobalLossAverager) -> None:
         self._smoother, self._mean = smoother, mean
 
     def __call__(self, outputs: Any, labels: Tensor, shift_labels: bool = False, **options: Any) -> Tensor:
@@ -150,4 +150,4 @@ class DataParallelSmoother:
         if options.get("num_items_in_batch") is not None:
             return loss
         counted = labels[..., 1:] if shift_labels else labels
-        return self._mean.weigh(loss, float(counted.ne(self._smoother.ignore_index).sum()))
+        return self._mean.scale_to_global_mean(loss, float(counted.ne(self._smoother.ignore_index).sum()))

@@ -36,7 +36,7 @@ from shardformer.filesystem.lock import release
 from shardformer.gradient_accumulation.label_tracing import LabelTransform
 from shardformer.gradient_accumulation.micro_batch_loss import LossWeights
 from shardformer.gradients.reducer import no_sync
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, metadata_of
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, get_metadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
 from shardformer.random_state import restore_cpu_generators
@@ -122,7 +122,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         is_fitting = trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
         if is_fitting:
             self.setup_optimizers(trainer)
-        optimizers, example = self.optimizers if is_fitting else None, partial(self._example, trainer)
+        optimizers, example = self.optimizers if is_fitting else None, partial(self._get_example_inputs, trainer)
         engine = make_engine_without_data(self.sharded_model, optimizers, self.parallel, context, self.policy, example)
         self._move_others()
         # Lightning clips the parameters of the optimizer, which are slices of the model's under ZeRO
@@ -135,9 +135,9 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             if hasattr(module, "dist_sync_fn") and module.process_group is None:  # a metric of torchmetrics
                 module.process_group = context.data.group
                 if context.data.size == 1:
-                    module.distributed_available_fn = _is_never_distributed
+                    module.distributed_available_fn = _return_false
 
-    def _example(self, trainer: Any) -> Any:
+    def _get_example_inputs(self, trainer: Any) -> Any:
         """Return example inputs from the training data, with which a policy can be derived, or None."""
         source = trainer.fit_loop._data_source
         with restore_cpu_generators():
@@ -145,7 +145,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
 
     def _move_others(self) -> None:
         """Move all of the LightningModule except the sharded model to this rank's device."""
-        modules, name = self.lightning_module._modules, self._name_of_model
+        modules, name = self.lightning_module._modules, self._model_attribute_name
         model = modules[name]
         modules[name] = None  # keeps the order of the modules
         try:
@@ -159,11 +159,11 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         return self.context
 
     @property
-    def _world(self) -> Axis:
+    def _world_axis(self) -> Axis:
         return self._context.flatten(*AXES) if self._context.world is not None else Axis("world")
 
     @property
-    def _name_of_model(self) -> str:
+    def _model_attribute_name(self) -> str:
         """Name of the LightningModule attribute that contains the model and all parameters."""
         owners = {name.partition(".")[0] for name, _ in self.lightning_module.named_parameters(remove_duplicate=False)}
         children = dict(self.lightning_module.named_children())
@@ -178,7 +178,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     @property
     def sharded_model(self) -> nn.Module:
         """The model inside the LightningModule that this strategy shards."""
-        model: nn.Module = getattr(self.lightning_module, self._name_of_model)
+        model: nn.Module = getattr(self.lightning_module, self._model_attribute_name)
         return model
 
     def _check(self, trainer: Any) -> None:
@@ -186,7 +186,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         plugins = pl.plugins
         known = (plugins.Precision, plugins.MixedPrecision, plugins.HalfPrecision, plugins.DoublePrecision)
         precision, io_plugin = type(self.precision_plugin), type(self.checkpoint_io)
-        averaging = [type(each).__name__ for each in trainer.callbacks if _is_averaging(each)]
+        averaging = [type(each).__name__ for each in trainer.callbacks if _is_weight_averaging_callback(each)]
         problems = {
             "sync_batchnorm=True": (
                 vars(self)["_layer_sync"] is not None,
@@ -224,7 +224,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         """Raise ConfigError if the model is already sharded in a way that this strategy cannot reuse."""
         if METADATA_ATTRIBUTE not in self.sharded_model.__dict__:
             return
-        table, sizes = metadata_of(self.sharded_model), self._context.sizes
+        table, sizes = get_metadata(self.sharded_model), self._context.sizes
         if table.context.sizes != sizes:
             raise ConfigError(
                 f"The model is sharded over {table.context}, but the strategy uses {self._context}.",
@@ -272,7 +272,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
 
         All-gathers one integer from each rank.
         """
-        found = [bool(number) for (number,) in all_gather_numbers([int(decision)], self._world)]
+        found = [bool(number) for (number,) in all_gather_numbers([int(decision)], self._world_axis)]
         return sum(found) == len(found) if all else any(found)
 
     # --- one step
@@ -306,7 +306,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, after scaling the loss if ``ParallelConfig(precision="fp16")`` is set."""
-        owner = metadata_of(self.sharded_model).gradient_owner
+        owner = get_metadata(self.sharded_model).gradient_owner
         with nullcontext(1) if owner is None else owner.scaled() as scale:
             loss = closure_loss if scale == 1 else closure_loss.float() * scale
             result: Tensor = super().backward(loss, *args, **kwargs)
@@ -327,7 +327,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state dict of the LightningModule without the sharded model, which is saved separately."""
-        prefix = f"{self._name_of_model}."
+        prefix = f"{self._model_attribute_name}."
         return {name: x for name, x in self.lightning_module.state_dict().items() if not name.startswith(prefix)}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -369,7 +369,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the state dict of the LightningModule, with the weights of its model if the checkpoint has them."""
-        prefix = f"{self._name_of_model}."
+        prefix = f"{self._model_attribute_name}."
         state = checkpoint["state_dict"]
         if model := {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}:
             self.sharded_model.load_state_dict(model, strict=strict)
@@ -393,9 +393,9 @@ def _is_world(group: Any) -> bool:
     return group is None or group is torch.distributed.group.WORLD
 
 
-def _is_never_distributed() -> bool:
+def _return_false() -> bool:
     return False
 
 
-def _is_averaging(callback: Any) -> bool:
+def _is_weight_averaging_callback(callback: Any) -> bool:
     return any(kind.__name__ in UNSUPPORTED_CALLBACKS for kind in type(callback).__mro__)

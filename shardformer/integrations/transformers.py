@@ -36,8 +36,8 @@ from shardformer.integrations.accelerate import (
     find_sharded_model,
     has_same_samples_on_all_ranks,
 )
-from shardformer.integrations.global_batch_loss import DataParallelSmoother, LossMean, WeightedMeanLosses
-from shardformer.layout.sharding_metadata import metadata_of
+from shardformer.integrations.global_batch_loss import DataParallelLabelSmoother, GlobalLossAverager, WeightedLossMode
+from shardformer.layout.sharding_metadata import get_metadata
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.torch_patches import Patch, install, replace_attribute
 from shardformer.training.data_loader import make_example_arguments
@@ -124,9 +124,9 @@ class ShardedTrainer:
             )
         self.parallel, self.policy = ParallelConfig.of(of_arguments if parallel is None else parallel), policy
         sharded = find_sharded_model(model)
-        self.context = make_context(context or (metadata_of(sharded).context if sharded else None), self.parallel)
-        self._loss_mean = LossMean(self.context.data)
-        check_arguments(args, self.parallel)
+        self.context = make_context(context or (get_metadata(sharded).context if sharded else None), self.parallel)
+        self._loss_mean = GlobalLossAverager(self.context.data)
+        check_training_arguments(args, self.parallel)
 
     def _shard_after_init(self) -> None:
         if self.context.sequence.size > 1 and getattr(self.args, "predict_with_generate", False):
@@ -135,7 +135,7 @@ class ShardedTrainer:
                 rule="A sharded sequence cannot be extended token by token.",
                 remedy="Set predict_with_generate=False, or use the tensor axis instead of the sequence axis.",
             )
-        self._check_loss(self.context.pipe.size)
+        self._check_pipeline_options(self.context.pipe.size)
         if self.args.world_size == 1 and self.context.world is not None and prod(self.context.sizes.values()) > 1:
             raise ConfigError(
                 f"TrainingArguments found one process, but the layout {self.context} needs several.",
@@ -143,7 +143,7 @@ class ShardedTrainer:
             )
         self._shard(self.model)
         if self.label_smoother is not None:
-            self.label_smoother = DataParallelSmoother(self.label_smoother, self._loss_mean)
+            self.label_smoother = DataParallelLabelSmoother(self.label_smoother, self._loss_mean)
 
     def _shard(self, model: Any) -> None:
         """Shard the model, together with its optimizer if the user passed one."""
@@ -152,14 +152,16 @@ class ShardedTrainer:
         self._num_parameters = model.num_parameters(exclude_embeddings=not is_stage) if has_count else 0
         optimizer = self.optimizer
         if find_sharded_model(model) is None:
-            engine = make_engine_without_data(model, optimizer, self.parallel, self.context, self.policy, self._example)
+            engine = make_engine_without_data(
+                model, optimizer, self.parallel, self.context, self.policy, self._get_example_inputs
+            )
             self.optimizer = optimizer if optimizer is None else engine.optimizers[0]
             self.pipeline = engine.pipeline
         else:
             self.optimizer = None if optimizer is None else self._shard_optimizer(optimizer)
             self.pipeline = make_pipeline(find_sharded_model(model), self.parallel, None, None)  # type: ignore[arg-type]
 
-    def _example(self) -> Any:
+    def _get_example_inputs(self) -> Any:
         """Return example inputs for the model, from which a policy can be derived, or None."""
         data = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         collate = self._get_collator_with_removed_columns(copy.copy(self.data_collator), description="training")
@@ -199,7 +201,7 @@ class ShardedTrainer:
         Trainer divides by the sum and multiplies by the number of processes, even if the model ignores the sum.
         """
         if self._loss_mean.has_no_samples:
-            batch_samples = [_ignore_labels(batch) for batch in batch_samples]
+            batch_samples = [_mask_labels(batch) for batch in batch_samples]
         items = super()._get_num_items_in_batch(batch_samples, *args, **kwargs)  # type: ignore[misc]
         is_summed = items is not None and self.args.average_tokens_across_devices
         self._loss_mean.items = items / self.context.data.size if is_summed else None
@@ -217,7 +219,7 @@ class ShardedTrainer:
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.context.data.size)
 
     @contextmanager
-    def _counting(self, num_processes: int, process_index: int) -> Iterator[None]:
+    def _set_process_count(self, num_processes: int, process_index: int) -> Iterator[None]:
         """Make ``args.world_size`` and ``args.process_index`` return these numbers inside the context."""
         args = self.args
         before = args.distributed_state
@@ -229,7 +231,9 @@ class ShardedTrainer:
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         data = self.context.data
-        with self._counting(data.size, data.rank):  # for the seeds of the loader's workers, and for batch_rebalance
+        with self._set_process_count(
+            data.size, data.rank
+        ):  # for the seeds of the loader's workers, and for batch_rebalance
             return super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
 
     def set_initial_training_values(self, args: Any, loader: Any, *others: Any, **options: Any) -> Any:
@@ -246,22 +250,22 @@ class ShardedTrainer:
             )
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        return self._group_global_batches(super()._get_train_sampler(*args, **kwargs))  # type: ignore[misc]
+        return self._scale_sampler_batch_size(super()._get_train_sampler(*args, **kwargs))  # type: ignore[misc]
 
     def _get_eval_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        return self._group_global_batches(super()._get_eval_sampler(*args, **kwargs))  # type: ignore[misc]
+        return self._scale_sampler_batch_size(super()._get_eval_sampler(*args, **kwargs))  # type: ignore[misc]
 
-    def _group_global_batches(self, sampler: Any) -> Any:
+    def _scale_sampler_batch_size(self, sampler: Any) -> Any:
         if isinstance(sampler, transformers.trainer_pt_utils.LengthGroupedSampler):
             sampler.batch_size *= self.context.data.size  # as in one process with the same global batch
         return sampler
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        with self._counting(self.context.data.size, self.args.process_index):  # for the speed in the log
+        with self._set_process_count(self.context.data.size, self.args.process_index):  # for the speed in the log
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        with self._counting(self.context.data.size, self.args.process_index):
+        with self._set_process_count(self.context.data.size, self.args.process_index):
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -316,7 +320,7 @@ class ShardedTrainer:
         """
         stack = super().compute_loss_context_manager()  # type: ignore[misc]
         if self.context.data.size > 1 and self.args.average_tokens_across_devices:
-            stack.enter_context(WeightedMeanLosses(self._loss_mean))
+            stack.enter_context(WeightedLossMode(self._loss_mean))
         return stack
 
     def prediction_step(
@@ -330,26 +334,26 @@ class ShardedTrainer:
             found = self._predict_in_stages(inputs, prediction_loss_only, ignore_keys)
         else:
             step = partial(super().prediction_step, ignore_keys=ignore_keys, **options)  # type: ignore[misc]
-            found = self._predict(step, model, inputs, prediction_loss_only)
+            found = self._run_prediction_step(step, model, inputs, prediction_loss_only)
         self._gathers_loss = found[0] is not None
         return found
 
-    def _predict(self, step: Any, model: Any, inputs: Any, prediction_loss_only: bool) -> Any:
+    def _run_prediction_step(self, step: Any, model: Any, inputs: Any, prediction_loss_only: bool) -> Any:
         mean = self._loss_mean
         mean.batch_size = transformers.trainer_pt_utils.find_batch_size(inputs)
-        real = self._real_samples(inputs)
+        real = self._count_real_samples(inputs)
         if real is None:
-            with mean.of_samples(None):
+            with mean.set_num_samples(None):
                 loss, *outputs = to_full_tensors(step(model, inputs, prediction_loss_only))
-                return mean.over_ranks(loss), *outputs
+                return mean.average_over_ranks(loss), *outputs
         outputs = [None, None]
         if not prediction_loss_only:
             _, *outputs = to_full_tensors(step(model, inputs, False))
-        with mean.of_samples(real):
+        with mean.set_num_samples(real):
             loss, *_ = step(model, _first_samples(inputs, max(real, 1)), True)
-            return mean.over_ranks(to_full_tensors(loss)), *outputs
+            return mean.average_over_ranks(to_full_tensors(loss)), *outputs
 
-    def _real_samples(self, inputs: Any) -> int | None:
+    def _count_real_samples(self, inputs: Any) -> int | None:
         """Return how many samples, without padding samples, this rank has in the last batch of the data set.
 
         None for any other batch, and for a batch whose rows are not samples.
@@ -368,7 +372,7 @@ class ShardedTrainer:
         """Whether the model is split into pipeline stages."""
         return self.context.pipe.size > 1
 
-    def _check_loss(self, num_stages: int) -> None:
+    def _check_pipeline_options(self, num_stages: int) -> None:
         """Raise ConfigError for a custom loss and for other Trainer options that a pipeline does not support."""
         kind = type(self)
         problems = {
@@ -393,10 +397,12 @@ class ShardedTrainer:
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         if not self.has_stages:
             self._loss_mean.batch_size = transformers.trainer_pt_utils.find_batch_size(inputs)
-            with self._loss_mean.of_samples(None):
+            with self._loss_mean.set_num_samples(None):
                 loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
                 if self.args.average_tokens_across_devices:
-                    self._loss_mean.check_weights(inputs.get("labels") if isinstance(inputs, Mapping) else None)
+                    self._loss_mean.warn_if_unequal_labels(
+                        inputs.get("labels") if isinstance(inputs, Mapping) else None
+                    )
             return loss
         model.train()
         with self.accelerator.autocast():
@@ -416,8 +422,8 @@ class ShardedTrainer:
         loss = None
         with self.accelerator.autocast():
             if labels:
-                real = self._real_samples(inputs)
-                counted = inputs if real is None else _ignore_labels(inputs, real)
+                real = self._count_real_samples(inputs)
+                counted = inputs if real is None else _mask_labels(inputs, real)
                 items = self._get_num_items_in_batch([counted], self.args.device)
                 loss = self.pipeline.evaluate(self._stage_inputs(counted, items)).detach()
             if prediction_loss_only:
@@ -454,17 +460,20 @@ class ShardedTrainer:
         """Save the unsharded optimizer state, which any layout and the Trainer of transformers can load."""
         raw = getattr(self.optimizer, "optimizer", self.optimizer)
         state = get_full_optimizer_state(self.sharded_model, raw, output_dir)
-        with self._replaced_optimizer(SavedState(state)):
+        with self._replace_optimizer(UnshardedStateSaver(state)):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         raw = getattr(self.optimizer, "optimizer", self.optimizer)
-        loading = LoadingState(self.sharded_model, raw)
-        with self._counting(1, self.args.process_index), self._replaced_optimizer(loading):  # loads it into host memory
+        loading = UnshardedStateLoader(self.sharded_model, raw)
+        with (
+            self._set_process_count(1, self.args.process_index),
+            self._replace_optimizer(loading),
+        ):  # loads it into host memory
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
     @contextmanager
-    def _replaced_optimizer(self, other: Any) -> Iterator[None]:
+    def _replace_optimizer(self, other: Any) -> Iterator[None]:
         optimizer, self.optimizer = self.optimizer, other
         try:
             yield
@@ -474,7 +483,7 @@ class ShardedTrainer:
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)  # type: ignore[misc]
         if self.args.world_size > 1 and self.args.process_index == 0:
-            with self._counting(1, 0):  # the file that one process, or another number of processes, loads
+            with self._set_process_count(1, 0):  # the file that one process, or another number of processes, loads
                 super()._save_rng_state(output_dir)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -484,7 +493,7 @@ class ShardedTrainer:
             files = [os.path.isfile(os.path.join(checkpoint, f"rng_state_{n}.pth")) for n in (size - 1, size)]
             first = self.context.grid.rank_at({"data": self.context.data.rank})
             size, index = (size, first) if files == [True, False] else (1, 0)
-        with self._counting(size, index):
+        with self._set_process_count(size, index):
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
@@ -509,17 +518,17 @@ def _first_samples(inputs: Any, count: int) -> Any:
     return first(inputs)
 
 
-def _ignore_labels(inputs: Any, first: int = 0) -> Any:
-    """Return a copy of a batch that ignores the labels (-100) of all samples after the first ``first``."""
+def _mask_labels(inputs: Any, start: int = 0) -> Any:
+    """Return a copy of a batch that ignores the labels (-100) of all samples after the first ``start``."""
     found = dict(inputs)
     for name in ("labels", "shift_labels"):
         if isinstance(found.get(name), Tensor) and not found[name].is_floating_point():
             found[name] = found[name].clone()
-            found[name][first:] = -100
+            found[name][start:] = -100
     return found
 
 
-class SavedState:
+class UnshardedStateSaver:
     """Replaces the optimizer while Trainer saves a checkpoint, to provide the unsharded optimizer state."""
 
     def __init__(self, state: Any) -> None:
@@ -529,7 +538,7 @@ class SavedState:
         return self._state
 
 
-class LoadingState:
+class UnshardedStateLoader:
     """Replaces the optimizer while Trainer loads a checkpoint, to load an unsharded optimizer state."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -540,7 +549,7 @@ class LoadingState:
 
 
 def _is_any_matrix_sharded(model: nn.Module) -> bool:
-    return any(entry.spec.is_sharded for entry in metadata_of(model).entries)
+    return any(entry.spec.is_sharded for entry in get_metadata(model).entries)
 
 
 def _needs_full_matrices(optimizer: Optimizer) -> bool:
@@ -563,7 +572,7 @@ FUSED_BACKWARD = ("lomo", "adalomo", "layerwise")
 """Parts of the names of optimizers that update parameters during the backward pass."""
 
 
-def check_arguments(args: Any, parallel: ParallelConfig) -> None:
+def check_training_arguments(args: Any, parallel: ParallelConfig) -> None:
     """Raise ConfigError if any of the ``TrainingArguments`` does not work with a sharded model."""
     if parallel.max_grad_norm is not None:
         raise ConfigError(
@@ -644,12 +653,16 @@ def _sharding_init(self: Any, model: Any = None, args: Any = None, *others: Any,
         _INIT(self, model, args, *others, **options)
         return
     kind: Any = type(self)
-    self.__class__ = _sharded_class(kind)
+    self.__class__ = _make_sharded_class(kind)
     self._set_layout(model, args, None)
     _INIT(self, model, args, *others, **options)
     self._shard_after_init()
 
 
 @cache
-def _sharded_class(kind: Any) -> Any:
-    return type(kind.__name__, (ShardedTrainer, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+def _make_sharded_class(trainer_class: Any) -> Any:
+    return type(
+        trainer_class.__name__,
+        (ShardedTrainer, trainer_class),
+        {"__module__": trainer_class.__module__, "__doc__": trainer_class.__doc__},
+    )

@@ -30,7 +30,7 @@ from shardformer.discovery.token_dependence import check_packing
 from shardformer.errors import ConfigError, check_library_version
 from shardformer.integrations.accelerate import Accelerator, find_sharded_model
 from shardformer.integrations.transformers import ShardedTrainer, transformers
-from shardformer.layout.sharding_metadata import metadata_of
+from shardformer.layout.sharding_metadata import get_metadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, get_local_shard
@@ -67,13 +67,13 @@ class ShardedTRLTrainer(ShardedTrainer):
         context: ParallelContext | None = None,
         **options: Any,
     ) -> None:
-        arguments = {**dict(zip(self._argument_names(), positional, strict=False)), **options}
+        arguments = {**dict(zip(self._list_argument_names(), positional, strict=False)), **options}
         check_trl_arguments(arguments.get("args"), ParallelConfig.of(parallel))
         super().__init__(**arguments, parallel=parallel, policy=policy, context=context)
-        self._count_data_ranks()
+        self._adjust_to_data_ranks()
 
     @classmethod
-    def _argument_names(cls) -> list[str]:
+    def _list_argument_names(cls) -> list[str]:
         """Return the names of the positional arguments that the TRL trainer accepts."""
         for theirs in cls.__mro__[cls.__mro__.index(ShardedTrainer) + 1 :]:
             parameters = list(inspect.signature(theirs).parameters.values())
@@ -81,7 +81,7 @@ class ShardedTRLTrainer(ShardedTrainer):
                 break
         return [parameter.name for parameter in parameters]
 
-    def _count_data_ranks(self) -> None:
+    def _adjust_to_data_ranks(self) -> None:
         """Recompute values that TRL derived from the number of processes, with the number of data-parallel ranks."""
         args, data = self.args, self.context.data
         process = int(self.accelerator.state.process_index)
@@ -104,23 +104,23 @@ class ShardedTRLTrainer(ShardedTrainer):
                 )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        with gathers_over_data(self.accelerator):
+        with patch_gather_over_data(self.accelerator):
             return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        with gathers_over_data(self.accelerator):
+        with patch_gather_over_data(self.accelerator):
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        with gathers_over_data(self.accelerator):
+        with patch_gather_over_data(self.accelerator):
             return super().predict(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        self.accelerator.__class__, self.accelerator.trained = ModelSharder, type(self.model)
+        self.accelerator.__class__, self.accelerator.trained = ShardingAccelerator, type(self.model)
 
     def _shard(self, model: Any) -> None:
-        with fused_heads_on_shards(model):
+        with rebuild_fused_heads(model):
             if getattr(self, "padding_free", False) and not hasattr(self, "pipeline"):
                 self._check_packing(model)
             super()._shard(model)
@@ -156,14 +156,14 @@ class ShardedTRLTrainer(ShardedTrainer):
         return super().compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
 
 
-class ModelSharder(Accelerator):
+class ShardingAccelerator(Accelerator):
     """An Accelerator that also shards models that are only evaluated, such as reference and reward models."""
 
     trained: type
 
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         if evaluation_mode and find_sharded_model(model) is None and isinstance(model, transformers.PreTrainedModel):
-            with fused_heads_on_shards(model):
+            with rebuild_fused_heads(model):
                 policy = self.policy if isinstance(model, self.trained) else None
                 initialize(model, None, parallel=self.config, policy=policy, context=self.context)
             guard_weights(model, type(self))
@@ -198,7 +198,7 @@ def check_trl_arguments(args: Any, parallel: ParallelConfig) -> None:
 
 
 @contextmanager
-def gathers_over_data(accelerator: Accelerator) -> Iterator[None]:
+def patch_gather_over_data(accelerator: Accelerator) -> Iterator[None]:
     """Make accelerate's ``gather``, ``gather_object`` and ``reduce`` communicate over the data-parallel ranks.
 
     Trainers that generate completions call these functions to collect the rewards of all processes.
@@ -216,24 +216,24 @@ def gathers_over_data(accelerator: Accelerator) -> Iterator[None]:
 
     def apply() -> torch_patches.Undo:
         for name, new in replaced.items():
-            _rebind(name, originals[name], new)
+            _replace_accelerate_function(name, originals[name], new)
 
         def undo() -> None:
             for name, new in replaced.items():
-                _rebind(name, new, originals[name])
+                _replace_accelerate_function(name, new, originals[name])
 
         return undo
 
     patch = torch_patches.Patch(
         "accelerate.utils.gather, gather_object and reduce",
-        f"{__name__}.gathers_over_data of accelerator {id(accelerator)}",
+        f"{__name__}.patch_gather_over_data of accelerator {id(accelerator)}",
         "they collect from all processes, even from those that have the same batch",
     )
     with torch_patches.temporary_patch(patch, apply):
         yield
 
 
-def _rebind(name: str, old: Any, new: Any) -> None:
+def _replace_accelerate_function(name: str, old: Any, new: Any) -> None:
     """Replace an accelerate.utils function in every module that has imported it, except in accelerate itself."""
     for module in list(sys.modules.values()):
         path = str(getattr(module, "__name__", ""))
@@ -253,11 +253,11 @@ def guard_weights(model: Any, trainer: type) -> None:
     modules = {kind.__module__ for kind in trainer.__mro__}
     find_head = getattr(model, "get_output_embeddings", None)
     head = None if find_head is None else find_head()
-    for layer in () if head is None else sharded_layers(head):
+    for layer in () if head is None else find_sharded_layers(head):
         properties = {name: property(partial(_read_guarded, name, modules)) for name in layer._parameters}
         kind = type(layer)
         layer.__class__ = type(kind.__name__, (kind,), {**properties, "__module__": kind.__module__})
-    metadata_of(model).on_adapted(model)  # the checks of the forward pass accept the new class
+    get_metadata(model).on_adapted(model)  # the checks of the forward pass accept the new class
 
 
 def _read_guarded(name: str, modules: set[str], layer: nn.Module) -> Any:
@@ -280,7 +280,7 @@ def _read_guarded(name: str, modules: set[str], layer: nn.Module) -> Any:
     return layer._parameters[name]
 
 
-def sharded_layers(module: nn.Module) -> list[ParallelModule]:
+def find_sharded_layers(module: nn.Module) -> list[ParallelModule]:
     """Return the layers inside a module whose parameters are sharded."""
     layers = [each for each in module.modules() if isinstance(each, ParallelModule)]
     return [layer for layer in layers if any(spec.is_sharded for spec in layer.shard_specs.values())]
@@ -290,9 +290,11 @@ def sharded_layers(module: nn.Module) -> list[ParallelModule]:
 
 
 @contextmanager
-def fused_heads_on_shards(model: nn.Module) -> Iterator[None]:
+def rebuild_fused_heads(model: nn.Module) -> Iterator[None]:
     """Remove TRL's fused heads before the model is sharded, and add them again to the sharded model."""
-    fused = {module: vars(module)["forward"] for module in model.modules() if _is_fused(vars(module).get("forward"))}
+    fused = {
+        module: vars(module)["forward"] for module in model.modules() if _is_fused_head(vars(module).get("forward"))
+    }
     for module in fused:
         del module.__dict__["forward"]
     try:
@@ -302,16 +304,16 @@ def fused_heads_on_shards(model: nn.Module) -> Iterator[None]:
             module.forward = forward
         raise
     for module, forward in fused.items():
-        module.forward = MethodType(_with_sharded_head(forward.__func__, module), module)
+        module.forward = MethodType(_make_sharded_head_forward(forward.__func__, module), module)
 
 
-def _is_fused(forward: Any) -> bool:
+def _is_fused_head(forward: Any) -> bool:
     code = getattr(getattr(forward, "__func__", None), "__code__", None)
     return code is not None and FUSED_ARGUMENT in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-def _with_sharded_head(fused: FunctionType, model: Any) -> FunctionType:
-    """Return a copy of TRL's fused ``forward`` that computes log-probabilities with ``score_tokens``."""
+def _make_sharded_head_forward(fused: FunctionType, model: Any) -> FunctionType:
+    """Return a copy of TRL's fused ``forward`` that computes log-probabilities with ``compute_token_stats``."""
     code = fused.__code__
     if fused.__globals__["__name__"] == __name__:
         return fused
@@ -323,7 +325,7 @@ def _with_sharded_head(fused: FunctionType, model: Any) -> FunctionType:
         )
     replaced = {
         FUSED_FUNCTION: SimpleNamespace(
-            apply=partial(score_tokens, model.get_output_embeddings, fused.__globals__[FUSED_FUNCTION].apply)
+            apply=partial(compute_token_stats, model.get_output_embeddings, fused.__globals__[FUSED_FUNCTION].apply)
         ),
         "_use_triton": lambda device: False,  # which would select positions, and gather a sharded sequence for it
         "__name__": __name__,
@@ -337,7 +339,7 @@ def _with_sharded_head(fused: FunctionType, model: Any) -> FunctionType:
     return copied
 
 
-def score_tokens(
+def compute_token_stats(
     get_head: Any, plain_function: Any, hidden_TH: Tensor, weight: Tensor, bias: Any, labels_T: Tensor,
     temperature: float, chunk_size: int, softcap: float | None, scale: float, outputs: Any,
 ) -> Any:  # fmt: skip
@@ -348,10 +350,10 @@ def score_tokens(
     if isinstance(hidden_TH, SequenceShardedTensor):
         rows = hidden_TH.rows
         local = (hidden_TH.local, weight, bias, rows.slice_local(labels_T, 0))
-        found = score_tokens(get_head, plain_function, *local, temperature, chunk_size, softcap, scale, outputs)
+        found = compute_token_stats(get_head, plain_function, *local, temperature, chunk_size, softcap, scale, outputs)
         return tuple(None if x is None else SequenceShardedTensor(x, rows, 0) for x in found)
     head = get_head()
-    if not sharded_layers(head):
+    if not find_sharded_layers(head):
         return plain_function(hidden_TH, weight, bias, labels_T, temperature, chunk_size, softcap, scale, outputs)
     logits_TV = head(hidden_TH)
     axis = Axis("tensor")  # of one rank, for a head that gathers its logits

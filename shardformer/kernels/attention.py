@@ -71,7 +71,7 @@ def attention(
     Raises:
         ConfigError: if no fused kernel supports the arguments.
     """
-    _check_call(query, dropout, kwargs)
+    _check_attention_call(query, dropout, kwargs)
     bias: Tensor | None = kwargs.get("position_bias")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -124,7 +124,7 @@ class FusedAttentionMode(TorchFunctionMode):
         return out_BQND.transpose(1, 2)
 
 
-def _check_call(query: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
+def _check_attention_call(query: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
     check_attention_arguments("attention", kwargs, UNSUPPORTED_ARGUMENTS)
     if dropout > 0 and query.device.type == "cpu":
         raise ConfigError(

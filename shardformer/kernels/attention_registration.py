@@ -42,7 +42,7 @@ SWITCH = "fused_attn"
 
 
 def use_flash_attention(
-    model: nn.Module, device: torch.device | None = None, replaced: Callable[[str, str, Any], None] | None = None
+    model: nn.Module, device: torch.device | None = None, on_replace: Callable[[str, str, Any], None] | None = None
 ) -> str:
     """Make all attention modules of a model use fused kernels, and return a description of these kernels.
 
@@ -50,7 +50,7 @@ def use_flash_attention(
 
     Args:
         device: the device on which the model is trained. By default, CUDA if it is available, otherwise the CPU.
-        replaced: called for each method that is replaced, with its path, its name and the new function.
+        on_replace: called for each method that is replaced, with its path, its name and the new function.
 
     Raises:
         ConfigError: if an attention module is not supported. The model is then unchanged.
@@ -66,15 +66,15 @@ def use_flash_attention(
         if type(module).__name__ in SDPA:
             sdpa_config: Any = module.config
             sdpa_config._attn_implementation = "sdpa"
-    for path, name, function in (*apply_overrides(model), *_enable_sdpa_switches(model)):
-        if replaced is not None:
-            replaced(path, name, function)
+    for path, name, function in (*apply_overrides(model), *_enable_fused_attention(model)):
+        if on_replace is not None:
+            on_replace(path, name, function)
     return _describe_kernels(model, device)
 
 
 def check_flash_attention(model: nn.Module, device: torch.device) -> None:
     """Raise ConfigError if the fused kernels of ``device`` do not support an attention module of ``model``."""
-    _check_interface(model)
+    _check_attention_interface(model)
     check_overrides(model)
     for config in find_attention_configs(model):
         for name, off in (("output_attentions", False), ("attn_logit_softcapping", None)):
@@ -94,7 +94,7 @@ def check_flash_attention(model: nn.Module, device: torch.device) -> None:
         )
 
 
-def _enable_sdpa_switches(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
+def _enable_fused_attention(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
     """Set ``fused_attn=True`` on timm's attention modules, and make them use fused kernels.
 
     Yields the path, the name and the new function of each method that is replaced.
@@ -103,11 +103,11 @@ def _enable_sdpa_switches(model: nn.Module) -> Iterator[tuple[str, str, Callable
         if hasattr(module, SWITCH):
             setattr(module, SWITCH, True)
             if "forward" not in vars(module):  # not installed before
-                vars(module)["forward"] = MethodType(forward_on_kernels, module)
-                yield f"{path}.forward", "forward", forward_on_kernels
+                vars(module)["forward"] = MethodType(forward_with_fused_kernels, module)
+                yield f"{path}.forward", "forward", forward_with_fused_kernels
 
 
-def forward_on_kernels(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def forward_with_fused_kernels(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the `forward` method of a module with ``attention`` instead of torch's scaled_dot_product_attention."""
     with FusedAttentionMode(self):
         return type(self).forward(self, *args, **kwargs)
@@ -137,7 +137,7 @@ def find_attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
     }
 
 
-def _check_interface(model: nn.Module) -> None:
+def _check_attention_interface(model: nn.Module) -> None:
     classes = find_attention_classes(model)
     switched = {type(module) for module in model.modules() if hasattr(module, SWITCH)}
     known = {cls for cls in classes if find_override(cls) is not None or cls.__name__ in SDPA} | switched
@@ -172,7 +172,7 @@ def _check_no_dropout(model: nn.Module) -> None:
             try:
                 rate = attrgetter(attribute)(module)
             except AttributeError:
-                continue  # _check_call checks the rate at run time
+                continue  # _check_attention_call checks the rate at run time
             rate = getattr(rate, "p", rate)
             if isinstance(rate, float | int) and rate > 0:
                 owner = getattr(module, "config", getattr(model, "config", module))

@@ -1,7 +1,7 @@
 """Fused norms, and fused kernels for the bias, activation and gate of an MLP. Communicates nothing.
 
-The RMS norms of transformers differ in where they round and how they use the weight. ``norm_kind`` identifies the kind
-of a module by its output, not by its name: it runs a copy with test weights on a few values in several dtypes, and
+The RMS norms of transformers differ in where they round and how they use the weight. ``get_norm_kind`` identifies the
+kind of a module by its output, not by its name: it runs a copy with test weights on a few values in several dtypes, and
 selects the formula that gives the same result. A module that matches no formula is not supported.
 
 Model               Fused
@@ -87,8 +87,8 @@ class FusedLayerNorm(nn.LayerNorm):
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedLayerNorm:
         """Build a fused layer norm with the parameters of ``module``. Raises ConfigError if it is not a layer norm."""
         _check_no_options(cls, kwargs)
-        shape, eps = _normalized_shape(module), _find_eps(module)
-        if shape is None or eps is None or norm_kind(module) != "layer":
+        shape, eps = _get_normalized_shape(module), _find_eps(module)
+        if shape is None or eps is None or get_norm_kind(module) != "layer":
             raise _unknown_norm_error(cls, module)
         norm = cls(shape, eps=eps, elementwise_affine=False)
         norm.elementwise_affine = module._parameters.get("weight") is not None
@@ -113,7 +113,7 @@ class FusedRMSNorm(nn.Module):
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedRMSNorm:
         """Build a fused RMS norm with the weight of ``module``. Raises ConfigError if the kind of norm is unknown."""
         _check_no_options(cls, kwargs)
-        kind = norm_kind(module)
+        kind = get_norm_kind(module)
         if kind is None or kind == "layer":
             raise _unknown_norm_error(cls, module)
         norm = cls(kind, _find_eps(module))
@@ -128,10 +128,10 @@ class FusedRMSNorm(nn.Module):
         return f"{size}eps={self.eps}, kind={self.kind}"
 
 
-def fused_norm(module: nn.Module) -> nn.Module:
+def make_fused_norm(module: nn.Module) -> nn.Module:
     """Return a fused norm with the parameters of ``module``, to replace ``module``.
 
-    >>> fused_norm(nn.RMSNorm(8, eps=1e-6))
+    >>> make_fused_norm(nn.RMSNorm(8, eps=1e-6))
     FusedRMSNorm(8, eps=1e-06, kind=torch)
 
     Raises:
@@ -139,7 +139,7 @@ def fused_norm(module: nn.Module) -> nn.Module:
     """
     if isinstance(module, FusedLayerNorm | FusedRMSNorm):
         return module
-    kind: type[FusedLayerNorm | FusedRMSNorm] = FusedLayerNorm if norm_kind(module) == "layer" else FusedRMSNorm
+    kind: type[FusedLayerNorm | FusedRMSNorm] = FusedLayerNorm if get_norm_kind(module) == "layer" else FusedRMSNorm
     return kind.from_native_module(module)
 
 
@@ -165,7 +165,7 @@ def _measure_eps(module: nn.Module) -> float | None:
 
     Solves y = w (x - mean) / sqrt(variance + eps) for eps. Returns None if this is not a small positive number.
     """
-    shape = _normalized_shape(module)
+    shape = _get_normalized_shape(module)
     if shape is None or module._parameters.get("bias") is not None:
         return None
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
@@ -181,7 +181,7 @@ def _measure_eps(module: nn.Module) -> float | None:
     return float(f"{eps:.3g}") if 0 < eps < 1e-2 else None
 
 
-def _normalized_shape(module: nn.Module) -> tuple[int, ...] | None:
+def _get_normalized_shape(module: nn.Module) -> tuple[int, ...] | None:
     """Return the shape of the dims over which a norm normalizes, or None if the module cannot be a norm."""
     if not set(module._parameters) <= {"weight", "bias"} or module._modules or module._buffers:
         return None
@@ -210,12 +210,12 @@ BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float64: 3e-7}  # re
 
 
 _KNOWN_KINDS: WeakKeyDictionary[type[nn.Module], dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
-"""Results of ``norm_kind`` for each class and its settings, because a model has many identical norms."""
+"""Results of ``get_norm_kind`` for each class and its settings, because a model has many identical norms."""
 
 
-def norm_kind(module: nn.Module) -> str | None:
+def get_norm_kind(module: nn.Module) -> str | None:
     """Identify the kind of a norm by its output: "layer", one of ``RMS_KINDS``, or None if no formula matches."""
-    shape, settings = _normalized_shape(module), _norm_settings(module)
+    shape, settings = _get_normalized_shape(module), _get_norm_settings(module)
     if shape is None:
         return None
     if settings is None:
@@ -226,7 +226,7 @@ def norm_kind(module: nn.Module) -> str | None:
     return known[settings]
 
 
-def _norm_settings(module: nn.Module) -> tuple[Any, ...] | None:
+def _get_norm_settings(module: nn.Module) -> tuple[Any, ...] | None:
     """Return the settings of a norm as a hashable key: its `forward`, its attributes and its parameter shapes.
 
     Return None if the output may depend on anything else, such as a closure or an attribute that is a function.
@@ -236,14 +236,14 @@ def _norm_settings(module: nn.Module) -> tuple[Any, ...] | None:
     names = [name for name in dir(cls) if not (name.startswith("__") or hasattr(nn.Module, name))]
     shared = {name: value for name in names if not callable(value := getattr(cls, name, None))}
     has_state = getattr(cls.forward, "__closure__", ()) is not None  # a closure, or an object instead of a function
-    if has_state or not all(map(_is_plain, (*own.values(), *shared.values()))):
+    if has_state or not all(map(_is_plain_value, (*own.values(), *shared.values()))):
         return None
     shapes = tuple((name, None if p is None else p.shape) for name, p in module._parameters.items())
     return cls.forward, shapes, tuple(sorted(own.items())), tuple(sorted(shared.items()))
 
 
-def _is_plain(value: object) -> bool:
-    return isinstance(value, PLAIN_VALUES) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+def _is_plain_value(value: object) -> bool:
+    return isinstance(value, PLAIN_VALUES) or (isinstance(value, tuple) and all(map(_is_plain_value, value)))
 
 
 @without_fake_tensors()
@@ -268,7 +268,7 @@ def _find_norm_kind(module: nn.Module, shape: tuple[int, ...]) -> str | None:
             for kind in kinds:
                 if kind == "layer" and not is_mixed:
                     formula = F.layer_norm(x, shape, weight, bias, eps or 0.0)
-                    error = _relative_error(formula, y, least=1.0)  # x - mean is already rounded
+                    error = _relative_error(formula, y, min_denominator=1.0)  # x - mean is already rounded
                     errors[kind] = max(errors[kind], error)
                 elif kind != "layer" and (y is not None or not is_mixed):
                     errors[kind] = max(errors[kind], _relative_error(rms_norm(kind, x, weight, eps), y))
@@ -306,15 +306,15 @@ def _copy_with_test_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Modu
     return probe
 
 
-def _relative_error(expected: Tensor, actual: Tensor | None, least: float = 1e-4) -> float:
+def _relative_error(expected: Tensor, actual: Tensor | None, min_denominator: float = 1e-4) -> float:
     """Return the largest relative error of ``actual`` divided by the error bound of its dtype.
 
-    Denominators are at least ``least``.
+    Denominators are at least ``min_denominator``.
     """
     if not isinstance(actual, Tensor) or actual.dtype != expected.dtype or actual.shape != expected.shape:
         return float("inf")
     a, b = expected.to(torch.float64), actual.to(torch.float64)
-    return float(((a - b).abs() / b.abs().clamp(min=least)).max()) / BOUNDS[actual.dtype]
+    return float(((a - b).abs() / b.abs().clamp(min=min_denominator)).max()) / BOUNDS[actual.dtype]
 
 
 def _check_no_options(cls: type[nn.Module], options: dict[str, Any]) -> None:

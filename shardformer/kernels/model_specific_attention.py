@@ -51,7 +51,7 @@ def bloom_attention(
     slopes_BNS1 = alibi.view(*k_BNSD.shape[:-1], 1).to(k_BNSD.dtype)
     q_BNQE = torch.cat([q_BNQD * self.inv_norm_factor, torch.ones_like(q_BNQD[..., :1])], -1)
     k_BNSE = torch.cat([k_BNSD, slopes_BNS1], -1)
-    p = _dropout_rate(self, self.attention_dropout)
+    p = _get_dropout_rate(self, self.attention_dropout)
     out_BQND, _ = attention(self, q_BNQE, k_BNSE, v_BNSD, attention_mask, p, scaling=1.0)
     out: Tensor = F.dropout(self.dense(out_BQND.flatten(2)), p=self.hidden_dropout, training=self.training)
     return residual + out, None
@@ -69,7 +69,7 @@ def gpt_neo_attention(
             mask = visible if mask is None else visible & mask
         else:
             mask = torch.where(visible, mask, torch.finfo(mask.dtype).min)
-    p = _dropout_rate(self, self.attn_dropout)
+    p = _get_dropout_rate(self, self.attn_dropout)
     out_BQND, _ = attention(self, query.to(value.dtype), key.to(value.dtype), value, mask, p, scaling=1.0)
     return out_BQND.transpose(1, 2), None
 
@@ -77,7 +77,7 @@ def gpt_neo_attention(
 def gptj_attention(
     self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
 ) -> Output:
-    p, scale = _dropout_rate(self, self.attn_dropout), 1.0 / float(self.scale_attn)
+    p, scale = _get_dropout_rate(self, self.attn_dropout), 1.0 / float(self.scale_attn)
     query, key = query.to(value.dtype), key.to(value.dtype)
     out_BQND, _ = attention(self, query, key, value, attention_mask, p, scaling=scale)
     return out_BQND.transpose(1, 2), None
@@ -139,12 +139,12 @@ def _cosine_attention(
     bias_1NLL = 16 * torch.sigmoid(bias_LLN.permute(2, 0, 1).contiguous())[None]
     if mask is not None:
         mask = mask[:, None].repeat(len(q) // len(mask), 1, 1, 1)
-    p = _dropout_rate(self, dropout)
+    p = _get_dropout_rate(self, dropout)
     out, _ = attention(self, q, k, v, mask, p, scaling=1.0, is_causal=False, position_bias=bias_1NLL)
     return out.flatten(2)
 
 
-def _dropout_rate(module: nn.Module, dropout: Any) -> float:
+def _get_dropout_rate(module: nn.Module, dropout: Any) -> float:
     return float(dropout.p) if module.training else 0.0
 
 

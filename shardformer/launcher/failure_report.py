@@ -34,30 +34,30 @@ def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[in
     """
     me = f"shardformer {command}"
     # ranks that the launcher ended after another failure are not the cause
-    own_fault = {r: f for r, f in failures.items() if f.exitcode not in _BY_LAUNCHER or _error_text(f)} or failures
+    own_fault = {r: f for r, f in failures.items() if f.exitcode not in _BY_LAUNCHER or _get_error_text(f)} or failures
     order = sorted(own_fault, key=lambda rank: _cause_sort_key(own_fault[rank]))
     first = failures[order[0]]
-    ours = _extra_info(first).get("parts")
-    same_error = [rank for rank in order if ours and _extra_info(failures[rank]).get("parts") == ours] or order[:1]
+    ours = _get_extra_info(first).get("parts")
+    same_error = [rank for rank in order if ours and _get_extra_info(failures[rank]).get("parts") == ours] or order[:1]
     lines = [
         f"{me}: rank {r} failed as well, {_describe_cause(failures[r])}" for r in order[::-1] if r not in same_error
     ]
     if ours:
-        lines += [line for line in (_extra_info(first).get("frame"), format_error(*ours)) if line]
+        lines += [line for line in (_get_extra_info(first).get("frame"), format_error(*ours)) if line]
         more = "" if is_traceback_enabled() else f" ({TRACEBACK_VARIABLE}=1 shows the traceback of each rank)"
         # the launcher may have ended a rank that raised the same error
         left = next((failures[rank] for rank in same_error if failures[rank].exitcode > 0), first)
         lines.append(
-            f"{me}: {_format_ranks_of_world(same_error, _extra_info(first))}: {_format_exit_status(left)}{more}"
+            f"{me}: {_format_ranks_of_world(same_error, _get_extra_info(first))}: {_format_exit_status(left)}{more}"
         )
     ended = sorted(set(ranks) - set(failures))
-    if (ended and _waited_for_peer(first)) or (_lost_connection(first) and (ended or not ours)):
+    if (ended and _is_peer_timeout(first)) or (_is_lost_connection(first) and (ended or not ours)):
         who = format_ranks(ended) if ended else "a process of its group"
         lines.append(
             f"{me}: {who} exited before rank {order[0]}, which was waiting for it and failed (exit code "
             f"{first.exitcode}). All ranks must run the same steps: check why one exited early"
         )
-    elif _waited_for_peer(first) and STACK_LOCATIONS:
+    elif _is_peer_timeout(first) and STACK_LOCATIONS:
         who = format_ranks(sorted(STACK_LOCATIONS))
         lines.append(f"{me}: {who} had not failed when the launcher ended the run, and other ranks waited for it")
         lines += [f"{me}: {place}" for place in describe_stack_locations()[:FEW]]
@@ -72,17 +72,19 @@ def _cause_sort_key(failure: ProcessFailure) -> tuple[int, float]:
     if failure.pid in STUCK_PROCESSES:
         kind = 2
     else:
-        kind = 0 if -failure.exitcode in _FATAL else 3 if _lost_connection(failure) or _waited_for_peer(failure) else 1
-    return kind, float(_extra_info(failure).get("time_s", failure.timestamp))
+        kind = (
+            0 if -failure.exitcode in _FATAL else 3 if _is_lost_connection(failure) or _is_peer_timeout(failure) else 1
+        )
+    return kind, float(_get_extra_info(failure).get("time_s", failure.timestamp))
 
 
-def _lost_connection(failure: ProcessFailure) -> bool:
-    return any(words in _error_text(failure) for words in _LOST_PEER)
+def _is_lost_connection(failure: ProcessFailure) -> bool:
+    return any(words in _get_error_text(failure) for words in _LOST_PEER)
 
 
-def _waited_for_peer(failure: ProcessFailure) -> bool:
-    kind = (_extra_info(failure).get("parts") or [""])[0]
-    return kind == "LostPeerError" or "Timed out waiting" in _error_text(failure)
+def _is_peer_timeout(failure: ProcessFailure) -> bool:
+    kind = (_get_extra_info(failure).get("parts") or [""])[0]
+    return kind == "LostPeerError" or "Timed out waiting" in _get_error_text(failure)
 
 
 def _format_ranks_of_world(ranks: list[int], extra_info: Mapping[str, Any]) -> str:
@@ -92,23 +94,25 @@ def _format_ranks_of_world(ranks: list[int], extra_info: Mapping[str, Any]) -> s
     return f"{format_ranks(sorted(ranks))} of {world_size}" if world_size else format_ranks(sorted(ranks))
 
 
-def _extra_info(failure: ProcessFailure) -> Mapping[str, Any]:
+def _get_extra_info(failure: ProcessFailure) -> Mapping[str, Any]:
     message = failure.error_file_data.get("message")
     note: Mapping[str, Any] = message.get("extraInfo", {}) if isinstance(message, dict) else {}
     return note
 
 
-def _error_text(failure: ProcessFailure) -> str:
+def _get_error_text(failure: ProcessFailure) -> str:
     message = failure.error_file_data.get("message")
     return " ".join(str(message.get("message", "")).split()) if isinstance(message, dict) else ""
 
 
 def _format_exit_status(failure: ProcessFailure) -> str:
-    return f"exit code {failure.exitcode}, {_extra_info(failure)['parts'][0]}" if failure.exitcode > 0 else "as above"
+    return (
+        f"exit code {failure.exitcode}, {_get_extra_info(failure)['parts'][0]}" if failure.exitcode > 0 else "as above"
+    )
 
 
 def _describe_cause(failure: ProcessFailure) -> str:
-    if failure.exitcode in _BY_LAUNCHER and _error_text(failure):
+    if failure.exitcode in _BY_LAUNCHER and _get_error_text(failure):
         how = "ended by the launcher while it was exiting"
     elif failure.exitcode < 0:
         how = f"killed by {failure.signal_name()}"
@@ -118,6 +122,6 @@ def _describe_cause(failure: ProcessFailure) -> str:
             return f"{how} (often because the machine ran out of memory)"
     else:
         how = f"exit code {failure.exitcode}"
-    parts = _extra_info(failure).get("parts")
-    text = f"{parts[0]}: {parts[1]}" if parts else _error_text(failure)
+    parts = _get_extra_info(failure).get("parts")
+    text = f"{parts[0]}: {parts[1]}" if parts else _get_error_text(failure)
     return f"{how}: {text[:MAX_TEXT_LENGTH]}{'...' if len(text) > MAX_TEXT_LENGTH else ''}" if text else how

@@ -82,7 +82,7 @@ def select_hosts(names: str, hosts: list[HostEntry] | None) -> list[HostEntry]:
     return [host for host in hosts if host.name in wanted]
 
 
-def find_this_host(hosts: Sequence[HostEntry]) -> int:
+def find_local_host_index(hosts: Sequence[HostEntry]) -> int:
     """Return the index of the local machine in a list of hosts, found by its host name or IP addresses."""
     full = {socket.gethostname().lower(), socket.getfqdn().lower()}
     short = {name.partition(".")[0] for name in full}

@@ -35,7 +35,7 @@ ENDED_FILE = "ended"  # file in this folder while the launcher ends all processe
 @contextmanager
 def register_graceful_shutdown() -> Iterator[None]:
     """Context manager that makes the launcher wait after a signal until this process has saved its work."""
-    note = _registration_file(os.getpid())
+    note = _get_registration_file(os.getpid())
     if note is not None:
         with suppress(OSError):  # the launcher then waits as for any other process
             note.touch()
@@ -48,7 +48,7 @@ def register_graceful_shutdown() -> Iterator[None]:
 
 def shuts_down_gracefully(pid: int) -> bool:
     """Return whether the launcher should wait after a signal until a process has saved its work."""
-    note = _registration_file(pid)
+    note = _get_registration_file(pid)
     return note is not None and note.exists()
 
 
@@ -62,7 +62,7 @@ def is_aborted_by_launcher() -> bool:
     return has_launcher() and Path(os.environ[FOLDER], ENDED_FILE).exists()
 
 
-def _registration_file(pid: int) -> Path | None:
+def _get_registration_file(pid: int) -> Path | None:
     folder = os.environ.get(FOLDER)
     return Path(folder, str(pid)) if folder else None
 
@@ -99,7 +99,7 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
 
     def close(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
         nonlocal signals
-        processes, number = _running_processes(self), death_sig or signal.SIGTERM
+        processes, number = _list_running_processes(self), death_sig or signal.SIGTERM
         pids = [process.pid for process in processes]
         saves = any(map(shuts_down_gracefully, pids))
         signals += _is_ending_on_signal()
@@ -107,7 +107,7 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
         if not signals:
             Path(folder, ENDED_FILE).touch()
         if signals == 1 and processes and not saves:
-            _report_waiting(len(processes), number, seconds)
+            _print_shutdown_notice(len(processes), number, seconds)
         if signals > 1:
             seconds, number = AT_ONCE_S, signal.SIGKILL if saves else number
         elif signals == 1 and saves:
@@ -139,24 +139,24 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _report_waiting(count: int, number: signal.Signals, seconds: float) -> None:
+def _print_shutdown_notice(count: int, signum: signal.Signals, seconds: float) -> None:
     """Print how long the launcher waits at most for its processes to end after a signal."""
     processes = f"{count} process{'es' * (count > 1)}"
-    again = "press Ctrl-C again" if number is signal.SIGINT else "send it again"
+    again = "press Ctrl-C again" if signum is signal.SIGINT else "send it again"
     print(
-        f"\n{number.name}: waiting at most {seconds:g} s for {processes} to end; {again} to end them at once",
+        f"\n{signum.name}: waiting at most {seconds:g} s for {processes} to end; {again} to end them at once",
         file=sys.stderr,
         flush=True,
     )
 
 
-def _running_processes(context: PContext) -> list[Any]:
+def _list_running_processes(context: PContext) -> list[Any]:
     """Return the processes of torch's launcher that are still running, as ``subprocess.Popen`` objects."""
     handlers: dict[int, Any] = getattr(context, "subprocess_handlers", {})
     return [handler.proc for handler in handlers.values() if handler.proc.poll() is None]
 
 
-def _finish_processes(processes: Sequence[Any], number: signal.Signals, timeout_s: float | None) -> None:
+def _finish_processes(processes: Sequence[Any], signum: signal.Signals, timeout_s: float | None) -> None:
     """Send a signal to worker processes, and wait until they have saved their work and exited.
 
     Unlike torch, this does not signal their process groups, because that would end the data loading workers of a
@@ -168,7 +168,7 @@ def _finish_processes(processes: Sequence[Any], number: signal.Signals, timeout_
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     for process in processes:
-        process.send_signal(number)
+        process.send_signal(signum)
     start = saving_until = time.monotonic()
     while running := [process for process in processes if process.poll() is None]:
         now = time.monotonic()
@@ -218,21 +218,21 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
-def _record_stuck_processes(pids: list[int], number: signal.Signals, seconds: float) -> None:
+def _record_stuck_processes(pids: list[int], signum: signal.Signals, seconds: float) -> None:
     for pid in pids:
-        state = _process_state(pid)
+        state = _get_process_state(pid)
         if state in ("T", "t"):
             STUCK_PROCESSES[pid] = "it was stopped (SIGSTOP, Ctrl-Z or a debugger), and the launcher killed it"
         elif state not in ("", "Z"):
             how = (
-                f"it did not finish its step and save within {seconds:g} s after {number.name}"
+                f"it did not finish its step and save within {seconds:g} s after {signum.name}"
                 if shuts_down_gracefully(pid)
-                else f"it did not end on {number.name} (because of its own signal handler or a call into C++)"
+                else f"it did not end on {signum.name} (because of its own signal handler or a call into C++)"
             )
             STUCK_PROCESSES[pid] = f"{how}, and the launcher killed it"
 
 
-def _process_state(pid: int) -> str:
+def _get_process_state(pid: int) -> str:
     """Return the one-letter state of a process (such as R, S or Z) from ``/proc``, or "" if it is unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

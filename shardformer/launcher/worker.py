@@ -39,7 +39,7 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: types
     if path and issubclass(kind, KeyboardInterrupt) and os.environ.get(TRACEBACK_VARIABLE, "0") in ("", "0"):
         _record_location(path, kind.__name__, traceback.extract_tb(trace))
         return
-    ours = _error_parts(error)
+    ours = _get_error_parts(error)
     if not ours or not path or sys.modules["shardformer.errors"].is_traceback_enabled():
         sys.__excepthook__(kind, error.with_traceback(trace), trace)
     if path and not issubclass(kind, KeyboardInterrupt):
@@ -75,7 +75,7 @@ def _write_error_file(path: str, message: str, extra: dict[str, object]) -> None
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 
 
-def _error_parts(error: BaseException) -> list[str] | None:
+def _get_error_parts(error: BaseException) -> list[str] | None:
     """Return the class name and message parts of a ``ShardFormerError``, or None for other exceptions."""
     errors = sys.modules.get("shardformer.errors")
     if errors is None or not isinstance(error, errors.ShardFormerError):
@@ -92,7 +92,7 @@ def _format_user_frame(stack: traceback.StackSummary) -> str:
     return "".join(traceback.format_list(frames[-1:])).rstrip()
 
 
-def delay_sigterm() -> None:
+def exit_after_sigterm() -> None:
     """Make the process exit 2 seconds after SIGTERM, unless the script installs its own signal handler.
 
     A rank that waits for another rank is inside a call of torch, where Python runs no signal handlers. Therefore a
@@ -160,7 +160,7 @@ def run_module(name: str) -> None:
 if __name__ == "__main__":
     this_module = sys.modules["__main__"]  # keeps the module alive after `run_script` has replaced it
     sys.excepthook = record_failure
-    delay_sigterm()
+    exit_after_sigterm()
     as_module = sys.argv[1] == "-m"
     sys.argv = sys.argv[2:] if as_module else sys.argv[1:]
     del sys.path[0]  # the folder of this file, whose modules could hide packages of the same name

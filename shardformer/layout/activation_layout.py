@@ -101,7 +101,7 @@ class ActivationLayout:
     shards: tuple[ActivationShard, ...] = ()
     block: tuple[str, ...] = ("tensor",)
 
-    def shards_at(self, region: ModelRegion) -> tuple[ActivationShard, ...]:
+    def get_region_shards(self, region: ModelRegion) -> tuple[ActivationShard, ...]:
         """Return how activations are sharded in a region of the model, with one entry for each sharded dimension."""
         if not self.shards:
             return ()
@@ -109,35 +109,35 @@ class ActivationLayout:
         return tuple(s for s in self.shards if s.begin is ShardedFrom.INPUTS or s.dim in in_stack)
 
     @property
-    def shards_stacks(self) -> bool:
+    def is_stack_sharded(self) -> bool:
         """Whether activations are sharded inside a stack of layers, but not before and after it."""
         return any(shard.begin is ShardedFrom.STACK for shard in self.shards)
 
-    def shard_at_stack(self, axis: str) -> ActivationShard | None:
+    def get_stack_shard(self, axis: str) -> ActivationShard | None:
         """Return which activation dimension is sharded over ``axis`` inside a stack of layers, or None."""
         return next((s for s in self.shards if s.begin is ShardedFrom.STACK and s.axis == axis), None)
 
-    def partial_axes(self, region: ModelRegion) -> tuple[str, ...]:
+    def get_gradient_sum_axes(self, region: ModelRegion) -> tuple[str, ...]:
         """Return the axes over which the gradients of replicated parameters in a model region are summed."""
-        axes = [shard.axis for shard in self.shards_at(region)]
+        axes = [shard.axis for shard in self.get_region_shards(region)]
         return tuple(dict.fromkeys((*axes, *self.block) if region is ModelRegion.BLOCK else axes))
 
     @cached_property
     def input_axes(self) -> tuple[str, ...]:
         """Axes over which the model inputs are sharded."""
-        return tuple(shard.axis for shard in self.shards_at(ModelRegion.OUTSIDE))
+        return tuple(shard.axis for shard in self.get_region_shards(ModelRegion.OUTSIDE))
 
-    def num_parts(self, sizes: Mapping[str, int]) -> int:
+    def count_input_shards(self, sizes: Mapping[str, int]) -> int:
         """Return into how many shards the model inputs are split. Each rank's loss is the mean over its shard."""
         return prod(map(sizes.__getitem__, self.input_axes))
 
-    def random_stream_index(self, region: ModelRegion, coords: Coords, sizes: Mapping[str, int]) -> int:
+    def get_random_stream_index(self, region: ModelRegion, coords: Coords, sizes: Mapping[str, int]) -> int:
         """Return the index of the random number stream from which a rank draws in a model region.
 
         The index is 0 where all ranks have the same activations and must draw the same numbers. Ranks with different
         shards get different positive indices.
         """
-        axes = self.partial_axes(region)
+        axes = self.get_gradient_sum_axes(region)
         if not any(sizes.get(axis, 1) > 1 for axis in axes):
             return 0
         number = 0

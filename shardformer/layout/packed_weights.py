@@ -37,11 +37,11 @@ FAST_CPU_KERNEL = "support_avx512bf16_for_cpu"
 def find_packed_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the packed parameters of a model that is not sharded yet, by name. Tied parameters have several names."""
     frozen = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
-    is_quantized = bool(frozen) and has_quantizer(model)
+    is_quantized = bool(frozen) and has_quantization_config(model)
     return {name: param for name, param in frozen if _is_packed(param, is_quantized)}
 
 
-def has_quantizer(model: nn.Module) -> bool:
+def has_quantization_config(model: nn.Module) -> bool:
     """Return whether a transformers model was loaded with a quantization config."""
     quantizers = [getattr(module, "hf_quantizer", None) for module in model.modules()]
     return quantizers.count(None) < len(quantizers)
@@ -64,7 +64,7 @@ def is_4bit_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and is_from_bitsandbytes(module) and len(getattr(state, "shape", ())) == 2
 
 
-def packed_tensors(weight: nn.Parameter) -> list[Tensor]:
+def get_packed_tensors(weight: nn.Parameter) -> list[Tensor]:
     """Return the plain tensors that store a packed weight: its bytes and its scales."""
     if is_wrapper_tensor(weight):
         wrapper: Any = weight
@@ -85,10 +85,10 @@ def count_values(param: Tensor) -> int:
 
 def count_packed_values(model: nn.Module) -> int:
     """Return the number of values that the full, unsharded packed weights of a sharded model represent."""
-    return sum(module.num_packed_values for module in modules_with_packed_weights(model))
+    return sum(module.num_packed_values for module in find_packed_modules(model))
 
 
-class KeepsPackedWeights:
+class PackedWeightsMixin:
     """Mixin for modules that store packed weights as attributes, outside their parameters and state dicts."""
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
@@ -136,36 +136,40 @@ def keep_as_attributes(module: nn.Module, weights: dict[str, Any], num_values: i
     vars(module).update(weights, packed_names=tuple(weights), num_packed_values=count)
     if FAST_CPU_KERNEL in vars(module):
         vars(module)[FAST_CPU_KERNEL] = False
-    add_mixins(module, KeepsPackedWeights)
+    add_mixins(module, PackedWeightsMixin)
 
 
 def add_mixins(module: nn.Module, *mixins: type) -> None:
     """Add mixins to the class of a module, unless the class has them already."""
     if new := tuple(mixin for mixin in mixins if not isinstance(module, mixin)):
         kind: Any = type(module)
-        module.__class__ = _mixed(new, kind)
+        module.__class__ = _make_mixin_class(new, kind)
 
 
 @cache
-def _mixed(mixins: tuple[type, ...], kind: Any) -> Any:
-    return type(kind.__name__, (*mixins, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+def _make_mixin_class(mixins: tuple[type, ...], base_class: Any) -> Any:
+    return type(
+        base_class.__name__,
+        (*mixins, base_class),
+        {"__module__": base_class.__module__, "__qualname__": base_class.__qualname__},
+    )
 
 
-def modules_with_packed_weights(model: nn.Module) -> Iterator[Any]:
-    return (module for module in model.modules() if isinstance(module, KeepsPackedWeights))
+def find_packed_modules(model: nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if isinstance(module, PackedWeightsMixin))
 
 
-def check_trains_adapters(model: nn.Module, adapters: object) -> None:
+def check_has_adapters(model: nn.Module, adapters: object) -> None:
     """Raise ConfigError, as the Trainer does, if a quantized transformers model has no adapters to train."""
     if adapters is None and any(getattr(module, "is_quantized", False) for module in model.modules()):
         check_no_packed_weights(model, "Training")
 
 
-def check_no_packed_weights(model: nn.Module, what: str) -> None:
-    """Raise ConfigError if a sharded model has quantized weights, whose values ``what`` would need."""
-    if (module := next(modules_with_packed_weights(model), None)) is not None:
+def check_no_packed_weights(model: nn.Module, action: str) -> None:
+    """Raise ConfigError if a sharded model has quantized weights, whose values ``action`` would need."""
+    if (module := next(find_packed_modules(model), None)) is not None:
         raise ConfigError(
-            f"{what} does not include the quantized weights of this {type(model).__name__}, such as those of its "
+            f"{action} does not include the quantized weights of this {type(model).__name__}, such as those of its "
             f"{type(module).__name__} layers.",
             rule="Quantized weights are frozen, and a sharded model does not store them in state dicts.",
             remedy="Call peft.get_peft_model before shard_model, train the adapters, and save them with the "

@@ -45,7 +45,7 @@ class SliceTensor(Tensor):
             if func is Tensor.as_subclass:
                 return result
             arguments = {id(x) for x in leaves}
-            return tree_map(lambda x: x if id(x) in arguments else _mark_if_same_size(x, slices), result)
+            return tree_map(lambda x: x if id(x) in arguments else _to_slice_if_same_size(x, slices), result)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise_shard_export_error(self._param_name, self.shape)
@@ -76,12 +76,12 @@ def _get_export_functions() -> frozenset[Any]:
     return frozenset(getattr(Tensor, name) for name in names)
 
 
-def _mark_if_same_size(x: Any, slices: Iterable[SliceTensor]) -> Any:
+def _to_slice_if_same_size(x: Any, slices: Iterable[SliceTensor]) -> Any:
     name = next((each._param_name for each in slices if type(x) is Tensor and x.numel() == each.numel()), None)
-    return x if name is None else _mark_tensor(x, name)
+    return x if name is None else _to_slice_tensor(x, name)
 
 
-def _mark_tensor(x: Tensor, name: str) -> SliceTensor:
+def _to_slice_tensor(x: Tensor, name: str) -> SliceTensor:
     result = x.as_subclass(SliceTensor)
     result._param_name = name
     return result
@@ -92,7 +92,7 @@ def to_plain_tensor(x: Tensor) -> Tensor:
     return x.as_subclass(Tensor) if isinstance(x, SliceTensor) else x
 
 
-def mark_slices(module: nn.Module, names: Collection[str] | None) -> None:
+def mark_state_dict_shards(module: nn.Module, names: Collection[str] | None) -> None:
     """Make the state dict of a module return its shards as ``SliceTensor``.
 
     Args:
@@ -113,10 +113,10 @@ def _mark_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str,
     for name in (*module._parameters, *module._buffers) if marked is None else marked:
         full = f"{prefix}{name}"
         if type(value := state_dict.get(full)) is Tensor and value is not module._buffers.get(name):
-            state_dict[full] = _mark_tensor(value, full)
+            state_dict[full] = _to_slice_tensor(value, full)
 
 
-class _PicklingRefusal:
+class _PickleGuard:
     """Callable that replaces ``__reduce_ex__`` of a sharded parameter, so that pickling raises ConfigError."""
 
     def __init__(self, name: str, shape: tuple[int, ...]) -> None:
@@ -126,6 +126,6 @@ class _PicklingRefusal:
         raise_shard_export_error(self._name, self._shape)
 
 
-def refuse_pickling(name: str, param: Tensor) -> None:
+def disable_pickling(name: str, param: Tensor) -> None:
     """Make a sharded parameter raise ConfigError when it is pickled. Unlike a subclass, this has no overhead."""
-    param.__dict__["__reduce_ex__"] = _PicklingRefusal(name, tuple(param.shape))
+    param.__dict__["__reduce_ex__"] = _PickleGuard(name, tuple(param.shape))

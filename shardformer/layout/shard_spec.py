@@ -18,7 +18,7 @@ Coords = Mapping[str, int]  # Axis name -> rank on that axis. Axes of size 1 may
 Axes = tuple[str, ...]
 
 
-def even_bounds(count: int, ranks: int) -> list[int]:
+def get_even_bounds(count: int, ranks: int) -> list[int]:
     """Return the boundaries between ``ranks`` nearly equal slices, longest first: (10, 4) -> [0, 3, 6, 8, 10]."""
     base, more = divmod(count, ranks)
     return [r * base + min(r, more) for r in range(ranks + 1)]
@@ -57,7 +57,7 @@ class Split:
         cls, size: int, ranks: int, unit: int = 1, *, axes: Axes = ("tensor",), sizes: tuple[int, ...] = ()
     ) -> Split:
         """Split a dimension as evenly as possible in multiples of ``unit``. The first ranks get the remaining units."""
-        parts = tuple(((a * unit, b * unit),) for a, b in pairwise(even_bounds(size // unit, ranks)))
+        parts = tuple(((a * unit, b * unit),) for a, b in pairwise(get_even_bounds(size // unit, ranks)))
         return cls(parts, axes, sizes)
 
     @classmethod
@@ -104,7 +104,7 @@ class Split:
     @cached_property
     def holders(self) -> list[tuple[int, int, int]]:
         """Number of ranks that store each index range, as tuples (start, end, count)."""
-        return count_holders(self.parts)
+        return count_ranks_per_range(self.parts)
 
     def indices(self, rank: int) -> Tensor:
         """Return the indices of the full dimension that a rank stores, in the order of its local shard."""
@@ -144,7 +144,7 @@ class EvenSplit:
     def slices(self, length: int, coords: Coords) -> tuple[Slice, ...]:
         """Return the index ranges of a dimension that the rank at ``coords`` stores."""
         units = -(-length // self.unit)
-        bounds = [min(b * self.unit, length) for b in even_bounds(units, self.ranks)]
+        bounds = [min(b * self.unit, length) for b in get_even_bounds(units, self.ranks)]
         rank = _compute_rank(self.axes, self.sizes, coords)
         return merge_slices([(bounds[rank], bounds[rank + 1])])
 
@@ -152,10 +152,10 @@ class EvenSplit:
 AnySplit = Split | EvenSplit
 
 
-def count_holders(parts: Sequence[Sequence[Slice]]) -> list[tuple[int, int, int]]:
+def count_ranks_per_range(parts: Sequence[Sequence[Slice]]) -> list[tuple[int, int, int]]:
     """Count how many shards contain each index, as runs of equal counts: (start, end, count).
 
-    >>> count_holders([[(0, 2)], [(1, 3)], [(4, 5)]])
+    >>> count_ranks_per_range([[(0, 2)], [(1, 3)], [(4, 5)]])
     [(0, 1, 1), (1, 2, 2), (2, 3, 1), (3, 4, 0), (4, 5, 1)]
     """
     changes: dict[int, int] = {0: 0}
@@ -207,11 +207,11 @@ class Box:
     local: Offsets
     size: Offsets
 
-    def of_full(self, x: Tensor) -> Tensor:
+    def view_in_full(self, x: Tensor) -> Tensor:
         """Return the view of the full tensor that this box describes."""
         return _narrow_dims(x, self.full, self.size)
 
-    def of_local(self, x: Tensor) -> Tensor:
+    def view_in_local(self, x: Tensor) -> Tensor:
         """Return the view of the local shard that this box describes."""
         return _narrow_dims(x, self.local, self.size)
 
@@ -287,7 +287,7 @@ class ShardSpec:
 
     def boxes(self, coords: Coords) -> tuple[Box, ...]:
         """Return the blocks of the full tensor that the rank at ``coords`` stores, in local order."""
-        dims = [list(_with_local_starts(self.slices_of(d, coords))) for d in range(len(self.shape))]
+        dims = [list(_iter_slices_with_offsets(self.slices_of(d, coords))) for d in range(len(self.shape))]
         return tuple(
             Box(tuple(a for a, _, _ in runs), tuple(at for _, at, _ in runs), tuple(n for _, _, n in runs))
             for runs in product(*dims)
@@ -337,7 +337,7 @@ class ShardSpec:
     def place(self, local: Tensor, full: Tensor, coords: Coords) -> None:
         """Copy the shard of the rank at ``coords`` into the full tensor."""
         for box in self.boxes(coords):
-            box.of_full(full).copy_(box.of_local(local))
+            box.view_in_full(full).copy_(box.view_in_local(local))
 
     @cached_property
     def _holders(self) -> dict[int, list[tuple[int, int, int]]]:
@@ -348,7 +348,7 @@ class ShardSpec:
             if len(splits) == 1 and isinstance(first, Split):
                 holders[dim] = first.holders
             else:
-                holders[dim] = count_holders(
+                holders[dim] = count_ranks_per_range(
                     [self.slices_of(dim, coords) for coords in _list_all_coords(_get_axis_sizes(splits))]
                 )
         return holders
@@ -390,7 +390,7 @@ def _list_all_coords(axes: Mapping[str, int]) -> list[Coords]:
     return [dict(zip(axes, ranks, strict=True)) for ranks in product(*(range(size) for size in axes.values()))]
 
 
-def _with_local_starts(slices: Sequence[Slice]) -> Iterator[tuple[int, int, int]]:
+def _iter_slices_with_offsets(slices: Sequence[Slice]) -> Iterator[tuple[int, int, int]]:
     """Yield the start in the full dimension, the start in the shard and the length of each index range."""
     at = 0
     for a, b in slices:
@@ -403,7 +403,7 @@ def _compose_slices(local: Sequence[Slice], inner: Sequence[Slice]) -> tuple[Sli
     out = [
         (a + max(c, at) - at, a + min(d, at + n) - at)
         for c, d in inner
-        for a, at, n in _with_local_starts(local)
+        for a, at, n in _iter_slices_with_offsets(local)
         if max(c, at) < min(d, at + n)
     ]
     return merge_slices(out)

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, check_argument
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
-from shardformer.layout.shard_export_guard import mark_slices, refuse_pickling
+from shardformer.layout.shard_export_guard import disable_pickling, mark_state_dict_shards
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.torch_compat import is_compiled_wrapper
 
 
 @dataclass(frozen=True)
-class Reduction:
+class GradientReduction:
     """How the gradient of a parameter is summed over ranks and divided."""
 
     sum_over: tuple[str, ...] = ()  # axes over which the gradient is all-reduced
@@ -36,13 +36,13 @@ class Reduction:
     stages: tuple[int, ...] = ()  # ranks of ``pipe`` that share the parameter, if there are several
 
 
-def reduction_of(
+def get_reduction(
     spec: ShardSpec,
     activations: ActivationLayout,
     region: ModelRegion,
     sizes: Mapping[str, int],
     stages: tuple[int, ...] = (),
-) -> Reduction:
+) -> GradientReduction:
     """Return how to reduce the gradient of a parameter with the layout ``spec`` in a region of the model.
 
     Over ``data`` and the axes that shard the model inputs, each rank has the gradient of the mean loss of its samples.
@@ -52,14 +52,14 @@ def reduction_of(
     Args:
         sizes: axis name -> axis size.
     """
-    partial = set(activations.partial_axes(region)) - spec.axes.keys()
+    partial = set(activations.get_gradient_sum_axes(region)) - spec.axes.keys()
     summed = {"data", *partial, *activations.input_axes, *spec.shared_axes}
     over = [axis for axis, size in sizes.items() if size > 1 and axis in summed]
-    divisor = float(sizes.get("data", 1) * activations.num_parts(sizes))
+    divisor = float(sizes.get("data", 1) * activations.count_input_shards(sizes))
     pipe = ("pipe",) if sizes.get("pipe", 1) > 1 else ()
     # the axes of a tensor grid replace the tensor axis, so that no rank is counted twice
     norm_over = [a for axis in spec.axes for a in (activations.block if axis == "tensor" else (axis,))]
-    return Reduction(tuple(over), divisor, tuple(norm_over) + pipe, stages)
+    return GradientReduction(tuple(over), divisor, tuple(norm_over) + pipe, stages)
 
 
 METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE = "_shardformer", "_shardformer_part"
@@ -73,7 +73,7 @@ class ParamEntry:
     name: str  # first name when the model was sharded
     param: Tensor
     spec: ShardSpec
-    reduction: Reduction = field(default_factory=Reduction)
+    reduction: GradientReduction = field(default_factory=GradientReduction)
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class ShardingMetadata:
     layer_stacks: tuple[str, ...] = ()  # paths of the stacks of layers
     compilers: list[Any] = field(default_factory=list)  # ``shardformer.sharding.compiled_layers.StackCompiler``
     monitor: ConsistencyMonitorProtocol | None = None  # detector of diverging ranks, or None without one
-    adapters: Any = None  # names of PEFT's adapters on all stages (``AdaptedNames``), or None without adapters
+    adapters: Any = None  # names of PEFT's adapters on all stages (``AdapterNameMap``), or None without adapters
     regions: Any = None  # finds the region of a parameter by its name (``ParameterRegions``)
     on_adapted: Callable[[nn.Module], None] = lambda _: None  # called when adapters were added or removed
 
@@ -220,7 +220,7 @@ class ShardingMetadata:
         """Record that a module, attribute or method was replaced."""
         self.replacements.append(ReplacementRecord(path, _format_name(before), _format_name(after), kind))
 
-    def by_param(self) -> dict[int, ParamEntry]:
+    def get_entries_by_param(self) -> dict[int, ParamEntry]:
         """Return a dict from the ``id`` of each parameter to its ``ParamEntry``."""
         return {id(entry.param): entry for entry in self.entries}
 
@@ -245,9 +245,9 @@ class ShardingMetadata:
             if module._parameters:
                 module.__dict__[PARENT_METADATA_ATTRIBUTE] = self
             if is_stage:
-                mark_slices(module, None)
+                mark_state_dict_shards(module, None)
             elif names := [name for name, param in module._parameters.items() if id(param) in sharded_ids]:
-                mark_slices(module, names)
+                mark_state_dict_shards(module, names)
 
     @property
     def _is_stage(self) -> bool:
@@ -256,7 +256,7 @@ class ShardingMetadata:
     def _refuse_pickling(self) -> set[int]:
         sharded = [e for e in self.entries if self._is_stage or tuple(e.param.shape) != e.spec.shape]
         for entry in sharded:
-            refuse_pickling(entry.name, entry.param)
+            disable_pickling(entry.name, entry.param)
         return {id(entry.param) for entry in sharded}
 
     @contextmanager
@@ -276,7 +276,7 @@ _REGISTRY_LOCK = threading.Lock()
 _NUMBERS = itertools.count()
 
 
-def tables_of(params: Iterable[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
+def group_by_metadata(params: Iterable[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
     """Group parameters by the sharded model to which they belong.
 
     Returns a dict from the metadata of each model to the entries of its parameters. Models are in the order in which
@@ -293,7 +293,7 @@ def tables_of(params: Iterable[Tensor]) -> dict[ShardingMetadata, list[ParamEntr
     return {table: some for table, some in entries.items() if some}
 
 
-def tables_here() -> list[ShardingMetadata]:
+def get_local_metadata() -> list[ShardingMetadata]:
     """Return the metadata of all sharded models to which this rank belongs, in the same order on all ranks."""
     with _REGISTRY_LOCK:
         alive = list(_TABLES)
@@ -325,7 +325,7 @@ def check_module(model: object) -> None:
     check_argument("model", model, isinstance(model, nn.Module), rule, "Pass the model that shard_model returned")
 
 
-def metadata_of(model: nn.Module) -> ShardingMetadata:
+def get_metadata(model: nn.Module) -> ShardingMetadata:
     """Return the metadata of a sharded model, or raise ConfigError if the model is not sharded."""
     check_module(model)
     state = model.__dict__.get(METADATA_ATTRIBUTE)
@@ -337,7 +337,7 @@ def metadata_of(model: nn.Module) -> ShardingMetadata:
     raise ConfigError(f"This {type(model).__name__} is not sharded.", remedy=remedy)
 
 
-def sharded_module(model: nn.Module, state: ShardingMetadata | None = None) -> tuple[nn.Module, str]:
+def get_sharded_module(model: nn.Module, state: ShardingMetadata | None = None) -> tuple[nn.Module, str]:
     """Return the sharded module inside ``model``, and the prefix of its parameter names in ``model``.
 
     The module is ``model`` itself, or the model inside a wrapper that shares its metadata (a ``PeftModel``).
@@ -345,7 +345,7 @@ def sharded_module(model: nn.Module, state: ShardingMetadata | None = None) -> t
     Args:
         state: metadata of the sharded module. By default, the metadata of ``model``.
     """
-    state = state or metadata_of(model)
+    state = state or get_metadata(model)
     inside = (
         (module, f"{path}.")
         for path, module in model.named_modules()
@@ -354,7 +354,7 @@ def sharded_module(model: nn.Module, state: ShardingMetadata | None = None) -> t
     return next(inside, (model, ""))
 
 
-def find_metadata(model: nn.Module) -> ShardingMetadata:
+def get_or_build_metadata(model: nn.Module) -> ShardingMetadata:
     """Return the metadata of a sharded model or submodule, or create it for a model with parallel layers."""
     check_module(model)
     for name in (METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE):
@@ -365,7 +365,7 @@ def find_metadata(model: nn.Module) -> ShardingMetadata:
         id(s): s for m in model.modules() if isinstance(s := m.__dict__.get(METADATA_ATTRIBUTE), ShardingMetadata)
     }
     if not sharded_models:
-        return _metadata_from_layers(model)
+        return _build_metadata_from_layers(model)
     first, *others = sharded_models.values()
     if any(other.context is not first.context for other in others):
         raise ConfigError(
@@ -377,7 +377,7 @@ def find_metadata(model: nn.Module) -> ShardingMetadata:
     return replace(first, entries=entries) if others else first
 
 
-def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpec]]:
+def named_sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpec]]:
     """Yield the name, shard and layout of each parameter in a parallel layer. Tied parameters have several names."""
     for path, module in model.named_modules(remove_duplicate=False):
         for name, spec in module.__dict__.get("shard_specs", {}).items():
@@ -385,19 +385,19 @@ def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sh
                 yield f"{path}.{name}".lstrip("."), param, spec
 
 
-def _metadata_from_layers(model: nn.Module) -> ShardingMetadata:
-    specs = {id(param): spec for _, param, spec in sharded_parameters(model)}
+def _build_metadata_from_layers(model: nn.Module) -> ShardingMetadata:
+    specs = {id(param): spec for _, param, spec in named_sharded_parameters(model)}
     axes = {axis.name: axis for m in model.modules() if isinstance(axis := m.__dict__.get("axis"), Axis)}
     entries = []
     for name, param in model.named_parameters():
         spec = specs.get(id(param), ShardSpec(param.shape))
-        entries.append(ParamEntry(name, param, spec, Reduction(norm_over=tuple(spec.axes))))
+        entries.append(ParamEntry(name, param, spec, GradientReduction(norm_over=tuple(spec.axes))))
     return ShardingMetadata(ParallelContext.of({}), entries=entries, layer_axes=axes)
 
 
 def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
     """Return a dict from parameter names, including tied names, to layouts. Replicated parameters have no splits."""
-    entries_by_id = find_metadata(model).by_param()
+    entries_by_id = get_or_build_metadata(model).get_entries_by_param()
     return {
         name: entries_by_id[id(p)].spec if id(p) in entries_by_id else ShardSpec(p.shape)
         for name, p in model.named_parameters(remove_duplicate=False)

@@ -56,7 +56,7 @@ def group_overlapping(named: Iterable[tuple[str, Tensor]]) -> list[OverlapGroup]
 def find_parameter_view(model: nn.Module, params: Collection[tuple[str, Tensor]]) -> tuple[str, str] | None:
     """Find a buffer or attribute that shares memory with a parameter. Return both names, or None."""
     known = {id(x) for _, x in params}
-    views = [(name, x) for name, x in _buffers_and_attributes(model) if id(x) not in known]
+    views = [(name, x) for name, x in _iter_buffers_and_attributes(model) if id(x) not in known]
     names = {name for name, _ in views}
     for group in group_overlapping([*params, *views]):
         view = next((name for name in group if name in names), None)
@@ -66,7 +66,7 @@ def find_parameter_view(model: nn.Module, params: Collection[tuple[str, Tensor]]
     return None
 
 
-def _buffers_and_attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _iter_buffers_and_attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         tensors = [*module._buffers.items(), *vars(module).items()]
         yield from (

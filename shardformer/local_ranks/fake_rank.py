@@ -3,8 +3,8 @@
 Fake tensors have shapes but no values. One process can trace the step of one rank of thousands, and report which
 collectives the rank starts and waits for, and how much memory it needs.
 
->>> with fake_tensors() as copied:                                             # doctest: +SKIP
-...     context = fake_context({"pipe": 2}, tensor=8, pipe=4, data=32)
+>>> with enable_fake_tensors() as copied:                                             # doctest: +SKIP
+...     context = make_fake_context({"pipe": 2}, tensor=8, pipe=4, data=32)
 ...     model = shard_model(LlamaForCausalLM(config), context=context)
 ...     batch = copied(batch)
 ...     with CollectiveRecorder(context) as recorder, MemoryTracker([*model.parameters(), *batch.values()]) as memory:
@@ -40,7 +40,7 @@ from shardformer.torch_compat import (
 from shardformer.torch_patches import Patch, Undo, temporary_patch
 
 
-def fake_context(
+def make_fake_context(
     coords: Mapping[str, int] | None = None,
     *,
     tensor: int = 1,
@@ -149,7 +149,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 @contextmanager
-def fake_tensors(*, padded: bool = False) -> Iterator[Callable[[Any], Any]]:
+def enable_fake_tensors(*, padded: bool = False) -> Iterator[Callable[[Any], Any]]:
     """Enable fake tensor mode, and yield a function that copies a model or a batch to fake tensors.
 
     Build models that read values in ``__init__`` (vit and swinv2) before, and copy them.
@@ -158,7 +158,7 @@ def fake_tensors(*, padded: bool = False) -> Iterator[Callable[[Any], Any]]:
         padded: whether attention receives a 4D mask, as transformers creates for a batch with padding. Otherwise, each
             row counts as one full sequence without a mask.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, nullcontext() if padded else _without_masks():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, nullcontext() if padded else _disable_mask_creation():
 
         def copied(value: Any) -> Any:
             with FakeCopyMode(mode):
@@ -172,7 +172,7 @@ class _ThreadState(threading.local):
 
 
 _THREAD = _ThreadState()
-"""``traces`` is the number of active ``_without_masks`` blocks of this thread."""
+"""``traces`` is the number of active ``_disable_mask_creation`` blocks of this thread."""
 MASK_PATCH = Patch(
     "transformers.masking_utils: sdpa_mask, find_packed_sequence_indices",
     "shardformer.local_ranks.fake_rank",
@@ -181,7 +181,7 @@ MASK_PATCH = Patch(
 
 
 @contextmanager
-def _without_masks() -> Iterator[None]:
+def _disable_mask_creation() -> Iterator[None]:
     if find_spec("transformers") is None:
         yield
         return

@@ -76,7 +76,7 @@ class _ForkedPool(WorkerPool):
         # libgomp hangs in a forked process that uses several threads, so the pool's number of threads stays 1
         return Worker(rank, get_context("fork"), self._threads, self._function)
 
-    def _create_group(self) -> None:
+    def _create_process_group(self) -> None:
         if self._group_address is None:  # only reserves a port: the function initializes the group itself
             self._group_address = GroupAddress()
 

@@ -25,7 +25,7 @@ EXCHANGE = 0
 """Tag of the messages of an exchange. Point-to-point messages have different tags."""
 
 
-class PeerFailed(Exception):
+class PeerFailedError(Exception):
     """Error that a waiting rank raises after another rank has failed."""
 
 
@@ -90,7 +90,7 @@ class Mailbox:
         """Return whether more than ``timeout_s`` seconds have passed since a rank failed."""
         return self._failed_at is not None and time.monotonic() > self._failed_at + self.timeout_s
 
-    def wait_for_missing(self, rank: int, keys: Sequence[MessageKey], timeout_s: float) -> list[MessageKey]:
+    def wait_for_values(self, rank: int, keys: Sequence[MessageKey], timeout_s: float) -> list[MessageKey]:
         """Wait for the values of ``keys``, and return the keys whose values did not arrive before the timeout."""
         with self._release_turn(), self._changed:
             self._waiting[rank] = keys
@@ -100,7 +100,7 @@ class Mailbox:
                 lambda: self._failed_at or not self._find_absent(keys) or self._is_stuck(), timeout_s
             )
             if self._failed_at is not None:
-                raise PeerFailed("another rank has raised")
+                raise PeerFailedError("another rank has raised")
             del self._waiting[rank]
             return self._find_absent(keys)
 
@@ -116,8 +116,8 @@ class Mailbox:
 
     def get(self, rank: int, keys: Sequence[MessageKey]) -> list[Any]:
         """Wait for the values of ``keys`` and return them, or raise a WorkerError if they do not arrive."""
-        if absent := self.wait_for_missing(rank, keys, self.timeout_s):
-            raise self._waiting_error(rank, absent)
+        if absent := self.wait_for_values(rank, keys, self.timeout_s):
+            raise self._make_waiting_error(rank, absent)
         with self._changed:
             values = []
             for key in keys:
@@ -135,7 +135,7 @@ class Mailbox:
         has_all_ranks = len(self._waiting) + len(self._ended) == self._size
         return has_all_ranks and all(map(self._find_absent, self._waiting.values()))
 
-    def _waiting_error(self, rank: int, absent: Sequence[MessageKey]) -> WorkerError:
+    def _make_waiting_error(self, rank: int, absent: Sequence[MessageKey]) -> WorkerError:
         with self._changed:
             states = [_describe_wait(rank, absent)]
             for other in range(self._size):
@@ -193,17 +193,17 @@ class ThreadTransport:
         return False
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
-        parts = self._gather_values("all_reduce", _copy(x))
-        return DeferredWork(lambda: x.copy_(_sum(parts()) if op == "sum" else torch.stack(parts()).amax(0)))
+        parts = self._gather_values("all_reduce", _clone_tensor(x))
+        return DeferredWork(lambda: x.copy_(_sum_tensors(parts()) if op == "sum" else torch.stack(parts()).amax(0)))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        parts = self._gather_values("all_gather", _copy(x))
+        parts = self._gather_values("all_gather", _clone_tensor(x))
         return DeferredWork(lambda: out.copy_(torch.cat(parts())))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
-        parts = self._gather_values("reduce_scatter", _copy(x))
+        parts = self._gather_values("reduce_scatter", _clone_tensor(x))
         rank, size = self._line.index(self._me), len(self._line)
-        return DeferredWork(lambda: out.copy_(_sum(parts()).chunk(size)[rank]))
+        return DeferredWork(lambda: out.copy_(_sum_tensors(parts()).chunk(size)[rank]))
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
         for to, x in outgoing.items():
@@ -212,7 +212,7 @@ class ThreadTransport:
         return [self.receive(x, source, EXCHANGE) for source, x in arriving.items() if x.numel()]
 
     def send(self, x: Tensor, to: int, tag: int) -> Work:
-        self.world.mailbox.put(self._next_message_key(self._me, self._line[to], tag), _copy(x), 1)
+        self.world.mailbox.put(self._next_message_key(self._me, self._line[to], tag), _clone_tensor(x), 1)
         return DeferredWork(None)
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work:
@@ -227,7 +227,7 @@ class ThreadTransport:
 
     def broadcast(self, x: Tensor, source: int) -> None:
         is_source = self._line[source] == self._me
-        values = self._gather_values("broadcast", _copy(x) if is_source else None)()
+        values = self._gather_values("broadcast", _clone_tensor(x) if is_source else None)()
         with torch.no_grad():
             x.copy_(values[source])
 
@@ -242,35 +242,35 @@ class ThreadTransport:
 
     def announce_call(self, call: str, *, waits: bool) -> PeerCallStatus:
         self._counts["calls"] += 1
-        keys = self._make_keys("calls", ("calls", self._counts["calls"]))
-        before = self._make_keys("calls", ("calls", self._counts["calls"] - 2))  # read by all ranks
+        keys = self._make_message_keys("calls", ("calls", self._counts["calls"]))
+        before = self._make_message_keys("calls", ("calls", self._counts["calls"] - 2))  # read by all ranks
         index = self._line.index(self._me)
         mailbox = self.world.mailbox
         mailbox.remove(before[index])
         mailbox.put(keys[index], AnnouncedCall(call, not waits), len(keys))
         if not waits:
             return PeerCallStatus()
-        mailbox.wait_for_missing(self._me, keys, mailbox.timeout_s)
+        mailbox.wait_for_values(self._me, keys, mailbox.timeout_s)
         announced = [mailbox.peek(key) for key in keys]
         return PeerCallStatus(
             announced, {rank: "does not arrive" for rank, entry in zip(self._line, announced) if entry is None}
         )
 
-    def _gather_values(self, what: str, value: Any) -> Callable[[], list[Any]]:
+    def _gather_values(self, operation: str, value: Any) -> Callable[[], list[Any]]:
         """Share ``value`` with all ranks, and return a function that waits for the values of all ranks."""
         self._counts["meeting"] += 1
-        keys = self._make_keys(what, self._counts["meeting"])
+        keys = self._make_message_keys(operation, self._counts["meeting"])
         self.world.mailbox.put(keys[self._line.index(self._me)], value, len(keys))
         return lambda: self.world.mailbox.get(self._me, keys)
 
-    def _make_keys(self, what: str, place: Hashable) -> list[MessageKey]:
-        return [MessageKey(what, (self._channel, place), rank) for rank in self._line]
+    def _make_message_keys(self, operation: str, place: Hashable) -> list[MessageKey]:
+        return [MessageKey(operation, (self._channel, place), rank) for rank in self._line]
 
-    def _next_message_key(self, author: int, reader: int, tag: int) -> MessageKey:
-        way = (author, reader, tag)
+    def _next_message_key(self, sender: int, receiver: int, tag: int) -> MessageKey:
+        way = (sender, receiver, tag)
         self._counts[way] += 1
         what = "an exchange" if tag == EXCHANGE else "a message"
-        return MessageKey(what, (self._channel, reader, tag, self._counts[way]), author)
+        return MessageKey(what, (self._channel, receiver, tag, self._counts[way]), sender)
 
 
 class DeferredWork:
@@ -289,15 +289,15 @@ class DeferredWork:
         return self._finish is None
 
 
-def _copy(x: Tensor) -> Tensor:
+def _clone_tensor(x: Tensor) -> Tensor:
     return x.detach().clone()
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor:
+def _sum_tensors(parts: Sequence[Tensor]) -> Tensor:
     return sum(parts[1:], parts[0])
 
 
-class Turn:
+class TurnLock:
     """Lock that lets one thread run at a time and gives each thread its own random states.
 
     All threads start from the random states at the creation of the lock.
@@ -355,7 +355,7 @@ def run_as_threads(
     """
     sizes = {"data": data, "pipe": pipe, "sequence": sequence, "tensor": tensor}
     grid = RankGrid.of(sizes)
-    turn = Turn() if in_turn else None
+    turn = TurnLock() if in_turn else None
     mailbox = Mailbox(len(grid.ranks), timeout_s, turn)
     results: dict[int, ThreadResult] = {}
     errors: dict[int, BaseException] = {}
@@ -382,4 +382,4 @@ def run_as_threads(
 def _is_caused_by_peer(error: BaseException | None) -> bool:
     if error is None:
         return False
-    return isinstance(error, PeerFailed) or _is_caused_by_peer(error.__cause__ or error.__context__)
+    return isinstance(error, PeerFailedError) or _is_caused_by_peer(error.__cause__ or error.__context__)

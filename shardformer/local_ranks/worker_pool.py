@@ -114,7 +114,7 @@ class WorkerPool:
         self.close()
 
     def _start_worker(self, rank: int) -> Worker:
-        return Worker(rank, _fork_server_context(self._imports), self._threads)
+        return Worker(rank, _get_fork_server_context(self._imports), self._threads)
 
     def _run(self, fn: Callable[..., R], calls: Sequence[RemoteCall | None]) -> list[R]:
         if self._closed:
@@ -126,20 +126,20 @@ class WorkerPool:
             if not self._workers:
                 for rank in range(self.num_workers):
                     self._workers.append(self._start_worker(rank))
-                self._create_group()
+                self._create_process_group()
             replies = self._call_workers(name, calls, self.timeout_s)
             if any(reply.regroup for reply in replies):
-                self._create_group()
+                self._create_process_group()
         except BaseException:  # including Ctrl-C: the state of the workers is unknown
             self._kill()
             raise
         _raise_common_error(name, replies)
         return [pickle.loads(reply.result) for reply in replies]
 
-    def _create_group(self) -> None:
+    def _create_process_group(self) -> None:
         before, self._group_address = self._group_address, GroupAddress()
         name = "the start of the group"
-        call = RemoteCall.of(worker_process.join_group, (self._group_address.store, self._imports), {})
+        call = RemoteCall.of(worker_process.join_process_group, (self._group_address.store, self._imports), {})
         try:
             _raise_common_error(name, self._call_workers(name, [call] * self.num_workers, START_S))
         finally:
@@ -165,13 +165,13 @@ class WorkerPool:
         if len(replies) == self.num_workers and (not failures or is_same_error):
             return [replies[rank] for rank in range(self.num_workers)]
         outcomes = [worker.describe_exit() for worker in self._workers if worker.rank in dead]
-        outcomes += [_outcome_of_failure(rank, failure) for rank, failure in failures.items()]
+        outcomes += [_get_failure_outcome(rank, failure) for rank, failure in failures.items()]
         what = "was still running or waiting, and was killed" if outcomes else f"had not answered after {timeout_s:g} s"
         silent = [worker for worker in self._workers if worker.rank not in replies and worker.rank not in dead]
         for worker in silent:
             os.kill(worker.pid, signal.SIGUSR1)
         outcomes += [_RankOutcome(_OutcomeKind.SILENT, worker.rank, what, worker.stack(STACK_S)) for worker in silent]
-        raise _worker_error(name, outcomes)
+        raise _make_worker_error(name, outcomes)
 
     def _receive_replies(self, timeout_s: float) -> tuple[dict[int, RemoteReply], set[int]]:
         replies: dict[int, RemoteReply] = {}
@@ -276,7 +276,7 @@ class Worker:
         self._stack.close()
 
 
-def _fork_server_context(imports: Sequence[str]) -> Any:
+def _get_fork_server_context(imports: Sequence[str]) -> Any:
     """Return a multiprocessing context whose fork server imports torch only once, so that workers start quickly.
 
     The server also imports the transformers models that the parent has imported, if they are few.
@@ -293,7 +293,7 @@ def _fork_server_context(imports: Sequence[str]) -> Any:
 def start_fork_server(imports: Sequence[str]) -> None:
     """Start the fork server for worker processes in the background, before the first pool needs it."""
     if "forkserver" in get_all_start_methods():
-        _fork_server_context(imports)
+        _get_fork_server_context(imports)
         forkserver.ensure_running()
 
 
@@ -335,12 +335,12 @@ class _RankOutcome:
 def _raise_common_error(name: str, replies: Sequence[RemoteReply]) -> None:
     failures = [reply.failure for reply in replies if reply.failure]
     if failures and failures[0].error:
-        raise failures[0].error from _worker_error(
-            name, [_outcome_of_failure(*numbered) for numbered in enumerate(failures)]
+        raise failures[0].error from _make_worker_error(
+            name, [_get_failure_outcome(*numbered) for numbered in enumerate(failures)]
         )
 
 
-def _outcome_of_failure(rank: int, failure: RemoteFailure) -> _RankOutcome:
+def _get_failure_outcome(rank: int, failure: RemoteFailure) -> _RankOutcome:
     return _RankOutcome(_OutcomeKind.RAISED, rank, f"raised {failure.what}", failure.traceback)
 
 
@@ -361,7 +361,7 @@ _RULES = {
 }
 
 
-def _worker_error(name: str, outcomes: Sequence[_RankOutcome]) -> WorkerError:
+def _make_worker_error(name: str, outcomes: Sequence[_RankOutcome]) -> WorkerError:
     """Create a WorkerError that reports all failed ranks, starting with those that caused the failure."""
     reports: dict[tuple[_OutcomeKind, str, str], list[int]] = {}
     headline: dict[str, list[int]] = {}

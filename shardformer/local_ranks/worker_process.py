@@ -150,7 +150,7 @@ def serve_calls(
         del request
 
 
-def join_group(store: str, imports: Sequence[str]) -> None:
+def join_process_group(store: str, imports: Sequence[str]) -> None:
     """Import modules, then recreate torch's default process group with a file store at ``store``."""
     gc.collect()  # frees references to groups of the last call
     destroy_process_group()

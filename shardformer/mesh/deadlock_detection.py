@@ -40,11 +40,11 @@ class Report:
     Args:
         seconds: time that its main thread has waited in one call; -1 if it does not wait.
         place: line of the script in which it waits.
-        group: name of the process group of the collective; ``message_key(name, rank)`` for a message; "" if unknown.
+        group: name of the collective's process group; ``get_message_key(name, rank)`` for a message; "" if unknown.
         ranks: ranks that must start the collective.
         number: number of the collective on its group, or of the message.
         what: kind of the collective.
-        begun: group name -> number of collectives started; ``message_key(name, rank)`` -> number of messages sent.
+        begun: group name -> number of collectives started; ``get_message_key(name, rank)`` -> number of messages sent.
     """
 
     seconds: float = -1.0
@@ -81,12 +81,12 @@ def find_deadlock(reports: Mapping[int, Report], after_s: float) -> dict[int, in
     return {rank: next(other for other in others if other in found) for rank, others in found.items()}
 
 
-def message_key(group: str, rank: int) -> str:
+def get_message_key(group: str, rank: int) -> str:
     """Return the key in ``Report.begun`` for the number of messages sent to a rank over a process group."""
     return f"{group}>{rank}"
 
 
-def uncounted_key(group: str) -> str:
+def get_uncounted_key(group: str) -> str:
     """Return the key in ``Report.begun`` that marks a process group whose messages were not counted."""
     return f"{group}>?"
 
@@ -95,14 +95,14 @@ def _is_blocked_by(waiting: Report, other: Report) -> bool:
     if (other.group, other.number) == (waiting.group, waiting.number):
         return other.what != waiting.what
     name, is_sent, _ = waiting.group.partition(">")
-    if name not in other.begun or (is_sent and uncounted_key(name) in other.begun):
+    if name not in other.begun or (is_sent and get_uncounted_key(name) in other.begun):
         return False
     return other.begun.get(waiting.group, 0 if is_sent else waiting.number) < waiting.number
 
 
-def format_deadlock(found: Mapping[int, int], reports: Mapping[int, Report]) -> str:
+def format_deadlock(waits_for: Mapping[int, int], reports: Mapping[int, Report]) -> str:
     """Format the error message for a deadlock."""
-    shown = [f"rank {r} waits in {reports[r].place} for rank {other}" for r, other in sorted(found.items())[:8]]
+    shown = [f"rank {r} waits in {reports[r].place} for rank {other}" for r, other in sorted(waits_for.items())[:8]]
     return (
         f"Deadlock: the ranks wait for each other: {'; '.join(shown)}. All ranks must make the same collective calls "
         "in the same order. Make these calls on every rank, not under `if rank == 0:`, and leave a loop early on all "
@@ -189,7 +189,7 @@ class DeadlockMonitor:
         """
         with suppress(RuntimeError):
             found = {}
-            for rank, (question, report) in self._stored_reports(ranks).items():
+            for rank, (question, report) in self._read_stored_reports(ranks).items():
                 if report is None:
                     found[rank] = "has reached the end of its script"
                 elif question >= since and report.seconds >= SURE_AFTER_S:
@@ -197,12 +197,12 @@ class DeadlockMonitor:
             return found
         return dict.fromkeys(ranks, "is unreachable, because the process with the store has exited")
 
-    def _stored_reports(self, ranks: Iterable[int]) -> dict[int, tuple[int, Report | None]]:
+    def _read_stored_reports(self, ranks: Iterable[int]) -> dict[int, tuple[int, Report | None]]:
         """Read each rank's last report and the request number that it answers. The report of an ended rank is None."""
         found: dict[int, tuple[int, Report | None]] = {}
         for rank in ranks:
-            if self._store.check([_report_key(rank)]):
-                question, _, answer = self._store.get(_report_key(rank)).decode().partition(" ")
+            if self._store.check([_get_report_key(rank)]):
+                question, _, answer = self._store.get(_get_report_key(rank)).decode().partition(" ")
                 found[rank] = (0, None) if question == ENDED else (int(question), Report.from_text(answer))
         return found
 
@@ -218,7 +218,7 @@ class DeadlockMonitor:
                 continue
         if not self._has_left:
             with suppress(RuntimeError):
-                self._store.set(_report_key(self._rank), ENDED)
+                self._store.set(_get_report_key(self._rank), ENDED)
 
     def _report_if_requested(self, now: float) -> None:
         request = self._store.add(QUESTION, 0)
@@ -227,18 +227,20 @@ class DeadlockMonitor:
                 self._call = None
             return
         self._answered, self._answered_at = request, now
-        call, joined = _blocking_call()
+        call, joined = _find_blocking_call()
         if call is not self._call:
             self._call, self._call_since = call, now
         report = (
-            Report() if call is None else _build_report(call, joined, now - self._call_since, self._count_started())
+            Report()
+            if call is None
+            else _build_report(call, joined, now - self._call_since, self._count_started_calls())
         )
-        self._store.set(_report_key(self._rank), f"{request} {report.to_text()}")
+        self._store.set(_get_report_key(self._rank), f"{request} {report.to_text()}")
 
     def _exit_if_deadlocked(self, now: float) -> None:
-        frame, _ = _blocking_call()
+        frame, _ = _find_blocking_call()
         # the id, because a kept frame would keep its tensors alive
-        seen = None if frame is None else (id(frame), self._count_started())
+        seen = None if frame is None else (id(frame), self._count_started_calls())
         del frame
         if seen is None or seen != self._watched:
             self._watched, self._watched_since, self._asked = seen, now, 0
@@ -248,7 +250,7 @@ class DeadlockMonitor:
             self._end_process(json.loads(self._store.get(DEADLOCK)))
         if waited < WATCH_AFTER_S:
             return
-        stored = self._stored_reports(range(dist.get_world_size())) if self._asked else {}
+        stored = self._read_stored_reports(range(dist.get_world_size())) if self._asked else {}
         reports = {rank: each for rank, (question, each) in stored.items() if each and question >= self._asked}
         found = find_deadlock(reports, BLOCKED_AFTER_S)
         if self._rank in found:
@@ -256,7 +258,7 @@ class DeadlockMonitor:
         if now > self._ask_at:
             self._asked, self._ask_at = self.request_reports(), now + WATCH_EVERY_S
 
-    def _count_started(self) -> dict[str, int]:
+    def _count_started_calls(self) -> dict[str, int]:
         found = count_started_collectives()
         for carrier in list(self.carriers):
             if (transport := carrier()) is not None:
@@ -284,7 +286,7 @@ class DeadlockMonitor:
         os._exit(1)
 
 
-def _blocking_call() -> tuple[FrameType | None, Any]:
+def _find_blocking_call() -> tuple[FrameType | None, Any]:
     """Return the stack frame in which the main thread waits for other processes, and the collective it waits for.
 
     The collective is (group, number, kind), or None if unknown. The call is None if the main thread does not wait.
@@ -293,12 +295,12 @@ def _blocking_call() -> tuple[FrameType | None, Any]:
     call: FrameType | None = None
     joined = None
     while at is not None and any(part in at.f_code.co_filename for part in WAITS_IN):
-        joined = joined or _awaited_transfer(at)
+        joined = joined or _find_awaited_transfer(at)
         at, call = at.f_back, at
     return call, joined
 
 
-def _awaited_transfer(frame: FrameType) -> tuple[Any, int | None, str] | tuple[Any, int, int] | None:
+def _find_awaited_transfer(frame: FrameType) -> tuple[Any, int | None, str] | tuple[Any, int, int] | None:
     """Return the collective or message that a stack frame waits for.
 
     (group, number, kind) of a collective, with number None for the latest one of the group; (group, sending rank,
@@ -315,18 +317,18 @@ def _awaited_transfer(frame: FrameType) -> tuple[Any, int | None, str] | tuple[A
 
 def _build_report(
     call: FrameType,
-    joined: tuple[Any, int | None, str] | tuple[Any, int, int] | None,
+    awaited: tuple[Any, int | None, str] | tuple[Any, int, int] | None,
     seconds: float,
     begun: dict[str, int],
 ) -> Report:
     place = _format_user_line(call)
-    name = "" if joined is None else get_group_name(joined[0])
-    if joined is None or name not in begun:
+    name = "" if awaited is None else get_group_name(awaited[0])
+    if awaited is None or name not in begun:
         return Report(seconds, place, begun=begun)
-    group, number, what = joined
+    group, number, what = awaited
     if isinstance(what, int):
         assert number is not None
-        return Report(seconds, place, message_key(name, dist.get_rank()), [number], what + 1, "receive", begun)
+        return Report(seconds, place, get_message_key(name, dist.get_rank()), [number], what + 1, "receive", begun)
     ranks = dist.get_process_group_ranks(group)
     return Report(seconds, place, name, ranks, begun[name] if number is None else number, what, begun)
 
@@ -341,7 +343,7 @@ def _format_user_line(frame: FrameType) -> str:
     return f"{os.path.basename(path)}:{number}" + f" ({line})" * bool(line)
 
 
-def _report_key(rank: int) -> str:
+def _get_report_key(rank: int) -> str:
     return f"shardformer/presence/{rank}"
 
 

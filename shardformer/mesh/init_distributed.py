@@ -73,7 +73,7 @@ def init_process_group(device: torch.device, backend: str | None, timeout_s: flo
         torch.cuda.set_device(device)
     _select_network_interface()
     backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    timeout, store = timedelta(seconds=timeout_s), _store_of_attempt(timedelta(seconds=timeout_s))
+    timeout, store = timedelta(seconds=timeout_s), _create_restart_store(timedelta(seconds=timeout_s))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with nullcontext() if size == 1 else _report_missing_ranks(rank, size, timeout_s):
         if store is None:
@@ -87,7 +87,7 @@ def init_process_group(device: torch.device, backend: str | None, timeout_s: flo
 def _report_missing_ranks(rank: int, size: int, timeout_s: float) -> Iterator[None]:
     """Raise LostPeerError with the missing ranks if the ``with`` block cannot connect to all processes."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    advice = STARTED if _launchers_share_store() else SRUN if num_slurm_tasks() else SAME_ADDRESS
+    advice = STARTED if _launchers_share_store() else SRUN if get_num_slurm_tasks() else SAME_ADDRESS
     rendezvous = Rendezvous(host, port, rank, size, "rank", _get_restart_count(), advice)
     try:
         with rendezvous.report_missing_processes():
@@ -119,14 +119,14 @@ def _select_network_interface() -> None:
     env = os.environ
     if INTERFACE in env or env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]) == env["WORLD_SIZE"]:
         return
-    name = interface_for_host(env["MASTER_ADDR"])
+    name = find_network_interface(env["MASTER_ADDR"])
     if name == LOOPBACK:  # this is the first host
-        name = interface_for_host(REMOTE_ADDRESS)
+        name = find_network_interface(REMOTE_ADDRESS)
     if name not in (None, LOOPBACK):
         env[INTERFACE] = name
 
 
-def interface_for_host(host: str) -> str | None:
+def find_network_interface(host: str) -> str | None:
     """Return the name of the network interface that reaches ``host``, or None if it is unknown."""
     try:
         import fcntl  # not on every system
@@ -145,7 +145,7 @@ def interface_for_host(host: str) -> str | None:
     return None
 
 
-def _store_of_attempt(timeout: timedelta) -> Any:
+def _create_restart_store(timeout: timedelta) -> Any:
     """Return a key-value store for restarted processes that previous attempts have not used, or None.
 
     torch's static rendezvous reuses its store across attempts, with the addresses of exited processes that gloo would
@@ -172,7 +172,7 @@ def destroy_process_group() -> None:
     dist.destroy_process_group()
     deadline = time.monotonic() + REST_S
     time.sleep(POLL_S)  # releases the interpreter lock to a waiting thread
-    while _another_thread_runs() and time.monotonic() < deadline:
+    while _is_other_thread_running() and time.monotonic() < deadline:
         time.sleep(POLL_S)
 
 
@@ -187,7 +187,7 @@ def _record_exit_error() -> None:
             store.set(f"{ENDED}/{dist.get_rank()}", f"{type(error).__name__}: {get_first_line(error)}")
 
 
-def _another_thread_runs() -> bool:
+def _is_other_thread_running() -> bool:
     for status in Path("/proc/self/task").glob("*/stat"):
         try:
             state = status.read_text().rpartition(")")[2].split()[0]
@@ -198,17 +198,17 @@ def _another_thread_runs() -> bool:
     return False
 
 
-def launcher_variable() -> str | None:
+def get_launcher_variable() -> str | None:
     """Return the name of the environment variable that shows that a launcher started this process, or None.
 
     SLURM also sets ``SLURM_PROCID`` in the script of sbatch and in the shell of salloc, which are not tasks of srun.
     """
     if "RANK" in os.environ:
         return "RANK"
-    return SLURM_STEP if num_slurm_tasks() > 1 else None
+    return SLURM_STEP if get_num_slurm_tasks() > 1 else None
 
 
-def num_slurm_tasks() -> int:
+def get_num_slurm_tasks() -> int:
     """Return the number of tasks that srun started together with this process, or 0 without srun."""
     env = os.environ
     if SLURM_STEP not in env or "SLURM_PROCID" not in env:
@@ -218,11 +218,11 @@ def num_slurm_tasks() -> int:
 
 def _set_environment_from_slurm() -> None:
     env = os.environ
-    if "RANK" in env or not num_slurm_tasks():
+    if "RANK" in env or not get_num_slurm_tasks():
         return
     first_host = env.get("SLURM_LAUNCH_NODE_IPADDR") or get_first_slurm_host(env.get("SLURM_JOB_NODELIST", "127.0.0.1"))
     env.setdefault("RANK", env["SLURM_PROCID"])
-    env.setdefault("WORLD_SIZE", str(num_slurm_tasks()))
+    env.setdefault("WORLD_SIZE", str(get_num_slurm_tasks()))
     env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
     env.setdefault("MASTER_ADDR", first_host)
     # every task of a job computes the same port, and two jobs on a node rarely collide

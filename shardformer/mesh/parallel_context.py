@@ -19,7 +19,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardformer.errors import ConfigError, LaunchError
-from shardformer.mesh.deadlock_detection import DeadlockMonitor, get_deadlock_monitor, message_key, uncounted_key
+from shardformer.mesh.deadlock_detection import (
+    DeadlockMonitor,
+    get_deadlock_monitor,
+    get_message_key,
+    get_uncounted_key,
+)
 from shardformer.mesh.rank_failures import MonitoredWork, PeerRanks, ReceiveWork
 from shardformer.mesh.rank_grid import AXES, AxisSizes, RankGrid, RingUlyssesSize, TensorGridSize, build_rank_grid
 from shardformer.mesh.transport import (
@@ -97,9 +102,11 @@ class ProcessGroupTransport:
     def count_messages(self) -> dict[str, int]:
         """Count the messages sent to each rank and all messages received, with the keys of ``Report.begun``."""
         name = get_group_name(self.group)
-        sent = {message_key(name, rank): count for rank, count in zip(self._ranks, self._sent, strict=True) if count}
+        sent = {
+            get_message_key(name, rank): count for rank, count in zip(self._ranks, self._sent, strict=True) if count
+        }
         if self._sends_uncounted:
-            sent = {uncounted_key(name): 1}
+            sent = {get_uncounted_key(name): 1}
         return {**sent, f"{name}<": sum(self._arrived)}
 
     @property

@@ -25,7 +25,7 @@ from shardformer import torch_compat
 from shardformer.comm.collectives import digest, start_all_gather_into
 from shardformer.errors import ConfigError, InputError, check_choice
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, find_metadata
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, get_or_build_metadata
 from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostDeviceCopier
 from shardformer.offload.saved_tensors import (
@@ -454,7 +454,7 @@ def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 
             f"offload_activations was already called for this {type(model).__name__}.",
             remedy="Call .remove() on the result of the first call before you call offload_activations again.",
         )
-    axis = find_metadata(model).axes["tensor"] if "tensor" in to else None
+    axis = get_or_build_metadata(model).axes["tensor"] if "tensor" in to else None
     layers = _find_replicated_layers(model, to) if axis is not None else {}
     store = ActivationStore("host" in to, axis, min_bytes)
     _register_store_hooks(model, store, layers)
@@ -492,7 +492,7 @@ def _find_replicated_layers(model: nn.Module, to: str) -> dict[str, nn.Module]:
         policy: Any = state.request.policy
         for stack in policy.layer_sequence().stacks:
             layout = stack.get_activation_layout(state.activations)
-            if layout.shards_stacks:
+            if layout.is_stack_sharded:
                 sharded_layout = str(layout)
             else:
                 layers |= {path: module.get_submodule(path) for path in stack.layer_calls}

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardformer.comm.collectives import PendingCollective, all_gather
 from shardformer.comm.recorder import get_num_bytes, record
 from shardformer.errors import ConfigError, InputError
-from shardformer.layout.shard_spec import even_bounds
+from shardformer.layout.shard_spec import get_even_bounds
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.transport import CollectiveLog
 from shardformer.pipeline.schedules import Action, ActionKind, Schedule, list_messages
@@ -178,7 +178,7 @@ class StageExchange:
             self._start_send(part.contiguous(), receiver, _describe_purpose(action))
 
     def _get_local_bounds(self, meta: TensorMeta) -> list[int]:
-        return even_bounds(meta.numel, self._tensor.size)[self._tensor.rank : self._tensor.rank + 2]
+        return get_even_bounds(meta.numel, self._tensor.size)[self._tensor.rank : self._tensor.rank + 2]
 
     def _start_send(self, x: Tensor, receiver: int, purpose: str) -> None:
         if x.numel():
@@ -273,7 +273,7 @@ class StageExchange:
     def _gather_full_tensor(self, part: Tensor, shape: TensorMeta) -> Tensor:
         if not shape.is_sharded:
             return part
-        lengths = [b - a for a, b in pairwise(even_bounds(shape.numel, self._tensor.size))]
+        lengths = [b - a for a, b in pairwise(get_even_bounds(shape.numel, self._tensor.size))]
         return all_gather(part, self._tensor, 0, lengths=lengths, purpose="arrival").view(shape.sizes)
 
     def wait_for_sends(self) -> None:

@@ -16,7 +16,7 @@ from shardformer.errors import ConfigError, InputError, check_bool, check_callab
 from shardformer.gradient_accumulation import micro_batches as splitting
 from shardformer.gradient_accumulation.micro_batch_loss import LossWeight, LossWeights, not_sum_of_means_error
 from shardformer.gradient_accumulation.micro_batches import iterate_named_tensors
-from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of, sharded_module
+from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata, get_sharded_module
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
 from shardformer.pipeline import contrastive_losses as trials
@@ -122,8 +122,8 @@ class Pipeline:
             check_callable(name, function, f"{name} must be a function {signature}")
         check_choice("average_loss_over", average_loss_over, LOSS_AVERAGES)
         check_bool("allow_short_batches", allow_short_batches)
-        state = metadata_of(model)
-        self._sharded, _ = sharded_module(model)
+        state = get_metadata(model)
+        self._sharded, _ = get_sharded_module(model)
         self._model = self._sharded if state.context.pipe.size > 1 else model
         self._state, self._context = state, state.context
         if micro_batches is None and micro_batch_size is None:

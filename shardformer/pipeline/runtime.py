@@ -320,7 +320,7 @@ class Runtime:
 
     def _get_replicated_flags(self, layer: int, activations: StageActivations) -> list[bool]:
         is_sharded = (
-            self._chain.stacks[self._chain.find_stack_index(layer)].get_activation_layout(self._stream).shards_stacks
+            self._chain.stacks[self._chain.find_stack_index(layer)].get_activation_layout(self._stream).is_stack_sharded
         )
         return [name != "hidden" or not is_sharded for name in activations]
 

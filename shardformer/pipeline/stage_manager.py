@@ -291,8 +291,8 @@ class Stages:
 
 def _get_random_stream_index(stack: StackDescription, stream: ActivationLayout, context: ParallelContext) -> int:
     layout = stack.get_activation_layout(stream)
-    is_replicated = stack.whole_sequence is not None and not layout.shards_stacks
-    return 0 if is_replicated else layout.random_stream_index(ModelRegion.STACK, context.coords, context.sizes)
+    is_replicated = stack.whole_sequence is not None and not layout.is_stack_sharded
+    return 0 if is_replicated else layout.get_random_stream_index(ModelRegion.STACK, context.coords, context.sizes)
 
 
 def build_stages(model: nn.Module, policy: LayerSequencePolicy, manager: PipelineStageManager) -> Stages:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardformer import module_paths as paths
 from shardformer.errors import ConfigError, PolicyError, did_you_mean
-from shardformer.layout.shard_spec import Split, even_bounds
+from shardformer.layout.shard_spec import Split, get_even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.policies.module_descriptions import (
     BlockArguments,
@@ -200,8 +200,8 @@ class HeadLayout:
     def query_bounds(self) -> list[int]:
         """Head indices at which the query heads of each rank begin and end in one partition: ranks + 1 boundaries."""
         if (kv_heads := self.num_kv_heads // self.partitions) >= self.ranks:
-            return [b * self.group for b in even_bounds(kv_heads, self.ranks)]
-        return even_bounds(self.num_heads // self.partitions, self.ranks)
+            return [b * self.group for b in get_even_bounds(kv_heads, self.ranks)]
+        return get_even_bounds(self.num_heads // self.partitions, self.ranks)
 
     def count_query_heads(self, rank: int) -> int:
         return self.partitions * len(self._query_heads(rank))

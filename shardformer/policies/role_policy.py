@@ -16,7 +16,7 @@ from torch import nn
 
 from shardformer import module_paths as paths
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.kernels.fused_ops import is_elementwise, norm_kind
+from shardformer.kernels.fused_ops import get_norm_kind, is_elementwise
 from shardformer.pipeline.layer_sequence import LayerSequence, StackDescription
 from shardformer.policies.experts import describe_experts
 from shardformer.policies.lowering import AttentionLowering, LayerLowering, LayerReplacement, check_exits
@@ -360,7 +360,7 @@ def _without_layer_index(name: str, stacks: Sequence[str]) -> str:
 def _processes_tokens_separately(norm: nn.Module, layers: nn.Module) -> bool:
     """Return whether a module after the layers, such as a final norm, processes each token separately."""
     is_norm_of_layers = "forward" not in vars(norm) and type(norm) in {type(module) for module in layers.modules()}
-    return is_norm_of_layers or norm_kind(norm) is not None or is_elementwise(norm)
+    return is_norm_of_layers or get_norm_kind(norm) is not None or is_elementwise(norm)
 
 
 def _is_backbone(module: nn.Module) -> bool:

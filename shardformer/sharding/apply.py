@@ -23,10 +23,10 @@ from shardformer.consistency.initial_weights import (
 from shardformer.consistency.rank_divergence import ConsistencyMonitor
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.kernels.attention_registration import use_flash_attention
-from shardformer.kernels.fused_ops import defer_bias, fused_norm
+from shardformer.kernels.fused_ops import defer_bias, make_fused_norm
 from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.layout.packed_weights import hide_packed_weights
-from shardformer.layout.sharding_metadata import ShardingMetadata, ShardingRequest, sharded_parameters
+from shardformer.layout.sharding_metadata import ShardingMetadata, ShardingRequest, named_sharded_parameters
 from shardformer.layout.tied_tensors import group_overlapping
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import Axis
@@ -308,7 +308,7 @@ class Sharder:
                 if id(param) in shared:
                     module._parameters[name] = shared[id(param)]
         checks.restore_ties(
-            self.model, self._ties, {id(part): spec for _, part, spec in sharded_parameters(self.model)}
+            self.model, self._ties, {id(part): spec for _, part, spec in named_sharded_parameters(self.model)}
         )
         checks.check_layouts(self.model, self.context.coords)
         self._change_attributes(plan)
@@ -534,7 +534,7 @@ def fuse_norms(model: nn.Module, state: ShardingMetadata) -> None:
             left[f"{kind} (its statistics are summed over ranks)"] += 1
             continue
         try:
-            _replace_and_record(model, path, norm, fused_norm(norm), "norm", state)
+            _replace_and_record(model, path, norm, make_fused_norm(norm), "norm", state)
         except ConfigError:
             left[f"{kind} (not a layer norm or RMS norm over the last dim)"] += 1
     if left:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
-from shardformer.kernels.fused_ops import is_elementwise, norm_kind
+from shardformer.kernels.fused_ops import get_norm_kind, is_elementwise
 from shardformer.layout.shard_spec import Split
 from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import ParallelContext
@@ -122,7 +122,7 @@ def _add_outer_module(
     """Add a sharding rule to the plan for a module that has parameters and is outside all blocks."""
     own = dict(module.named_parameters(recurse=False))
     shapes = {tuple(p.shape) for p in own.values()}
-    if shapes <= {(width,)} and not module._modules and norm_kind(module) is not None:
+    if shapes <= {(width,)} and not module._modules and get_norm_kind(module) is not None:
         kwargs = {"split": Split.even(width, grid.hidden.size)}
         plan.replacements[path] = SubModuleReplacementDescription(path, GridNorm, kwargs)
     elif shapes == {(width,)} and (module._modules or is_elementwise(module)):

@@ -19,11 +19,11 @@ from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import (
+    GradientReduction,
     ParamEntry,
-    Reduction,
     ShardingMetadata,
-    reduction_of,
-    sharded_parameters,
+    get_reduction,
+    named_sharded_parameters,
 )
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
@@ -66,7 +66,7 @@ def install_regions(
             if state.stages.placeholders.has_placeholders(norm):  # the norm is on another stage and has all features
                 norm.forward = _return_input
         _install_stack(model, stack, stream, axis, uses_random)
-    if any(stream.layout.shard_at_stack(axis.name) for stream in streams.values()):
+    if any(stream.layout.get_stack_shard(axis.name) for stream in streams.values()):
         for module in model.modules():
             if isinstance(module, classes.embedding):
                 module.__dict__["sums_later"] = True
@@ -115,7 +115,7 @@ def _return_input(hidden_states: Tensor) -> Tensor:
 def _check_stack_layers(plan: ShardingPlan, stream: ActivationLayout) -> None:
     """Raise ConfigError if sequence parallelism shards a stack in which a layer is itself a tensor-parallel block."""
     layouts = {stack.layers: stack.get_activation_layout(stream) for stack in plan.stacks}
-    sharded = {path for path, layout in layouts.items() if layout.shards_stacks}
+    sharded = {path for path, layout in layouts.items() if layout.is_stack_sharded}
     for _, block in plan.blocks:
         if block.entry.rpartition(".")[0] in sharded and block.gather_module is None:
             raise ConfigError(
@@ -142,7 +142,7 @@ def _install_stack(
     children = [layer for layer in layers._modules.values() if layer is not None]  # one layer may occur several times
     ends = [*children, *([model.get_submodule(stack.final_norm)] if stack.final_norm else [])]
     is_repeated = len(set(ends)) < len(ends)  # the first layer may also run later, the last also earlier
-    if stream.layout.shards_stacks and (is_repeated or stack.sequence.between):
+    if stream.layout.is_stack_sharded and (is_repeated or stack.sequence.between):
         for module in dict.fromkeys(ends):
             stream.register(module, module)
     else:
@@ -222,11 +222,11 @@ def install_gradient_reduction(
     """
     shared: dict[str, tuple[int, ...]] = {} if state.stages is None else state.stages.shared
     state.regions = places = ParameterRegions(plan, state.activations)
-    specs = {id(param): spec for _, param, spec in sharded_parameters(model)}
+    specs = {id(param): spec for _, param, spec in named_sharded_parameters(model)}
     for name, param in model.named_parameters():
         spec = specs.get(id(param), ShardSpec(param.shape))
         layout, place = places.find_region(name)
-        reduction = reduction_of(spec, layout, place, state.context.sizes, shared.get(name, ()))
+        reduction = get_reduction(spec, layout, place, state.context.sizes, shared.get(name, ()))
         state.entries.append(ParamEntry(name, param, spec, reduction))
     get_reduction_axis = _create_reduction_groups(state, list(dict.fromkeys(shared.values())))
     order = {name: at for at, name in enumerate(shared)}
@@ -237,7 +237,7 @@ def install_gradient_reduction(
             gradients.setdefault(entry.reduction.stages, []).append(GradientSlot(entry, axis, state.coords))
     by_param = {id(g.param): g for found in gradients.values() for g in found if not g.entry.spec.is_sharded}
     for module, block in blocks:
-        if block.stream.layout.shard_at_stack(block.axis.name) is None:
+        if block.stream.layout.get_stack_shard(block.axis.name) is None:
             _install_region_side_hooks(module, block, by_param)
     size = state.request.extra.get("bucket_bytes", BUCKET_BYTES)
     state.reducers = [
@@ -281,7 +281,7 @@ def _with_trailing_dot(path: str) -> str:
 
 def _create_reduction_groups(
     state: ShardingMetadata, stage_sets: Sequence[tuple[int, ...]]
-) -> Callable[[Reduction], Axis]:
+) -> Callable[[GradientReduction], Axis]:
     """Create the process groups for gradient reduction, in the same order on all processes.
 
     Returns a function that maps a reduction to the axis of its group.
@@ -290,7 +290,7 @@ def _create_reduction_groups(
         stage_sets: sets of stages that share a parameter.
     """
     context = state.context
-    names = ("data", *state.activations.partial_axes(ModelRegion.OUTSIDE))
+    names = ("data", *state.activations.get_gradient_sum_axes(ModelRegion.OUTSIDE))
     outside = tuple(name for name in names if context.axis(name).size > 1)
     block = [name for name in state.activations.block if context.sizes.get(name, 1) > 1]
     choices = [(*outside, *chosen) for count in range(len(block) + 1) for chosen in combinations(block, count)]
@@ -302,7 +302,7 @@ def _create_reduction_groups(
     for names in choices:
         context.flatten(*names or ("data",))
 
-    def get_reduction_axis(reduction: Reduction) -> Axis:
+    def get_reduction_axis(reduction: GradientReduction) -> Axis:
         if reduction.stages:
             return of_stages[tuple(sorted(reduction.sum_over)), reduction.stages]
         return context.flatten(*reduction.sum_over) if reduction.sum_over else Axis("none")

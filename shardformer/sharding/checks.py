@@ -22,13 +22,13 @@ from torch import nn
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, LaunchError, PolicyError, ShardFormerError
 from shardformer.kernels.attention_registration import check_flash_attention
-from shardformer.kernels.fused_ops import fused_norm, is_elementwise
-from shardformer.layout.packed_weights import find_packed_weights, has_quantizer, is_4bit_linear
+from shardformer.kernels.fused_ops import is_elementwise, make_fused_norm
+from shardformer.layout.packed_weights import find_packed_weights, has_quantization_config, is_4bit_linear
 from shardformer.layout.shard_spec import Coords, ShardSpec
 from shardformer.layout.sharding_metadata import (
     METADATA_ATTRIBUTE,
     PARENT_METADATA_ATTRIBUTE,
-    sharded_parameters,
+    named_sharded_parameters,
 )
 from shardformer.layout.tied_tensors import MemoryRange, OverlapGroup, find_parameter_view
 from shardformer.mesh.init_distributed import ENDED
@@ -254,7 +254,7 @@ def check_packed_weights(model: nn.Module, plan: ShardingPlan, context: Parallel
 def check_no_integer_weights(model: nn.Module, sizes: Mapping[str, int]) -> None:
     """Raise ConfigError if layers with integer weights in buffers, as in GPTQ and AWQ, would be sharded."""
     axis = next((name for name in ("tensor", "sequence") if sizes.get(name, 1) > 1), None)
-    if axis is None or not has_quantizer(model):
+    if axis is None or not has_quantization_config(model):
         return
     for path, module in model.named_modules():
         is_own = not runs_library_code(module) or type(module).__module__.startswith("transformers.integrations.")
@@ -362,7 +362,7 @@ def check_not_in_optimizer(params: list[nn.Parameter], names: Mapping[int, str],
 def check_layouts(model: nn.Module, coords: Coords) -> None:
     """Raise PolicyError if a local shard has the wrong shape, or if tied weights are sharded differently."""
     seen: dict[int, tuple[str, ShardSpec]] = {}
-    for name, param, spec in sharded_parameters(model):
+    for name, param, spec in named_sharded_parameters(model):
         other, first = seen.setdefault(id(param), (name, spec))
         if first != spec or tuple(param.shape) != spec.local_shape(coords):
             raise PolicyError(
@@ -477,7 +477,7 @@ def check_norms(model: nn.Module) -> None:
     problem: ConfigError | None = None
     for _, norm in iterate_norms(model):
         try:
-            fused_norm(norm)
+            make_fused_norm(norm)
             return
         except ConfigError as error:
             problem = problem or error

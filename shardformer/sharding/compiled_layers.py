@@ -28,7 +28,7 @@ from shardformer.context_parallel.graph_attention import wrap_attention_modules,
 from shardformer.context_parallel.model_hooks import FullSequenceHook
 from shardformer.context_parallel.sequence_layout import ContextParallelState
 from shardformer.errors import ConfigError, check_choice, check_names
-from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
+from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata
 from shardformer.random_state import uses_dropout
 from shardformer.sharding.graph_random_state import compile_with_random_state
 from shardformer.tensor_parallel.sequence_parallel import ActivationSharding, get_first_tensor
@@ -293,7 +293,7 @@ def compile_model(
 
     Takes the arguments of ``torch.compile``. A model without a known stack of layers is compiled as a whole.
     """
-    state = metadata_of(self)
+    state = get_metadata(self)
     if disable:
         return
     if not state.layer_stacks:
@@ -314,5 +314,5 @@ def compile_model(
 
 def compiled_stacks(model: nn.Module) -> list[StackCompiler]:
     """Return the ``StackCompiler`` of each stack of layers in a sharded model. Empty if the model is not compiled."""
-    compilers: list[StackCompiler] = metadata_of(model).compilers
+    compilers: list[StackCompiler] = get_metadata(model).compilers
     return compilers

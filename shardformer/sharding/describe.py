@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of, shard_specs, sharded_parameters
+from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata, named_sharded_parameters, shard_specs
 from shardformer.pipeline.schedules import make_schedule, round_up_micro_batches, simulate
 from shardformer.pipeline.stage_manager import Stages
 
@@ -372,7 +372,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     Replicated parameters count on each rank. Under ZeRO stage 3, the second number includes the shards that this rank
     gathers from other ranks.
     """
-    state = metadata_of(model)
+    state = get_metadata(model)
     local = sum(p.numel() for p in model.parameters())
     if state.stages is not None and state.stages.manager.num_stages > 1:
         return state.stages.num_parameters, local
@@ -382,7 +382,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 def sharded_extra_repr(self: nn.Module) -> str:
     """Return the ``extra_repr`` of a sharded model, with a line about its layout and number of parameters."""
     total, local = count_parameters(self)
-    own, context = type(self).extra_repr(self), str(metadata_of(self).context)
+    own, context = type(self).extra_repr(self), str(get_metadata(self).context)
     line = f"# sharded over {context}: {local:,} of {total:,} parameters on this rank"
     return f"{own}\n{line}" if own else line
 
@@ -393,7 +393,7 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
     Raises:
         ConfigError: if the model is not sharded.
     """
-    state = metadata_of(model)
+    state = get_metadata(model)
     specs = shard_specs(model)
     stages = state.stages if state.stages is not None and state.stages.manager.num_stages > 1 else None
     layers: dict[str, int] = {}
@@ -443,7 +443,7 @@ def _list_sharded_shapes(model: nn.Module) -> dict[str, dict[str, tuple[str, str
     """
     of_params: dict[str, tuple[str, str]] = {}
     by_module: dict[str, list[str]] = {}
-    for name, param, spec in sharded_parameters(model):
+    for name, param, spec in named_sharded_parameters(model):
         if spec.is_sharded:
             of_params[name] = _format_shape(spec.shape), _format_shape(param.shape)
             by_module.setdefault(name.rpartition(".")[0], []).append(name)

@@ -26,7 +26,7 @@ from shardformer.consistency.rank_divergence import check_same_batch, sync_and_c
 from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
 from shardformer.errors import ConfigError, InputError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
-from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of, sharded_parameters
+from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata, named_sharded_parameters
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.module_paths import get_by_path
@@ -269,8 +269,8 @@ def _list_modules_in_block(model: nn.Module, block: BlockDescription) -> Iterato
 
 def _check_shard_shapes(model: nn.Module) -> None:
     """Raise ConfigError if an assignment to ``param.data`` has changed the shape of a shard."""
-    coords = metadata_of(model).coords
-    for name, param, spec in sharded_parameters(model):
+    coords = get_metadata(model).coords
+    for name, param, spec in named_sharded_parameters(model):
         part = spec.local_shape(coords)
         if tuple(param.shape) != part:
             raise ConfigError(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from shardformer.comm.recorder import get_num_bytes, no_wait_event, record
-from shardformer.layout.shard_spec import even_bounds
+from shardformer.layout.shard_spec import get_even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
 
@@ -29,7 +29,7 @@ def all_gather_matmul(
     Calls ``process_chunk(chunk, start, end)`` for each chunk. Returns the gathered tensor (B, full_length, H).
     Communicates one all-gather of this tensor, in R-1 steps that overlap with ``process_chunk``.
     """
-    bounds = even_bounds(full_length, axis.size)
+    bounds = get_even_bounds(full_length, axis.size)
     joined = x_BsH.new_empty((x_BsH.shape[0], full_length, *x_BsH.shape[2:]))
     record_end = record("all_gather", axis, get_num_bytes(joined), "block")
     next_rank, previous_rank = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
@@ -60,7 +60,7 @@ def matmul_reduce_scatter(compute_chunk: Callable[[int, int], Tensor], axis: Axi
     ``compute_chunk(start, end)`` computes the summand of this rank for one chunk. Returns the chunk of this rank,
     summed over the ranks. Communicates one reduce-scatter of the full tensor, in R-1 steps.
     """
-    bounds = even_bounds(full_length, axis.size)
+    bounds = get_even_bounds(full_length, axis.size)
     next_rank, previous_rank = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     works: Sequence[Work] = ()
     record_end = no_wait_event

@@ -20,7 +20,7 @@ from shardformer.comm.autograd_collectives import (
 )
 from shardformer.comm.deferred_tensor import resolve_deferred_tensors
 from shardformer.errors import ConfigError, InputError
-from shardformer.kernels.fused_ops import FusedLayerNorm, fused_norm, rms_norm
+from shardformer.kernels.fused_ops import FusedLayerNorm, make_fused_norm, rms_norm
 from shardformer.layout.packed_weights import is_4bit_linear
 from shardformer.layout.shard_spec import ShardSpec, Split
 from shardformer.mesh.parallel_context import Axis
@@ -529,7 +529,7 @@ class ShardedNorm(ParallelModule):
 
         Raises ConfigError for other classes, and for a norm over another number of features than ``split`` has.
         """
-        norm, full = fused_norm(module), kwargs["split"].full
+        norm, full = make_fused_norm(module), kwargs["split"].full
         shapes = {tuple(p.shape) for p in norm.parameters()}
         if shapes - {(full,)}:
             raise ConfigError(

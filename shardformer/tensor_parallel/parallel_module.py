@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardformer.comm.autograd_collectives import SHARD_OF
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
-from shardformer.layout.shard_export_guard import mark_slices
+from shardformer.layout.shard_export_guard import mark_state_dict_shards
 from shardformer.layout.shard_spec import Coords, ShardSpec, Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.module_paths import is_linear
@@ -149,7 +149,7 @@ class ParallelModule(nn.Module, ABC):
         self.register_parameter(name, shard)
         self.shard_specs[name] = spec
         if shard.shape != full.shape:
-            mark_slices(self, [name])
+            mark_state_dict_shards(self, [name])
 
 
 def _get_or_create_shard(

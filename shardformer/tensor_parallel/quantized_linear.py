@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from shardformer.errors import ConfigError
 from shardformer.layout.packed_weights import (
     FAST_CPU_KERNEL,
-    KeepsPackedWeights,
+    PackedWeightsMixin,
     add_mixins,
     find_packed_weights,
     keep_as_attributes,
@@ -44,7 +44,7 @@ class UnalignedSliceError(ConfigError):
     """Raised if a 4-bit weight cannot be sharded without dividing one of its quantization blocks."""
 
 
-class QuantizedLinear(KeepsPackedWeights):
+class QuantizedLinear(PackedWeightsMixin):
     """Mixin for parallel linear layers that compute their local product with a bitsandbytes linear layer.
 
     The layer communicates as a parallel linear layer with an adapter does: at its entry and its exit. ``weight`` is the

@@ -54,7 +54,7 @@ class ActivationSharding:
 
     def __init__(self, layout: ActivationLayout, axis: Axis, *, overlap: bool = False, random: bool = False) -> None:
         self.layout, self.axis, self.overlap = layout, axis, overlap
-        shard = layout.shard_at_stack(axis.name) if axis.size > 1 else None
+        shard = layout.get_stack_shard(axis.name) if axis.size > 1 else None
         if shard is not None and (shard.dim not in REGIONS_BY_DIM or shard.order is not IndexOrder.CONTIGUOUS):
             raise ConfigError(
                 f"The activations in a stack of layers cannot be sharded by {shard}.",

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from shardformer.comm.collectives import all_gather
 from shardformer.errors import ConfigError, InputError, check_choice
-from shardformer.layout.shard_spec import even_bounds
+from shardformer.layout.shard_spec import get_even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.torch_compat import assert_async
 
@@ -261,7 +261,7 @@ def cross_entropy_1d(
     """
     axis = Axis.of(process_group)
     width = logits.shape[-1]
-    bounds = even_bounds(width * axis.size if vocab_size is None else vocab_size, axis.size)
+    bounds = get_even_bounds(width * axis.size if vocab_size is None else vocab_size, axis.size)
     expected = bounds[axis.rank + 1] - bounds[axis.rank]
     if width != expected:
         raise InputError(

@@ -12,7 +12,7 @@ import torch
 
 from shardformer.config import ParallelConfig
 from shardformer.errors import ShardFormerError
-from shardformer.local_ranks.fake_rank import MemoryTracker, fake_context, fake_tensors
+from shardformer.local_ranks.fake_rank import MemoryTracker, enable_fake_tensors, make_fake_context
 from shardformer.mesh.parallel_context import get_local_device, reshape_tensor_axis
 from shardformer.shard_model_api import shard_model
 from shardformer.sharding.describe import describe_sharding
@@ -155,8 +155,8 @@ class _MemoryEstimator:
     def estimate(self, layout: ParallelConfig, coords: dict[str, int]) -> RankMemory:
         """Estimate the memory of the rank with the mesh coordinates ``coords``. Estimate earlier stages first."""
         sizes = {name: size or 1 for name, size in layout.sizes.items()}
-        context = reshape_tensor_axis(fake_context(coords, **sizes), layout.tensor)  # type: ignore[arg-type]
-        with torch.random.fork_rng(devices=[]), fake_tensors():
+        context = reshape_tensor_axis(make_fake_context(coords, **sizes), layout.tensor)  # type: ignore[arg-type]
+        with torch.random.fork_rng(devices=[]), enable_fake_tensors():
             unsharded = build_model(self._config, self._data, self._saved, lazy=False)
             unsharded = prepare_model(self._config, unsharded)
             of_params = self._make_optimizer(unsharded)
@@ -174,7 +174,7 @@ class _MemoryEstimator:
         batch_size = min(batch_size, self._data.num_samples or batch_size)
         samples = self._data.get_first_samples(max(-(-batch_size // sizes["data"]), 1))
         step_dtype = MixedPrecision.of(layout.precision).dtype or torch.float32
-        with torch.random.fork_rng(devices=[]), fake_tensors() as fake:  # in the dtype of a step
+        with torch.random.fork_rng(devices=[]), enable_fake_tensors() as fake:  # in the dtype of a step
             unsharded = build_model(self._config, self._data, self._saved, lazy=False, dtype=step_dtype)
             unsharded = prepare_model(self._config, unsharded)
             model = shard_model(unsharded, config=layout.shard_config(context)).train()

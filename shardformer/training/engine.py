@@ -27,7 +27,7 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem.atomic_write import to_absolute_path
 from shardformer.filesystem.lock import hold
 from shardformer.gradients.clipping import grad_norm, scale_gradients
-from shardformer.layout.sharding_metadata import metadata_of
+from shardformer.layout.sharding_metadata import get_metadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
 from shardformer.pipeline.pipeline import Pipeline, evaluating
@@ -300,7 +300,7 @@ class Engine:
         All pipeline stages return the output unless ``gather=False``. All ranks of a data-parallel replica must make
         this call; under ZeRO stage 3, all ranks.
         """
-        has_shards = metadata_of(self.model).parameter_owner is not None
+        has_shards = get_metadata(self.model).parameter_owner is not None
         wait_for_all_ranks(
             "engine.predict", *(axis for axis in self.context.base_axes if axis.name != "data" or has_shards)
         )
@@ -552,7 +552,7 @@ class Engine:
         """Replace the model, optimizers, pipeline and layout of the engine, and shard its data for the new layout."""
         self.model, self.optimizers, self.pipeline = model, optimizers, pipeline
         self.parallel, self.context = parallel, context
-        if (monitor := metadata_of(model).monitor) is not None:
+        if (monitor := get_metadata(model).monitor) is not None:
             monitor.has_several_optimizers = sum(len(getattr(each, "inner", (each,))) for each in optimizers) > 1
         _ = self.world  # connects all ranks now, because later only some ranks may reach a collective
         if self.has_data:

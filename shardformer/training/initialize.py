@@ -23,9 +23,9 @@ from shardformer.comm.collectives import all_gather_objects
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, check_argument, check_callable, check_choice
 from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
-from shardformer.layout.packed_weights import check_trains_adapters, find_packed_weights
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_module, metadata_of
-from shardformer.mesh.init_distributed import launch_from_torch, launcher_variable, num_slurm_tasks
+from shardformer.layout.packed_weights import check_has_adapters, find_packed_weights
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_module, get_metadata
+from shardformer.mesh.init_distributed import get_launcher_variable, get_num_slurm_tasks, launch_from_torch
 from shardformer.mesh.parallel_context import (
     ParallelContext,
     get_local_device,
@@ -136,12 +136,12 @@ def num_processes() -> int:
     """Return the number of processes that the launcher started."""
     if dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE") or num_slurm_tasks() or 1)
+    return int(os.environ.get("WORLD_SIZE") or get_num_slurm_tasks() or 1)
 
 
 def make_context(context: ParallelContext | None, config: ParallelConfig) -> ParallelContext:
     if context is None:
-        if dist.is_initialized() or launcher_variable() is not None:
+        if dist.is_initialized() or get_launcher_variable() is not None:
             return _add_derived_axes(launch_from_torch(**config.sizes), config)  # type: ignore[arg-type]
         context = ParallelContext.of({}, device=get_local_device())
     differs = [name for name, size in config.sizes.items() if size not in (None, 1) and context.sizes[name] != size]
@@ -430,7 +430,7 @@ def _create_sharded_engine(
     engines: list[Engine] = []
 
     def create(model: nn.Module) -> None:
-        check_trains_adapters(model, metadata_of(model).adapters)
+        check_has_adapters(model, get_metadata(model).adapters)
 
         def make() -> tuple[Pipeline, list[Optimizer], Any]:
             pipeline = make_pipeline(model, config, arguments.loss_fn, arguments.loss_weight)

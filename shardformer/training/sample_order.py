@@ -19,7 +19,7 @@ from shardformer.comm.collective_call import hash_to_int
 from shardformer.consistency.training_data import fingerprint, get_first_and_last_samples
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.gradient_accumulation.micro_batches import get_batch_size, rebuild_container, split_batch
-from shardformer.layout.shard_spec import even_bounds
+from shardformer.layout.shard_spec import get_even_bounds
 from shardformer.random_state import SharedEpochRandomness, hash_seed, restore_cpu_generators, seed_generators, seeded
 
 Collate = Callable[[list[Any]], Any]
@@ -33,7 +33,7 @@ class DataShard:
     size: int
 
     def local_slice(self, count: int) -> slice:
-        bounds = even_bounds(count, self.size)
+        bounds = get_even_bounds(count, self.size)
         return slice(bounds[self.rank], bounds[self.rank + 1])
 
 
@@ -139,7 +139,7 @@ class _StreamReader:
             if left <= 0:
                 continue
             check_batch_size(left, shard)
-            sizes = [count - left, *(b - a for a, b in pairwise(even_bounds(left, shard.size)))]
+            sizes = [count - left, *(b - a for a, b in pairwise(get_even_bounds(left, shard.size)))]
             part = split_batch(named, sizes)[1 + shard.rank]
             yield batch, left, rebuild_container(batch, part) if named is batch else part["batch"]
 

@@ -28,7 +28,7 @@ from shardformer.gradient_accumulation.micro_batches import (
 )
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
-from shardformer.layout.sharding_metadata import metadata_of, shard_specs
+from shardformer.layout.sharding_metadata import get_metadata, shard_specs
 from shardformer.mesh.parallel_context import ParallelContext, reshape_sequence_axis, reshape_tensor_axis
 from shardformer.mesh.rank_grid import AXES, count_ranks
 from shardformer.mesh.tensor_grid import TensorGrid, reshape_tensor_axis_by_mode
@@ -556,7 +556,7 @@ def _train_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTr
 def _run_backward_passes(job: VerifyJob, model: nn.Module, optimizer: Any, run_step: StepFn, step: int) -> Tensor:
     """Run all forward and backward passes of the sharded model in one step, and return the mean loss."""
     own = optimizer if isinstance(optimizer, ZeroOptimizer) else None
-    rank, last = metadata_of(model).context.data.rank, job.training.get_accumulation_indices(step)[-1]
+    rank, last = get_metadata(model).context.data.rank, job.training.get_accumulation_indices(step)[-1]
     losses = []
     for backward in job.training.get_accumulation_indices(step):
         part = move_to_device(get_rank_batch(job, job.batch_fn(backward), rank, job.data), torch.device(job.device))
@@ -606,7 +606,7 @@ def _gather_full_tensors(
     model: nn.Module, context: ParallelContext, local_tensors: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor | None]:
     """Gather full tensors from all ranks and pipeline stages by name. Tied tensors that differ become NaN."""
-    specs, state = shard_specs(model), metadata_of(model)
+    specs, state = shard_specs(model), get_metadata(model)
     present = [(name, t) for name, t in local_tensors.items() if t is not None]
     gathered = gather_full_tensors([t for _, t in present], [specs[name] for name, _ in present], state.axis)
     full = {**local_tensors, **{name: x.cpu() for (name, _), x in zip(present, gathered, strict=True)}}

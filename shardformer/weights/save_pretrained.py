@@ -35,7 +35,7 @@ from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.filesystem.atomic_write import DirectoryWriter, remove, to_absolute_path, write_new
 from shardformer.filesystem.lock import release
 from shardformer.layout.packed_weights import check_no_packed_weights, count_packed_values
-from shardformer.layout.sharding_metadata import ShardingMetadata, find_metadata, metadata_of
+from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata, get_or_build_metadata
 from shardformer.public_names import renamed_parameters
 from shardformer.tensor_parallel.layers import Embedding1D, VocabParallelEmbedding1D
 from shardformer.transformers_compat import save_custom_code
@@ -117,7 +117,7 @@ def export_pretrained(
 def _resolve_export_directory(folder: Any, tensors: ModelTensors, max_file_bytes: int) -> Path:
     check_int("max_file_bytes", max_file_bytes, unit="bytes", example=5 * 10**9)
     check_no_packed_weights(tensors.model, "export_pretrained")
-    if find_metadata(tensors.model).adapters is not None:
+    if get_or_build_metadata(tensors.model).adapters is not None:
         raise ConfigError(
             f"This {type(tensors.model).__name__} has PEFT adapters, which from_pretrained cannot load.",
             remedy="Save the adapters with save_pretrained of the PEFT model, or export the result of "
@@ -271,7 +271,7 @@ _EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding1D, Embedding1D)
 
 def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Return the number of parameters of the full model, like ``num_parameters`` of transformers."""
-    state = metadata_of(self)
+    state = get_metadata(self)
     if state.stages is not None and state.context.pipe.size > 1:
         if only_trainable or exclude_embeddings:
             raise ConfigError(
@@ -294,7 +294,7 @@ def save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
 
     All ranks must call it. Replaces the directory atomically (see ``DirectoryWriter``).
     """
-    state = metadata_of(self)
+    state = get_metadata(self)
     context = state.context
     wait_for_all_ranks("save_pretrained", *context.base_axes)
     check_no_packed_weights(self, "save_pretrained")

@@ -13,7 +13,7 @@ from shardformer.comm.collective_call import collective_call, wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_objects, broadcast, gather_full_tensor
 from shardformer.errors import ConfigError, did_you_mean
 from shardformer.layout.shard_spec import ShardSpec
-from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of, sharded_module
+from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata, get_sharded_module
 from shardformer.pipeline.stage_manager import Stages
 from shardformer.torch_compat import IncompatibleKeys
 
@@ -24,7 +24,7 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool
     Communicates nothing, except under ZeRO stage 3, where all ranks must call it with full tensors. Raises ConfigError
     for the state dict of another model. The model is then unchanged.
     """
-    state = metadata_of(self)
+    state = get_metadata(self)
     _check_load_arguments(assign)
     if state.parameter_owner is not None:
         return _load_stage3_state_dict(self, state, state_dict, strict=strict)
@@ -34,7 +34,7 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool
     state_dict = _add_tied_names(state_dict, here, firsts)
     _check_tensor_types({name: value for name, value in state_dict.items() if name in here or name in elsewhere})
     own = {name: value for name, value in state_dict.items() if name not in elsewhere}
-    entries = state.by_param()
+    entries = state.get_entries_by_param()
     specs = {n: entries[id(t)].spec if id(t) in entries else ShardSpec(t.shape) for n, t in here.items()}
     is_full = {n: _is_full_tensor(n, own[n], t, specs[n]) for n, t in here.items() if isinstance(own.get(n), Tensor)}
     sharded = {name: full for name, full in is_full.items() if full is not None}
@@ -50,7 +50,7 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool
 
 
 def _get_first_tied_names(model: nn.Module, state: ShardingMetadata) -> dict[str, str]:
-    return {} if state.stages is None else state.stages.get_first_names(sharded_module(model)[1])
+    return {} if state.stages is None else state.stages.get_first_names(get_sharded_module(model)[1])
 
 
 def _add_tied_names(
@@ -159,10 +159,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def gather_state_dict(model: nn.Module, is_selected: Callable[[str], bool]) -> dict[str, Tensor]:
     """Gather only selected tensors of a sharded model's full state dict. All ranks must select the same names."""
-    state = metadata_of(model)
+    state = get_metadata(model)
     axes = [state.context.tensor, state.context.pipe, *([state.context.data] if state.parameter_owner else [])]
     wait_for_all_ranks("full_state_dict", *axes)
-    entries = state.by_param()
+    entries = state.get_entries_by_param()
     gathered: dict[int, Tensor] = {}
     out = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -179,7 +179,7 @@ def gather_state_dict(model: nn.Module, is_selected: Callable[[str], bool]) -> d
         state.parameter_owner.release()
     if state.stages is None or state.context.pipe.size == 1:
         return out
-    _, prefix = sharded_module(model)
+    _, prefix = get_sharded_module(model)
     inside = {name.removeprefix(prefix): x for name, x in out.items() if name.startswith(prefix)}
     joined = _broadcast_from_stages(inside, state.stages, state, lambda name: is_selected(prefix + name))
     outside = {name: x for name, x in out.items() if not name.startswith(prefix)}

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shardformer.comm.collective_call import all_gather_from_mesh, collective_call
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import ShardSpec
-from shardformer.layout.sharding_metadata import ShardingMetadata, tables_here, tables_of
+from shardformer.layout.sharding_metadata import ShardingMetadata, get_local_metadata, group_by_metadata
 from shardformer.torch_patches import Apply, Patch, replace_attribute
 from shardformer.zero.flat_shards import FlatShard, ParamSlice
 
@@ -184,9 +184,9 @@ def _find_model_metadata(optimizer: Any) -> ShardingMetadata | None:
     if (holder := get_zero_optimizer(optimizer)) is not None:
         return holder.table  # type: ignore[no-any-return]
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    tables = list(tables_of(params))
+    tables = list(group_by_metadata(params))
     if not params:  # a pipeline stage without trainable parameters
-        tables = [table for table in tables_here() if table.context.pipe.size > 1]
+        tables = [table for table in get_local_metadata() if table.context.pipe.size > 1]
     sizes = tables[0].context.sizes if len(tables) == 1 else {}
     return tables[0] if any(size > 1 for name, size in sizes.items() if name != "data") else None
 
@@ -200,7 +200,7 @@ def get_state_coords(optimizer: Any) -> StateCoordinates:
         names = set(table.context.sizes)
     else:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        entries = table.entries if holder is not None else tables_of(params).get(table, ())
+        entries = table.entries if holder is not None else group_by_metadata(params).get(table, ())
         names = {name for entry in entries for name in entry.spec.axes} | {"pipe"}
     return {name: (axis.size, axis.rank) for name, axis in table.axes.items() if name in names and axis.size > 1}
 

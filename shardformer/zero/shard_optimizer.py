@@ -23,14 +23,14 @@ from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
-from shardformer.layout.packed_weights import find_packed_weights, hide_packed_weights, packed_tensors
+from shardformer.layout.packed_weights import find_packed_weights, get_packed_tensors, hide_packed_weights
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import (
     METADATA_ATTRIBUTE,
     ParamEntry,
     ShardingMetadata,
     check_module,
-    reduction_of,
+    get_reduction,
 )
 from shardformer.layout.tied_tensors import find_parameter_view, group_overlapping
 from shardformer.mesh.parallel_context import ParallelContext
@@ -173,7 +173,7 @@ def _create_unsharded_metadata(model: nn.Module, context: ParallelContext) -> Sh
             remedy="Call shardformer.shard_model(model, context=context) before shard_optimizer.",
         )
     install_all(TRAINING_PATCHES)
-    packed = [checksum(t) for weight in find_packed_weights(model).values() for t in packed_tensors(weight)]
+    packed = [checksum(t) for weight in find_packed_weights(model).values() for t in get_packed_tensors(weight)]
     if context.data.size > 1 and differs_across_ranks(packed, context.data):
         raise ConfigError(
             f"The quantized weights of this {type(model).__name__} differ between ranks.",
@@ -184,7 +184,7 @@ def _create_unsharded_metadata(model: nn.Module, context: ParallelContext) -> Sh
     for name, param in model.named_parameters():
         spec = ShardSpec(param.shape)
         table.entries.append(
-            ParamEntry(name, param, spec, reduction_of(spec, stream, ModelRegion.OUTSIDE, context.sizes))
+            ParamEntry(name, param, spec, get_reduction(spec, stream, ModelRegion.OUTSIDE, context.sizes))
         )
     if context.data.size > 1:
         for tensor in [*model.parameters(), *model.buffers()]:

@@ -25,7 +25,7 @@ from shardformer.comm.collectives import all_reduce
 from shardformer.consistency.rank_divergence import MONITOR_PATCHES, check_gradients_before_step, get_trained_models
 from shardformer.errors import ConfigError
 from shardformer.gradients.clipping import CLIPPING_PATCHES
-from shardformer.layout.sharding_metadata import tables_of
+from shardformer.layout.sharding_metadata import group_by_metadata
 from shardformer.torch_compat import has_data
 from shardformer.torch_patches import Apply, Patch, Undo, replace_attribute
 from shardformer.zero.elementwise_trial import needs_full_matrices
@@ -71,7 +71,7 @@ def _check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if CHECKED_ATTRIBUTE in optimizer.__dict__:
         return
     optimizer.__dict__[CHECKED_ATTRIBUTE] = True
-    entries_of_models = tables_of(p for group in optimizer.param_groups for p in group["params"])
+    entries_of_models = group_by_metadata(p for group in optimizer.param_groups for p in group["params"])
     entries = [e for some in entries_of_models.values() for e in some if e.spec.is_sharded]
     cut = [e.name for e in entries]
     if not cut or not has_data(entries[0].param):

@@ -35,7 +35,7 @@ from shardformer.checkpoint.reshard_in_memory import (
 )
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
-from shardformer.layout.shard_spec import EvenSplit, ShardSpec, Split, even_bounds
+from shardformer.layout.shard_spec import EvenSplit, ShardSpec, Split, get_even_bounds
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
@@ -193,7 +193,7 @@ def test_rank_receives_only_elements_it_does_not_store(change: Any, chunk_bytes:
 
 
 def stretches(shape: tuple[int, ...], ranks: int, rank: int) -> FlatRegion:
-    bounds = even_bounds(prod(shape), ranks)
+    bounds = get_even_bounds(prod(shape), ranks)
     return FlatRegion(shape, None, {}, slice(bounds[rank], bounds[rank + 1]))
 
 
@@ -385,7 +385,7 @@ def test_planning_time_grows_with_number_of_transfers(monkeypatch: pytest.Monkey
 
     def cost(ranks: int, tensors: int) -> int:
         nonlocal calls
-        calls, pieces = 0, [((a,), (b - a,)) for a, b in pairwise(even_bounds(1000, ranks))]
+        calls, pieces = 0, [((a,), (b - a,)) for a, b in pairwise(get_even_bounds(1000, ranks))]
         names = [f"x{i}" for i in range(tensors)]
         have, want = (
             [[ItemListing(name, (1000,), torch.float32, [piece]) for name in names] for piece in each]

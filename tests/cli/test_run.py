@@ -20,7 +20,7 @@ from shardformer.cli.run import parse_run_arguments
 from shardformer.errors import LaunchError, ShardFormerError
 from shardformer.launcher import hostfile as launcher_hostfile
 from shardformer.launcher.failure_report import describe_failures
-from shardformer.launcher.hostfile import HostEntry, find_this_host, read_hostfile, select_hosts
+from shardformer.launcher.hostfile import HostEntry, find_local_host_index, read_hostfile, select_hosts
 from shardformer.launcher.shutdown import STACK_LOCATIONS
 from tests.scripts import SHARDFORMER
 
@@ -343,12 +343,12 @@ def test_this_machine_is_found_by_name_or_address(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(socket, "getfqdn", lambda: "node2.cluster")
     # without a name server, only 127.0.0.1 is an address of this machine
     monkeypatch.setattr(launcher_hostfile, "_is_local_address", lambda name: name == "127.0.0.1")
-    assert find_this_host([HostEntry("node1"), HostEntry("node2"), HostEntry("127.0.0.1")]) == 1
-    assert find_this_host([HostEntry("node1.cluster"), HostEntry("NODE2.cluster")]) == 1
-    assert find_this_host([HostEntry("node1.other"), HostEntry("node2.other")]) == 1
-    assert find_this_host([HostEntry("192.0.2.1"), HostEntry("127.0.0.1")]) == 1
+    assert find_local_host_index([HostEntry("node1"), HostEntry("node2"), HostEntry("127.0.0.1")]) == 1
+    assert find_local_host_index([HostEntry("node1.cluster"), HostEntry("NODE2.cluster")]) == 1
+    assert find_local_host_index([HostEntry("node1.other"), HostEntry("node2.other")]) == 1
+    assert find_local_host_index([HostEntry("192.0.2.1"), HostEntry("127.0.0.1")]) == 1
     with pytest.raises(LaunchError) as caught:
-        find_this_host([HostEntry("node7"), HostEntry("node8")])
+        find_local_host_index([HostEntry("node7"), HostEntry("node8")])
     assert_four_parts(caught.value, "no entry of the host list node7, node8")
     assert "--node_rank 0 or 1" in caught.value.remedy
 

@@ -19,7 +19,7 @@ from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
-from shardformer.layout.sharding_metadata import metadata_of, shard_specs
+from shardformer.layout.sharding_metadata import get_metadata, shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis, ParallelContext
@@ -70,7 +70,7 @@ def alone() -> nn.Module:
 def difference(model: nn.Module, reference: nn.Module) -> float:
     """Return the largest difference between gradients of this rank and of the unsharded model."""
     theirs = dict(reference.named_parameters(remove_duplicate=False))
-    specs, axis = shard_specs(model), metadata_of(model).context.tensor
+    specs, axis = shard_specs(model), get_metadata(model).context.tensor
     found = [0.0]
     for name, p in model.named_parameters():
         expected = theirs[name].grad
@@ -113,7 +113,7 @@ def _headers(lengths: list[int]) -> list[int]:
     model = sharded()
     pipeline, out = Pipeline(model, micro_batches=2), []
     for length in lengths:
-        with CollectiveRecorder(metadata_of(model).context) as recorder:
+        with CollectiveRecorder(get_metadata(model).context) as recorder:
             pipeline.step(batch_of(4, length))
         out.append(recorder.count("send", purpose="header"))
     return out
@@ -160,7 +160,7 @@ def _accumulated() -> float:
 
 
 def pipeline_data_rank(model: nn.Module) -> int:
-    rank: int = metadata_of(model).context.data.rank
+    rank: int = get_metadata(model).context.data.rank
     return rank
 
 
@@ -306,7 +306,7 @@ def test_gradient_checkpointing_enable_works_in_pipeline_stages(pool2: WorkerPoo
 
 def _frozen(prefixes: tuple[str, ...]) -> tuple[float, float, int]:
     reference, model = plain(), sharded()
-    context, batch = metadata_of(model).context, batch_of(4, 11)
+    context, batch = get_metadata(model).context, batch_of(4, 11)
     for name, p in [*reference.named_parameters(), *model.named_parameters()]:
         p.requires_grad_(not name.startswith(prefixes))
     pipeline = Pipeline(model, micro_batches=2)
@@ -382,7 +382,7 @@ def _saved() -> tuple[bool, bool, int]:
     again = True
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        if metadata_of(model).context.pipe.rank == 0:
+        if get_metadata(model).context.pipe.rank == 0:
             loaded = transformers.GPT2LMHeadModel.from_pretrained(folder).state_dict()
             again = all(torch.equal(loaded[name].double(), whole[name].float().double()) for name in whole)
     return same, again, sum(p.numel() for p in model.parameters())
@@ -439,12 +439,12 @@ def _generated() -> None:
 
 def _stage_of_its_own_batch() -> None:
     model = sharded()
-    Pipeline(model, micro_batches=2).step(batch_of(4, 5 + metadata_of(model).context.pipe.rank))
+    Pipeline(model, micro_batches=2).step(batch_of(4, 5 + get_metadata(model).context.pipe.rank))
 
 
 def _stage_of_its_own_tokens() -> None:
     model = sharded()
-    Pipeline(model, micro_batches=2).step(batch_of(4, 5, metadata_of(model).context.pipe.rank))
+    Pipeline(model, micro_batches=2).step(batch_of(4, 5, get_metadata(model).context.pipe.rank))
 
 
 def _no_labels() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardformer.kernels.fused_ops import FusedLayerNorm, FusedRMSNorm, fused_norm
+from shardformer.kernels.fused_ops import FusedLayerNorm, FusedRMSNorm, make_fused_norm
 from tests.families.option import CASTS, EXACT, FAMILIES, assert_same, build, plain, sharded
 
 OPTION = "enable_fused_normalization"
@@ -24,7 +24,7 @@ def test_all_supported_norms_are_fused(family: str) -> None:
     replaced = FusedRMSNorm if family in KIND else FusedLayerNorm
     assert {replaced.__name__: len(norms) - len(left)}.items() <= ours.replaced().items()
     assert ("Norms that are not fused" in ours.notes) == bool(left)
-    assert family not in KIND or {fused_norm(m).kind for m in norms} == {KIND[family]}
+    assert family not in KIND or {make_fused_norm(m).kind for m in norms} == {KIND[family]}
 
 
 def test_channels_first_norm_of_sam_is_not_fused_and_reported() -> None:

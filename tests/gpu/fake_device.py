@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from shardformer.local_ranks.fake_rank import fake_tensors
+from shardformer.local_ranks.fake_rank import enable_fake_tensors
 
 NAME = "fakegpu"
 
@@ -103,7 +103,7 @@ def on_fake_device(device: torch.device) -> Iterator[Callable[[Any], Any]]:
     lifts = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # makes the values of torch.tensor fake before they move to the device
     try:
-        with torch.autograd.set_multithreading_enabled(False), fake_tensors() as copied, _WithoutNumbers():
+        with torch.autograd.set_multithreading_enabled(False), enable_fake_tensors() as copied, _WithoutNumbers():
             yield partial(_to, device, copied)
     finally:
         torch._C._set_only_lift_cpu_tensors(lifts)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.local_ranks.fake_rank import fake_context
+from shardformer.local_ranks.fake_rank import make_fake_context
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
 from shardformer.verify.small_models import RandomBatches, SmallModel
@@ -47,7 +47,7 @@ def misplaced_in_training(family: str, layout: Layout) -> list[str]:
     real = sample()  # some families read values during construction
     batch = RandomBatches(sample.head_class)(0)
     with on_fake_device(device) as to_device:
-        context = fake_context(device=device, backend="nccl", **layout.sizes)
+        context = make_fake_context(device=device, backend="nccl", **layout.sizes)
         model = shard_model(to_device(real).train(), context=context, **layout.options)
         if layout.activations != "device":
             shardformer.offload.activations.offload_activations(model, layout.activations, min_bytes=0)

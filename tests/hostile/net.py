@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ShardFormerError, WorkerError
-from shardformer.layout.sharding_metadata import metadata_of
+from shardformer.layout.sharding_metadata import get_metadata
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
@@ -144,7 +144,7 @@ def trained(
 def closed(trace: Trace, model: nn.Module) -> Trace:
     """Return the trace with the current weights of the model."""
     try:
-        state = metadata_of(model)
+        state = get_metadata(model)
     except ShardFormerError:
         trace.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
         return trace

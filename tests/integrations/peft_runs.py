@@ -377,15 +377,15 @@ def shard_different_adapters(context: ParallelContext, options: dict[str, int]) 
 
 def names_after_deletion() -> tuple[set[str], set[str]]:
     """Return the adapters' names before an adapter is added, and after it is deleted. It is named like a module."""
-    from shardformer.layout.sharding_metadata import metadata_of
+    from shardformer.layout.sharding_metadata import get_metadata
 
     def run(context: ParallelContext) -> tuple[set[str], set[str]]:
         model = shardformer.shard_model(adapted("llama", config_of("LoRA")), context=context)
-        before = set(metadata_of(model).adapters.own)
+        before = set(get_metadata(model).adapters.own)
         model.add_adapter("model", config_of("LoRA"))
-        assert len(metadata_of(model).adapters.own) == 2 * len(before)
+        assert len(get_metadata(model).adapters.own) == 2 * len(before)
         model.delete_adapter("model")
-        return before, set(metadata_of(model).adapters.own)
+        return before, set(get_metadata(model).adapters.own)
 
     return run_as_threads(run, tensor=2, in_turn=True)[0]
 

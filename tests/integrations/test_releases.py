@@ -31,7 +31,7 @@ def test_the_lower_bounds_are_the_oldest_tested_releases() -> None:
 
 
 def test_the_pinned_libraries_have_their_dependencies() -> None:
-    """They are installed without resolving their dependencies."""
+    """``make test`` installs them without resolving their dependencies."""
     libraries, missing = list(metadata.distributions(path=[str(FOLDER)])), []
     installed = {
         canonicalize_name(each.metadata["Name"]) for each in [*libraries, *metadata.distributions(path=sys.path)]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.kernels.fused_ops import PROBE_INPUTS, FusedLayerNorm, FusedRMSNorm, fused_norm, norm_kind
+from shardformer.kernels.fused_ops import PROBE_INPUTS, FusedLayerNorm, FusedRMSNorm, get_norm_kind, make_fused_norm
 
 HIDDEN = 48
 CLASSES = {
@@ -65,21 +65,21 @@ def ulps(a: Tensor, b: Tensor) -> int:
 @pytest.mark.parametrize("name", CLASSES)
 def test_norm_kind_is_identified_and_parameters_are_kept(name: str) -> None:
     native = native_norm(name).eval()
-    fused = fused_norm(native)
+    fused = make_fused_norm(native)
     assert getattr(fused, "kind", "layer") == CLASSES[name][2]
     assert dict(fused.named_parameters()).keys() == dict(native.named_parameters()).keys()
     assert all(getattr(fused, n) is p for n, p in native.named_parameters())
     assert not fused.training
     public = {k: v for k, v in vars(native).items() if not k.startswith("_") and k != "training"}
     assert {k: getattr(fused, k) for k in public} == public
-    assert fused_norm(fused) is fused
+    assert make_fused_norm(fused) is fused
 
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_values_and_gradients_equal_the_native_norm(name: str, dtype: torch.dtype) -> None:
     native = native_norm(name).to(dtype)
-    fused = fused_norm(copy.deepcopy(native))
+    fused = make_fused_norm(copy.deepcopy(native))
     x, grad = torch.randn(2, 2, 5, HIDDEN, dtype=dtype) * 3
     # classes that compute in fp32 whatever comes have gradients with the noise of fp32
     in_fp64 = dtype == torch.float64 and CLASSES[name][2] in ("layer", "torch")
@@ -94,7 +94,7 @@ def test_values_and_gradients_equal_the_native_norm(name: str, dtype: torch.dtyp
 @pytest.mark.parametrize("name", CLASSES)
 def test_bf16_outputs_differ_by_at_most_one_ulp(name: str) -> None:
     native = native_norm(name).bfloat16()
-    fused = fused_norm(copy.deepcopy(native))
+    fused = make_fused_norm(copy.deepcopy(native))
     x, grad = torch.randn(2, 64, HIDDEN).bfloat16()
     (y, grads), (ref, ref_grads) = run(fused, x, grad), run(native, x, grad)
     assert y.dtype == torch.bfloat16 and ulps(y, ref) <= 1
@@ -107,7 +107,7 @@ def test_bf16_outputs_differ_by_at_most_one_ulp(name: str) -> None:
 def test_mixed_dtypes_give_the_native_dtype_and_values(name: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     native = native_norm(name).to(dtypes[1])
     x = torch.randn(8, HIDDEN).to(dtypes[0])
-    y, ref = fused_norm(native)(x), native(x)
+    y, ref = make_fused_norm(native)(x), native(x)
     assert y.dtype == ref.dtype
     half = torch.bfloat16 in (y.dtype, x.dtype)
     torch.testing.assert_close(y, ref, rtol=2**-7 if half else 1e-6, atol=1e-6)
@@ -118,7 +118,7 @@ def test_autocast_gives_the_native_dtype() -> None:
     x = torch.randn(8, HIDDEN)
     with torch.autocast("cpu", torch.bfloat16):
         for inputs in (x, x.bfloat16()):
-            y, ref = fused_norm(native)(inputs), native(inputs)
+            y, ref = make_fused_norm(native)(inputs), native(inputs)
             assert y.dtype == ref.dtype
             torch.testing.assert_close(y, ref, rtol=1e-6, atol=1e-6)
 
@@ -126,14 +126,14 @@ def test_autocast_gives_the_native_dtype() -> None:
 def test_a_norm_on_the_meta_device_is_identified() -> None:
     with torch.device("meta"):
         native = native_norm("gemma")
-    fused = fused_norm(native)
+    fused = make_fused_norm(native)
     assert isinstance(fused, FusedRMSNorm) and fused.kind == "gemma" and fused.weight is native.weight
 
 
 def test_identification_does_not_use_the_random_state() -> None:
     native = native_norm("llama")
     before = torch.get_rng_state()
-    fused_norm(native)
+    make_fused_norm(native)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -163,7 +163,7 @@ class LargerEpsNorm(nn.LayerNorm):
     [ScaledNorm(), GatedNorm(HIDDEN), LargerEpsNorm(HIDDEN), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Identity()],
 )
 def test_a_module_that_matches_no_formula_raises_with_its_name(module: nn.Module) -> None:
-    for make in (fused_norm, FusedLayerNorm.from_native_module, FusedRMSNorm.from_native_module):
+    for make in (make_fused_norm, FusedLayerNorm.from_native_module, FusedRMSNorm.from_native_module):
         with pytest.raises(ConfigError, match=type(module).__name__) as caught:
             make(module)
         assert caught.value.remedy
@@ -178,13 +178,13 @@ def test_an_unknown_option_raises() -> None:
 def test_norms_without_parameters_stay_without_parameters() -> None:
     x = torch.randn(3, HIDDEN)
     for native in (nn.LayerNorm(HIDDEN, elementwise_affine=False), nn.RMSNorm(HIDDEN, elementwise_affine=False)):
-        fused = fused_norm(native)
+        fused = make_fused_norm(native)
         assert list(fused.parameters()) == []
         torch.testing.assert_close(fused(x), native(x))
 
 
 def test_fused_layer_norm_is_an_instance_of_layer_norm() -> None:
-    assert isinstance(fused_norm(nn.LayerNorm(4)), nn.LayerNorm)
+    assert isinstance(make_fused_norm(nn.LayerNorm(4)), nn.LayerNorm)
 
 
 class Slow(nn.LayerNorm):
@@ -205,7 +205,7 @@ def test_identification_in_two_threads_restores_warning_filters() -> None:
         @staticmethod
         def before() -> None:
             if not futures:
-                futures.append(pool.submit(norm_kind, Second(HIDDEN)))
+                futures.append(pool.submit(get_norm_kind, Second(HIDDEN)))
                 second_is_in.wait(0.3)
 
     class Second(Slow):
@@ -217,7 +217,7 @@ def test_identification_in_two_threads_restores_warning_filters() -> None:
     futures: list[Future[str | None]] = []
     with warnings.catch_warnings(), ThreadPoolExecutor(1) as pool:
         filters = list(warnings.filters)
-        assert norm_kind(First(HIDDEN)) == "layer"
+        assert get_norm_kind(First(HIDDEN)) == "layer"
         first_has_left.set()
         assert futures[0].result(60) == "layer"
         assert warnings.filters == filters
@@ -244,15 +244,15 @@ class Counted(nn.Module):
 
 def test_equal_norms_are_identified_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of 80 layers has 160 equal norms. A norm that differs in anything is identified by its own output."""
-    kind = norm_kind(Counted())
+    kind = get_norm_kind(Counted())
     assert kind == "olmo" and CALLS
     CALLS.clear()
-    assert norm_kind(Counted()) == kind and not CALLS
-    assert norm_kind(Counted(eps=1e-5)) == kind and CALLS
+    assert get_norm_kind(Counted()) == kind and not CALLS
+    assert get_norm_kind(Counted(eps=1e-5)) == kind and CALLS
     other = Counted()
     monkeypatch.setattr(other, "forward", lambda x: x.tanh())
-    assert norm_kind(other) is None
+    assert get_norm_kind(other) is None
     monkeypatch.setattr(Counted, "scaled", True)
-    assert norm_kind(Counted()) != kind
+    assert get_norm_kind(Counted()) != kind
     monkeypatch.setattr(Counted, "forward", lambda self, x: x.tanh())
-    assert norm_kind(Counted()) is None
+    assert get_norm_kind(Counted()) is None

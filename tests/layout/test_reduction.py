@@ -6,7 +6,7 @@ import pytest
 
 from shardformer.layout.activation_layout import ActivationLayout, ActivationShard, Dim, ModelRegion, ShardedFrom
 from shardformer.layout.shard_spec import ShardSpec, Split
-from shardformer.layout.sharding_metadata import reduction_of
+from shardformer.layout.sharding_metadata import get_reduction
 
 SIZES = {"data": 2, "sequence": 2, "tensor": 2, "pipe": 1}
 CONTEXT = ActivationShard(Dim.SEQUENCE, "sequence", begin=ShardedFrom.INPUTS)
@@ -39,5 +39,5 @@ def test_a_gradient_is_summed_over_ranks_with_partial_gradients(
     spec: ShardSpec, cuts: tuple[ActivationShard, ...], region: ModelRegion, axes: tuple[str, ...], divisor: float
 ) -> None:
     """This includes an axis that shards the parameter if each of its ranks has different samples."""
-    found = reduction_of(spec, ActivationLayout(cuts), region, SIZES)
+    found = get_reduction(spec, ActivationLayout(cuts), region, SIZES)
     assert (found.sum_over, found.divisor) == (axes, divisor)

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardformer.errors import ConfigError
 from shardformer.layout import shard_spec as spec_module
 from shardformer.layout import shard_spec as split_module
-from shardformer.layout.shard_spec import EvenSplit, ShardSpec, Split, count_holders, even_bounds
+from shardformer.layout.shard_spec import EvenSplit, ShardSpec, Split, count_ranks_per_range, get_even_bounds
 from shardformer.policies.lowering import HeadLayout
 
 AXES = ("tensor", "data", "column")
@@ -29,7 +29,7 @@ def test_docstring_examples() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 8))
 def test_even_bounds_differ_by_at_most_one(count: int, ranks: int) -> None:
-    bounds = even_bounds(count, ranks)
+    bounds = get_even_bounds(count, ranks)
     sizes = [b - a for a, b in itertools.pairwise(bounds)]
     assert bounds[0] == 0 and bounds[-1] == count and len(sizes) == ranks
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
@@ -93,8 +93,8 @@ def test_boxes_cover_a_shard_once_in_local_order(spec: ShardSpec) -> None:
         local = spec.slice(full, coords)
         seen = torch.zeros(local.shape, dtype=torch.int)
         for box in spec.boxes(coords):
-            assert torch.equal(box.of_full(full), box.of_local(local))
-            box.of_local(seen).add_(1)
+            assert torch.equal(box.view_in_full(full), box.view_in_local(local))
+            box.view_in_local(seen).add_(1)
         assert bool((seen == 1).all())
 
 
@@ -106,7 +106,7 @@ def test_num_copies_counts_every_copy(spec: ShardSpec) -> None:
     for coords in spec.rank_coords():
         share = spec.slice(ones, coords) / spec.num_copies(coords)
         for box in spec.boxes(coords):
-            box.of_full(total).add_(box.of_local(share))
+            box.view_in_full(total).add_(box.view_in_local(share))
     assert torch.allclose(total, ones)
     held = sum(prod(spec.local_shape(coords)) for coords in spec.rank_coords())
     assert held == int((ones * spec.num_copies()).sum())
@@ -141,7 +141,7 @@ def test_a_slice_on_two_ranks_counts_twice() -> None:
 
 
 def test_count_holders_does_not_iterate_over_indices() -> None:
-    assert count_holders([[(0, 10**9)], [(0, 10)]]) == [(0, 10, 2), (10, 10**9, 1)]
+    assert count_ranks_per_range([[(0, 10**9)], [(0, 10)]]) == [(0, 10, 2), (10, 10**9, 1)]
 
 
 def test_a_split_of_wrong_length_is_refused() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from shardformer.mesh import init_distributed
 from shardformer.mesh import init_distributed as process_group
-from shardformer.mesh.init_distributed import INTERFACE, interface_for_host
+from shardformer.mesh.init_distributed import INTERFACE, find_network_interface
 
 ENDINGS = """
     import atexit, os, sys
@@ -47,8 +47,8 @@ def test_process_exits_without_gloo_abort(tmp_path: Path, rounds: int) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the addresses of interfaces")
 def test_interface_for_host() -> None:
-    assert interface_for_host("127.0.0.1") == "lo"
-    assert interface_for_host("no.such.host.invalid") is None
+    assert find_network_interface("127.0.0.1") == "lo"
+    assert find_network_interface("no.such.host.invalid") is None
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,6 @@ def test_interface_reaches_first_host(
 ) -> None:
     """The name of a host may resolve to 127.0.0.1, which other hosts cannot reach."""
     monkeypatch.setattr(init_distributed.os, "environ", {"WORLD_SIZE": "2", "MASTER_ADDR": "first", **env})
-    monkeypatch.setattr(process_group, "interface_for_host", routes.get)
+    monkeypatch.setattr(process_group, "find_network_interface", routes.get)
     init_distributed._select_network_interface()
     assert init_distributed.os.environ.get(INTERFACE) == chosen

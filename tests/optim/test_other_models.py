@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 import shardformer
 from shardformer.comm.collectives import broadcast_object
 from shardformer.consistency.rank_divergence import get_trained_models
-from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of, tables_here, tables_of
+from shardformer.layout.sharding_metadata import ShardingMetadata, get_local_metadata, get_metadata, group_by_metadata
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from tests.policies.toy import ToyLM, ToyPolicy, toy_batch, toy_loss
@@ -187,17 +187,19 @@ def test_optimizer_finds_only_the_models_of_its_parameters() -> None:
 
     def find(context: ParallelContext) -> None:
         one, two, other = (shardformer.shard_model(plain_model(), ToyPolicy(), context=context) for _ in range(3))
-        metadata_of(other).entries = Untouchable()
+        get_metadata(other).entries = Untouchable()
         params = [*two.parameters(), *one.parameters()]
         optimizer = torch.optim.SGD(params, lr=0.1)
         for _ in range(2):  # the second search uses the cache
-            assert list(get_trained_models(optimizer)) == [metadata_of(one), metadata_of(two)]
-        assert list(get_trained_models(torch.optim.SGD(one.parameters(), lr=0.1))) == [metadata_of(one)]
+            assert list(get_trained_models(optimizer)) == [get_metadata(one), get_metadata(two)]
+        assert list(get_trained_models(torch.optim.SGD(one.parameters(), lr=0.1))) == [get_metadata(one)]
         backward(one)
         optimizer.step()
         optimizer.zero_grad()
         assert [
-            state.monitor.steps for state in (metadata_of(one), metadata_of(two), metadata_of(other)) if state.monitor
+            state.monitor.steps
+            for state in (get_metadata(one), get_metadata(two), get_metadata(other))
+            if state.monitor
         ] == [
             1,
             1,
@@ -212,7 +214,7 @@ def test_zero_optimizer_belongs_to_its_model() -> None:
         models = [shardformer.shard_model(plain_model(), ToyPolicy(), context=context) for _ in range(2)]
         for model in models:
             optimizer = shardformer.shard_optimizer(model, torch.optim.AdamW(model.parameters()))
-            assert list(get_trained_models(optimizer)) == [metadata_of(model)]
+            assert list(get_trained_models(optimizer)) == [get_metadata(model)]
 
     run_as_threads(find, data=2)
 
@@ -241,42 +243,42 @@ def test_optimizer_is_checked_once_and_released_with_its_models() -> None:
 
 def table(model: nn.Module) -> ShardingMetadata:
     """Return the metadata of a model with one process."""
-    return metadata_of(shardformer.shard_model(model, ToyPolicy(), context=ParallelContext.of({})))
+    return get_metadata(shardformer.shard_model(model, ToyPolicy(), context=ParallelContext.of({})))
 
 
 def test_parameter_has_the_metadata_of_all_its_models() -> None:
     one, other = plain_model(), plain_model()
     first, second = table(one), table(other)
     params = [*other.parameters(), *one.parameters(), nn.Parameter(torch.ones(1))]
-    assert list(tables_of(params)) == [first, second]
-    assert tables_of(params)[first] == first.entries
+    assert list(group_by_metadata(params)) == [first, second]
+    assert group_by_metadata(params)[first] == first.entries
     some = list(other.parameters())[:2]
-    assert [e.param for e in tables_of(some)[second]] == some
+    assert [e.param for e in group_by_metadata(some)[second]] == some
     reference = copy.deepcopy(one)
-    assert list(tables_of(reference.parameters())) == [metadata_of(reference)]
+    assert list(group_by_metadata(reference.parameters())) == [get_metadata(reference)]
 
 
 def test_metadata_is_released_with_its_model() -> None:
     model = plain_model()
     params = list(model.parameters())
     table(model)
-    assert len(tables_of(params)) == 1
+    assert len(group_by_metadata(params)) == 1
     torch.utils.swap_tensors(params[0], nn.Parameter(torch.zeros(1)))  # raises if there are weak references
     for module in model.modules():
         for name in [name for name in vars(module) if name.startswith("_shardformer")]:
             del vars(module)[name]
     model.__dict__.clear()
     gc.collect()
-    assert tables_of(params) == {}
+    assert group_by_metadata(params) == {}
 
 
 def test_thread_ranks_have_their_own_models() -> None:
     def count(context: ParallelContext) -> tuple[int, list[bool]]:
         model = shardformer.shard_model(plain_model(), ToyPolicy(), context=context)
         broadcast_object(None, context.tensor, 0)
-        mine = [state for state in tables_here() if state.context.world is context.world]
-        return len(tables_here()) - len(mine), [state is metadata_of(model) for state in mine]
+        mine = [state for state in get_local_metadata() if state.context.world is context.world]
+        return len(get_local_metadata()) - len(mine), [state is get_metadata(model) for state in mine]
 
-    before = len(tables_here())
+    before = len(get_local_metadata())
     assert run_as_threads(count, tensor=2) == [(before, [True])] * 2
-    assert len(tables_here()) == before
+    assert len(get_local_metadata()) == before

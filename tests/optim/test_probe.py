@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardformer.local_ranks.fake_rank import fake_tensors
+from shardformer.local_ranks.fake_rank import enable_fake_tensors
 from shardformer.zero.elementwise_trial import can_step_separately, estimate_state_bytes, needs_full_matrices
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -27,7 +27,7 @@ def test_gpu_optimizer_is_probed_on_the_cpu(kind: str) -> None:
 
 
 def test_probe_uses_real_tensors_under_fake_tensors() -> None:
-    with fake_tensors():
+    with enable_fake_tensors():
         param = nn.Parameter(torch.ones(40, 40))
         optimizer = torch.optim.AdamW([param])
         assert not needs_full_matrices(optimizer)

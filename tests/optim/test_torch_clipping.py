@@ -101,7 +101,7 @@ def test_error_if_nonfinite_raises() -> None:
 @pytest.fixture
 def without_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide models that failed tests or fixtures keep alive in this process."""
-    monkeypatch.setattr("shardformer.gradients.clipping.tables_here", list)
+    monkeypatch.setattr("shardformer.gradients.clipping.get_local_metadata", list)
 
 
 def test_other_gradients_use_the_function_of_torch(without_other_models: None) -> None:

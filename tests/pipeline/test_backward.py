@@ -18,7 +18,7 @@ from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.shard_spec import ShardSpec
-from shardformer.layout.sharding_metadata import ParamEntry, Reduction
+from shardformer.layout.sharding_metadata import GradientReduction, ParamEntry
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
 from shardformer.pipeline.split_backward import run_input_backward
@@ -478,7 +478,7 @@ def test_gradients_are_all_reduced_once() -> None:
         def _end_backward(self) -> None:
             ends.append(1)  # no other rank to average with
 
-    quarter = Reduction(divisor=0.25)
+    quarter = GradientReduction(divisor=0.25)
     gradients = [GradientSlot(ParamEntry("", p, ShardSpec(p.shape), quarter), axis, {}) for p in model.parameters()]
     reducer = Counted(gradients, bucket_bytes=1 << 30)
     plainly(plain, some(2, H))

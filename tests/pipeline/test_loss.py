@@ -13,7 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from shardformer.errors import ConfigError
 from shardformer.gradient_accumulation.micro_batch_loss import LossWeights
-from shardformer.layout.shard_spec import even_bounds
+from shardformer.layout.shard_spec import get_even_bounds
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, shard_logits
@@ -484,7 +484,7 @@ def test_loss_is_equal_without_gradients() -> None:
 
 def _cut_vocabulary(upcast: bool) -> None:
     """Compare vocabulary-parallel logits with full logits."""
-    axis, bounds = Axis.of(None), even_bounds(127, 2)
+    axis, bounds = Axis.of(None), get_even_bounds(127, 2)
     generator = torch.Generator().manual_seed(4)
     plain = torch.randn(8, 6, 127, generator=generator, dtype=torch.float64).requires_grad_()
     labels = torch.randint(127, (8, 6), generator=generator)

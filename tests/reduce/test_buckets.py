@@ -13,7 +13,7 @@ from shardformer.comm.collectives import all_gather
 from shardformer.gradients.buckets import ALIGNMENT_ELEMENTS, Bucket, GradientSlot, ReduceScatterToShards
 from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.shard_spec import ShardSpec, Split
-from shardformer.layout.sharding_metadata import ParamEntry, Reduction
+from shardformer.layout.sharding_metadata import GradientReduction, ParamEntry
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
 
@@ -36,7 +36,7 @@ def _data(seed: int) -> Tensor:
 
 
 def _gradient(param: Tensor, axis: Axis, divisor: float, spec: ShardSpec | None = None) -> GradientSlot:
-    entry = ParamEntry("", param, spec or ShardSpec(param.shape), Reduction((axis.name,), divisor))
+    entry = ParamEntry("", param, spec or ShardSpec(param.shape), GradientReduction((axis.name,), divisor))
     return GradientSlot(entry, axis, {axis.name: axis.rank})
 
 

@@ -17,7 +17,7 @@ from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.consistency import rank_divergence as watches
 from shardformer.consistency.rank_divergence import BITS, ConsistencyMonitor
 from shardformer.errors import InputError
-from shardformer.layout.sharding_metadata import metadata_of
+from shardformer.layout.sharding_metadata import get_metadata
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
@@ -189,7 +189,7 @@ def test_consistent_ranks_raise_nothing(sizes: dict[str, int]) -> None:
 
 @torch.no_grad()
 def rounded(run: Run) -> None:
-    for entry in metadata_of(run.model).entries:
+    for entry in get_metadata(run.model).entries:
         if not entry.spec.axes:
             entry.param.mul_(1 + 2e-7)
 

@@ -23,7 +23,7 @@ from shardformer.discovery import forward_trace
 from shardformer.discovery import validation as prove_context
 from shardformer.discovery.example_inputs import make_example_batches
 from shardformer.discovery.shrink_config import shrink_config
-from shardformer.layout.sharding_metadata import Reduction, shard_specs
+from shardformer.layout.sharding_metadata import GradientReduction, shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext, reshape_sequence_axis
@@ -500,7 +500,7 @@ LEFT_OUT: dict[str, tuple[str, Any, str, Any]] = {
     "keys that are gathered": ("gather", ring, "all_gather", lambda x, axis, *_, **__: torch.cat([x] * axis.size, 3)),
     "heads for positions": ("ulysses", heads, "_all_to_all", _not_swapped),
     "the loss": ("ring", cut_tensor, "all_reduce", lambda x, *_, **__: x),
-    "gradients of weights": ("ring", sharding_gradients, "reduction_of", lambda *_: Reduction(divisor=2.0)),
+    "gradients of weights": ("ring", sharding_gradients, "get_reduction", lambda *_: GradientReduction(divisor=2.0)),
 }
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.errors import PolicyError
-from shardformer.layout.sharding_metadata import metadata_of
+from shardformer.layout.sharding_metadata import get_metadata
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.verify.small_models import SmallModel
@@ -186,7 +186,7 @@ def test_tensor_axis_requires_a_policy() -> None:
 
 def test_matching_family_policy_is_used() -> None:
     def do(context: ParallelContext) -> str:
-        return metadata_of(shardformer.shard_model(llama(), context=context)).request.source
+        return get_metadata(shardformer.shard_model(llama(), context=context)).request.source
 
     assert "llama" in run_as_threads(do, data=2, in_turn=True)[0]
     assert transformers.__version__  # the family is one of transformers

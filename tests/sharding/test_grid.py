@@ -285,7 +285,7 @@ def test_replicated_attention_receives_local_samples() -> None:
 
 def test_unknown_norm_receives_all_features(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prove_grid, "_GRID_RESULTS", {})
-    monkeypatch.setattr(grid_plan, "norm_kind", lambda module: None)
+    monkeypatch.setattr(grid_plan, "get_norm_kind", lambda module: None)
     check(plain_of("bert"), batches_of("bert"), "2d", (2, 2))
 
 

@@ -20,7 +20,7 @@ from transformers import masking_utils
 from shardformer.comm.collectives import all_gather, all_gather_objects
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
-from shardformer.local_ranks.fake_rank import MemoryTracker, fake_context, fake_tensors
+from shardformer.local_ranks.fake_rank import MemoryTracker, enable_fake_tensors, make_fake_context
 from shardformer.local_ranks.threads import ThreadTransport, run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.transport import CollectiveEvent, CollectiveRecord
@@ -111,10 +111,10 @@ def traced(
     steps: list[Step] = []
     for rank in range(len(ParallelContext.of(sizes).grid.ranks)):
         coords = {name: at for name, at in ParallelContext.of(sizes).grid.coords(rank).items() if name in sizes}
-        with fake_tensors() as copied:
+        with enable_fake_tensors() as copied:
             fakes = copied(batch)
             given = steps[0].shapes if steps else {}
-            steps.append(step(fake_context(coords, **sizes, **fake), sample, fakes, options, given))
+            steps.append(step(make_fake_context(coords, **sizes, **fake), sample, fakes, options, given))
     return steps
 
 
@@ -167,9 +167,9 @@ def test_trace_can_assume_padding() -> None:
     batch = batch_of(sample, masked=True)
     batch["attention_mask"][:, -3:] = 0
     expected = computed({"tensor": 2}, sample, batch, {})
-    with fake_tensors(padded=True) as copied:
+    with enable_fake_tensors(padded=True) as copied:
         fakes = copied(batch)
-        trace = step(fake_context(tensor=2), sample, fakes, {}, {})
+        trace = step(make_fake_context(tensor=2), sample, fakes, {}, {})
     assert_alike([trace], expected[:1])
 
 
@@ -193,28 +193,28 @@ def test_model_with_dropout_is_traced() -> None:
 
 def test_stage_is_traced_with_shapes_of_previous_stage() -> None:
     sample = SmallModel("llama")
-    with fake_tensors() as copied:
+    with enable_fake_tensors() as copied:
         fakes = copied(batch_of(sample, masked=False))
         with pytest.raises(ConfigError, match="Virtual stage 1 cannot be traced, because"):
-            step(fake_context({"pipe": 1}, pipe=2), sample, fakes, {}, {})
+            step(make_fake_context({"pipe": 1}, pipe=2), sample, fakes, {}, {})
 
 
 def test_block_that_reads_head_width_is_refused() -> None:
     """The input of BLIP-2's vision model is a tensor subclass, which a fake tensor cannot represent."""
     sample = SmallModel("blip-2")
     real, batch = sample(), RandomBatches(sample.head_class)(0)
-    with fake_tensors() as copied:
-        model = shard_model(copied(real), context=fake_context(tensor=2))
+    with enable_fake_tensors() as copied:
+        model = shard_model(copied(real), context=make_fake_context(tensor=2))
         with pytest.raises(ConfigError, match="computes the size of its attention heads from the shape of an input"):
             model(**copied(batch))
 
 
 def test_fake_collectives_return_own_objects() -> None:
-    context = fake_context({"data": 2, "tensor": 1}, tensor=4, data=8)
+    context = make_fake_context({"data": 2, "tensor": 1}, tensor=4, data=8)
     assert (context.rank, context.coords["data"]) == (9, 2)
     assert context.flatten("data", "tensor").size == 32
     assert all_gather_objects("here", context.tensor) == ["here"] * 4
-    with fake_tensors():
+    with enable_fake_tensors():
         whole = all_gather(torch.zeros(3, 2), context.tensor, 1, full=7)
     assert isinstance(whole, FakeTensor) and whole.shape == (3, 7)
 
@@ -231,7 +231,7 @@ def test_trace_does_not_change_masks_of_other_threads() -> None:
     begun, ends = [threading.Event() for _ in range(2)], [threading.Event() for _ in range(2)]
 
     def trace(number: int) -> None:
-        with fake_tensors():
+        with enable_fake_tensors():
             begun[number].set()
             assert ends[number].wait(20)
 
@@ -278,13 +278,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.local_ranks.fake_rank import MemoryTracker, fake_context, fake_tensors
+from shardformer.local_ranks.fake_rank import MemoryTracker, make_fake_context, enable_fake_tensors
 
 config = LlamaConfig(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
                      num_attention_heads=32, use_cache=False)
 start = time.process_time()
-with fake_tensors():
-    context = fake_context({"data": 17, "tensor": 5}, tensor=8, pipe=4, data=32)
+with enable_fake_tensors():
+    context = make_fake_context({"data": 17, "tensor": 5}, tensor=8, pipe=4, data=32)
     model = shard_model(LlamaForCausalLM._from_config(config, dtype=torch.bfloat16), context=context)
     ids = torch.zeros(4, 2048, dtype=torch.long)
     with CollectiveRecorder(context, model) as recorder, MemoryTracker(model.parameters()) as memory:
@@ -324,5 +324,5 @@ class ScaledEmbedding(torch.nn.Embedding):
 
 
 def test_the_factor_of_an_embedding_is_known_without_values() -> None:
-    with fake_tensors():
+    with enable_fake_tensors():
         assert embedding_scale(ScaledEmbedding()) == 8.0

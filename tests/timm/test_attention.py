@@ -32,7 +32,7 @@ def said_of(name: str) -> tuple[str, int]:
     def use(model: Any) -> tuple[str, int]:
         said = shardformer.describe_sharding(model)
         return "\n".join(said.notes), sum(
-            n for *_, now, n in said.changes if now in ("forward_on_kernels", "timm_swinv2_attention")
+            n for *_, now, n in said.changes if now in ("forward_with_fused_kernels", "timm_swinv2_attention")
         )
 
     said: tuple[str, int] = sharded(name, FLASH, use)

@@ -19,7 +19,7 @@ import shardformer
 from shardformer.discovery.reduced_model import ReferenceGradients
 from shardformer.discovery.validation import validate_policy
 from shardformer.errors import ShardFormerError
-from shardformer.layout.sharding_metadata import Reduction
+from shardformer.layout.sharding_metadata import GradientReduction
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
@@ -130,7 +130,7 @@ def test_tensor_times_data(timm_pools: WorkerPools, name: str, mode: str) -> Non
 
 def without(what: str, name: str, options: dict[str, bool]) -> list[str]:
     stand_in: Any = {
-        "shardformer.sharding.apply_tensor_parallel.reduction_of": lambda *_: Reduction(),
+        "shardformer.sharding.apply_tensor_parallel.get_reduction": lambda *_: GradientReduction(),
         "shardformer.tensor_parallel.region.start_all_reduce": lambda x, *_, **__: _Done(x),
     }[what]
     with patch(what, stand_in):
@@ -150,14 +150,14 @@ class _Done:
     [
         ("shardformer.tensor_parallel.region.start_all_reduce", "beit", "plain", "output differs"),
         (
-            "shardformer.sharding.apply_tensor_parallel.reduction_of",
+            "shardformer.sharding.apply_tensor_parallel.get_reduction",
             "vit with all between",
             "plain",
             "attn.q_norm.weight",
         ),
-        ("shardformer.sharding.apply_tensor_parallel.reduction_of", "beit", "sequence", "blocks.0.gamma_1 differs"),
+        ("shardformer.sharding.apply_tensor_parallel.get_reduction", "beit", "sequence", "blocks.0.gamma_1 differs"),
         (
-            "shardformer.sharding.apply_tensor_parallel.reduction_of",
+            "shardformer.sharding.apply_tensor_parallel.get_reduction",
             "swin v2",
             "plain",
             "attn.cpb_mlp.0.weight differs",

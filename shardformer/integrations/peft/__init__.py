@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from shardformer.integrations.peft import shard_peft_model
-from shardformer.integrations.peft.models import change_adapters, install_methods
+from shardformer.integrations.peft.models import add_and_shard_adapters, patch_peft_methods
 from shardformer.integrations.peft.shard_peft_model import has_adapters
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE
 from shardformer.torch_patches import Patch, Undo, call_after_import, chain_undo_functions, install, replace_attribute
@@ -42,11 +42,11 @@ def _apply() -> Undo:
     from peft.tuners.tuners_utils import BaseTuner
 
     kinds = ((PeftModel, True), (PeftMixedModel, True), (BaseTuner, False))
-    new = [(kind, _constructor(kind.__init__, wraps_model=is_wrapper)) for kind, is_wrapper in kinds]
+    new = [(kind, _wrap_constructor(kind.__init__, wraps_model=is_wrapper)) for kind, is_wrapper in kinds]
     return chain_undo_functions(*(replace_attribute(kind, "__init__", made) for kind, made in new))
 
 
-def _constructor(original: Callable[..., None], *, wraps_model: bool) -> Callable[..., None]:
+def _wrap_constructor(original: Callable[..., None], *, wraps_model: bool) -> Callable[..., None]:
     """Wrap a PEFT constructor so that it also shards the adapters that it adds to a sharded model.
 
     Args:
@@ -70,7 +70,7 @@ def _constructor(original: Callable[..., None], *, wraps_model: bool) -> Callabl
             return self if wraps_model else model
 
         config = peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config
-        change_adapters(model, config, change)
+        add_and_shard_adapters(model, config, change)
 
     return __init__
 
@@ -83,7 +83,7 @@ def shard_with_adapters(
     model: nn.Module, shard: Callable[..., Any], finish: Callable[[nn.Module], object]
 ) -> tuple[nn.Module, Any]:
     """Shard a model together with its PEFT adapters. See ``shardformer.integrations.peft.shard_peft_model``."""
-    return shard_peft_model.shard_with_adapters(model, shard, finish, install_methods)
+    return shard_peft_model.shard_with_adapters(model, shard, finish, patch_peft_methods)
 
 
 def get_peft_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

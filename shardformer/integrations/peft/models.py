@@ -16,10 +16,10 @@ from shardformer.comm.collectives import gather_full_tensor
 from shardformer.consistency.initial_weights import broadcast_random_state
 from shardformer.errors import ConfigError, InputError
 from shardformer.integrations.peft import shard_peft_model
-from shardformer.integrations.peft.shard_peft_model import calls_model, inner_model, is_tuner_model
+from shardformer.integrations.peft.shard_peft_model import has_default_forward, is_tuner_model, unwrap_peft_model
 from shardformer.integrations.peft.sharded_adapters import EMBEDDINGS
 from shardformer.layout.packed_weights import check_no_packed_weights, count_packed_values
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, metadata_of, sharded_module
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, get_metadata, get_sharded_module
 from shardformer.module_paths import get_parent
 from shardformer.sharding import checks
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
@@ -32,7 +32,7 @@ NEEDS_NO_VALUES = ("ADALORA", "IA3", "LOHA", "LOKR", "VERA")
 """Methods whose new adapters do not depend on the values of the weights; LoRA depends on its options."""
 
 
-def change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
+def add_and_shard_adapters(model: Any, config: Any, add_adapters_fn: Callable[[], Any]) -> Any:
     """Replace parallel layers with plain layers, let PEFT add adapters to the model, and then shard the adapters.
 
     All ranks must call it. Communicates one all-gather of each targeted weight if the adapters are computed from the
@@ -46,10 +46,10 @@ def change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
         ConfigError: on every rank, if an optimizer shards the model already, or the layout does not support the
             adapters. The model is then unchanged.
     """
-    shard_peft_model.check_peft()
-    state, inner = metadata_of(model), inner_model(model)
+    shard_peft_model.check_peft_version()
+    state, inner = get_metadata(model), unwrap_peft_model(model)
     _check_can_change(state)
-    needs_values = _needs_values(config)
+    needs_values = _needs_base_weights(config)
     saved = getattr(config, "modules_to_save", None) or ()
     if (needs_values or saved) and state.context.pipe.size > 1:
         raise ConfigError(
@@ -62,16 +62,16 @@ def change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
     for axis in state.context.base_axes[::-1]:
         broadcast_random_state(axis, state.context.device)
     with checks.restore_on_error(model):
-        layers = _parallel_layers(inner)
+        layers = _find_parallel_layers(inner)
         with_values = {p for p in layers if needs_values or p.rpartition(".")[2] in saved or p in saved}
-        plain = {path: _plain_layer(layer, state, path in with_values) for path, layer in layers.items()}
+        plain = {path: _make_plain_layer(layer, state, path in with_values) for path, layer in layers.items()}
         for path, layer in plain.items():
             shard_peft_model.place(inner, path, layer)
         with (
             shard_peft_model.without_hooks(inner),
             shard_peft_model.without_metadata(inner),
         ):  # which PEFT would copy with modules
-            made = collective_call(state.context, change)
+            made = collective_call(state.context, add_adapters_fn)
         wrappers = shard_peft_model.remove_wrappers(inner)
         for path, layer in layers.items():
             outer = next((p for p in wrappers if path.startswith(f"{p}.")), path)
@@ -82,7 +82,7 @@ def change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
                     made._modules[name] = layer
         shard_peft_model.add_adapters(made, inner, wrappers)
     if made is not inner:
-        install_methods(made)
+        patch_peft_methods(made)
     return made
 
 
@@ -94,7 +94,7 @@ def _check_can_change(state: ShardingMetadata) -> None:
         )
 
 
-def _needs_values(config: Any) -> bool:
+def _needs_base_weights(config: Any) -> bool:
     if config.is_prompt_learning:
         return True
     kind = str(getattr(config.peft_type, "value", config.peft_type))
@@ -104,7 +104,7 @@ def _needs_values(config: Any) -> bool:
     return kind not in NEEDS_NO_VALUES
 
 
-def _parallel_layers(model: nn.Module) -> dict[str, ParallelModule]:
+def _find_parallel_layers(model: nn.Module) -> dict[str, ParallelModule]:
     """Return the parallel linear layers and embeddings by path, including those inside adapters."""
     return {
         path: module
@@ -113,7 +113,7 @@ def _parallel_layers(model: nn.Module) -> dict[str, ParallelModule]:
     }
 
 
-def _plain_layer(layer: Any, state: ShardingMetadata, with_values: bool) -> nn.Module:
+def _make_plain_layer(layer: Any, state: ShardingMetadata, with_values: bool) -> nn.Module:
     """Return a plain layer with the full shape of a parallel layer, and with its full weights or zeros."""
     if isinstance(layer, QuantizedLinear):
         return make_4bit_placeholder(layer)
@@ -153,7 +153,7 @@ def _copy_changes(layer: ParallelModule, plain: nn.Module, state: ShardingMetada
     shard_peft_model.move_hooks_between(plain, layer)
 
 
-def install_methods(model: Any) -> None:
+def patch_peft_methods(model: Any) -> None:
     """Replace the methods of a ``PeftModel`` that save, load or merge adapters with versions for a sharded model."""
     tuner = type(model.base_model)
     for table, owner in ((_METHODS, type(model)), (_TUNER_METHODS, tuner)):
@@ -161,11 +161,11 @@ def install_methods(model: Any) -> None:
             if hasattr(owner, name):
                 model.__dict__[name] = method.__get__(model)
     model.__dict__["load_state_dict"] = load_state_dict.__get__(model)
-    if is_tuner_model(model.base_model) and not calls_model(model.base_model):
-        model.base_model.__dict__["forward"] = _ForwardThroughHooks(model.base_model)
+    if is_tuner_model(model.base_model) and not has_default_forward(model.base_model):
+        model.base_model.__dict__["forward"] = _ForwardWithHooks(model.base_model)
 
 
-class _ForwardThroughHooks:
+class _ForwardWithHooks:
     """A replacement for AdaLoRA's ``forward`` method, which also runs the hooks of the model that it calls."""
 
     def __init__(self, tuner: nn.Module) -> None:
@@ -196,11 +196,11 @@ def _add_adapter(self: Any, adapter_name: str, peft_config: Any, **options: Any)
         type(self).add_adapter(self, adapter_name, peft_config, **options)
         return self
 
-    change_adapters(self, peft_config, change)
+    add_and_shard_adapters(self, peft_config, change)
 
 
 def _load_adapter(self: Any, model_id: Any, adapter_name: str, is_trainable: bool = False, **options: Any) -> Any:
-    state = metadata_of(self)
+    state = get_metadata(self)
     options.setdefault("torch_device", str(state.context.device))
     load = partial(type(self).load_adapter, self, model_id, adapter_name, is_trainable, **options)
     if state.parameter_owner is None:
@@ -211,12 +211,12 @@ def _load_adapter(self: Any, model_id: Any, adapter_name: str, is_trainable: boo
         values.update(state_dict)
         return IncompatibleKeys([name for name in self.state_dict() if name not in state_dict], [])
 
-    _, prefix = sharded_module(self)
+    _, prefix = get_sharded_module(self)
 
     def show(name: str, param: Tensor) -> Tensor:
         return param if name.startswith(prefix) else torch.zeros_like(param, device=state.context.device)
 
-    with _full_parameters(self, show) as full:
+    with _use_full_parameters(self, show) as full:
         self.__dict__["load_state_dict"] = keep
         try:
             loaded = load()
@@ -228,21 +228,21 @@ def _load_adapter(self: Any, model_id: Any, adapter_name: str, is_trainable: boo
 
 
 @contextmanager
-def _full_parameters(model: Any, value_of: Callable[[str, Tensor], Tensor]) -> Iterator[dict[str, nn.Parameter]]:
+def _use_full_parameters(model: Any, get_value: Callable[[str, Tensor], Tensor]) -> Iterator[dict[str, nn.Parameter]]:
     """Temporarily replace parameters that ZeRO stage 3 shards with full parameters, and yield these by name.
 
     No hooks run in the context, because the hooks of ZeRO communicate.
 
     Args:
-        value_of: (name, meta tensor) -> value of the full parameter.
+        get_value: (name, meta tensor) -> value of the full parameter.
     """
-    groups = getattr(metadata_of(model).gradient_owner, "stage3_param_groups", ())
+    groups = getattr(get_metadata(model).gradient_owner, "stage3_param_groups", ())
     gathered = {id(p) for group in groups for p in group.params}
     shown: list[tuple[nn.Module, str, nn.Parameter]] = []
     full: dict[str, nn.Parameter] = {}
     try:
         for name, param in [(name, p) for name, p in model.named_parameters() if id(p) in gathered]:
-            value = value_of(name, torch.empty(param.shape, dtype=param.dtype, device="meta"))
+            value = get_value(name, torch.empty(param.shape, dtype=param.dtype, device="meta"))
             owner, leaf = get_parent(model, name)
             shown.append((owner, leaf, param))
             full[name] = owner._parameters[leaf] = nn.Parameter(value, requires_grad=param.requires_grad)
@@ -254,9 +254,9 @@ def _full_parameters(model: Any, value_of: Callable[[str, Tensor], Tensor]) -> I
 
 
 def _delete_adapter(self: Any, adapter_name: str) -> None:
-    _check_can_change(metadata_of(self))
+    _check_can_change(get_metadata(self))
     type(self).delete_adapter(self, adapter_name)
-    shard_peft_model.forget_adapter(self, inner_model(self), adapter_name)
+    shard_peft_model.remove_adapter_metadata(self, unwrap_peft_model(self), adapter_name)
 
 
 def _save_pretrained(self: Any, save_directory: Any, **options: Any) -> None:
@@ -264,7 +264,7 @@ def _save_pretrained(self: Any, save_directory: Any, **options: Any) -> None:
 
     Communicates one all-gather per sharded adapter parameter. A pipeline also needs one broadcast per parameter.
     """
-    context = metadata_of(self).context
+    context = get_metadata(self).context
     wait_for_all_ranks("save_pretrained", *context.base_axes)
     options.pop("is_main_process", None)
     weights = options.pop("state_dict", None) or _gather_adapters(self, options.get("save_embedding_layers", "auto"))
@@ -273,9 +273,9 @@ def _save_pretrained(self: Any, save_directory: Any, **options: Any) -> None:
         is_first = all(axis.rank == 0 for axis in context.axes.values())
         if is_first:
             with (
-                _all_adapters(self),
-                _full_parameters(self, lambda name, p: weights.get(name, p)),
-                _plain_embeddings(self),
+                _add_other_stage_adapters(self),
+                _use_full_parameters(self, lambda name, p: weights.get(name, p)),
+                _replace_parallel_embeddings(self),
             ):
                 type(self).save_pretrained(self, save_directory, state_dict=weights, **options)
 
@@ -283,10 +283,10 @@ def _save_pretrained(self: Any, save_directory: Any, **options: Any) -> None:
 
 
 @contextmanager
-def _all_adapters(self: Any) -> Iterator[None]:
+def _add_other_stage_adapters(self: Any) -> Iterator[None]:
     """Temporarily add the adapters of other pipeline stages, because PEFT saves only adapters in the model."""
-    inner = inner_model(self)
-    elsewhere = metadata_of(self).adapters.elsewhere
+    inner = unwrap_peft_model(self)
+    elsewhere = get_metadata(self).adapters.elsewhere
     hidden = {path: inner.get_submodule(path) for path in elsewhere}
     try:
         for path, wrapper in elsewhere.items():
@@ -298,34 +298,34 @@ def _all_adapters(self: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _plain_embeddings(self: Any) -> Iterator[None]:
+def _replace_parallel_embeddings(self: Any) -> Iterator[None]:
     """Temporarily replace the parallel layers of embeddings and heads, because PEFT expects plain layers."""
-    state, shown = metadata_of(self), []
-    for tuner in _embeddings_of(inner_model(self)):
-        if shard_peft_model.is_wrapper(tuner) and isinstance(
+    state, shown = get_metadata(self), []
+    for tuner in _get_embeddings(unwrap_peft_model(self)):
+        if shard_peft_model.is_peft_wrapper(tuner) and isinstance(
             layer := shard_peft_model.wrapped_module(tuner), ParallelModule
         ):
-            shown.append((*shard_peft_model.holder_of(tuner), layer))
+            shown.append((*shard_peft_model.find_innermost_wrapper(tuner), layer))
     try:
         for holder, name, layer in shown:
-            holder._modules[name] = _plain_layer(layer, state, with_values=False)
+            holder._modules[name] = _make_plain_layer(layer, state, with_values=False)
         yield
     finally:
         for holder, name, layer in shown:
             holder._modules[name] = layer
 
 
-def _embeddings_of(model: Any) -> list[nn.Module]:
+def _get_embeddings(model: Any) -> list[nn.Module]:
     accessors = [getattr(model, f"get_{kind}_embeddings", lambda: None) for kind in ("input", "output")]
     return [found for access in accessors if (found := access()) is not None]
 
 
 def _gather_adapters(self: Any, save_embedding_layers: Any) -> dict[str, Tensor]:
-    inner, adapters = inner_model(self), metadata_of(self).adapters
+    inner, adapters = unwrap_peft_model(self), get_metadata(self).adapters
     configs = self.peft_config.values()
     needs_base = save_embedding_layers is True or any(getattr(c, "bias", "none") != "none" for c in configs)
     prefix = next((f"{path}." for path, module in self.named_modules() if module is inner and path), "")
-    embeddings = set(map(id, _embeddings_of(inner)))
+    embeddings = set(map(id, _get_embeddings(inner)))
     paths = tuple(f"{path}." for path, module in inner.named_modules() if id(module) in embeddings)
 
     def is_selected(name: str) -> bool:
@@ -338,39 +338,39 @@ def _gather_adapters(self: Any, save_embedding_layers: Any) -> dict[str, Tensor]
 
 
 @contextmanager
-def _changing_base(self: Any, what: str) -> Iterator[None]:
-    state = metadata_of(self)
+def _prepare_merge(self: Any, method_name: str) -> Iterator[None]:
+    state = get_metadata(self)
     if state.parameter_owner is not None:
         raise ConfigError(
-            f"{what} is not supported while ZeRO stage 3 shards the parameters.",
+            f"{method_name} is not supported while ZeRO stage 3 shards the parameters.",
             remedy="Save the adapters with save_pretrained, and merge them in a run without ZeRO stage 3.",
         )
-    if what != "unload" and any(isinstance(module, QuantizedLinear) for module in self.modules()):
+    if method_name != "unload" and any(isinstance(module, QuantizedLinear) for module in self.modules()):
         raise ConfigError(
-            f"{what} is not supported while tensor parallelism shards quantized weights.",
+            f"{method_name} is not supported while tensor parallelism shards quantized weights.",
             rule="Each rank would quantize its slice of the merged weight with its own scales.",
             remedy="Save the adapters with save_pretrained, and merge them in one process.",
         )
-    wait_for_all_ranks(what, *state.context.base_axes)
+    wait_for_all_ranks(method_name, *state.context.base_axes)
     yield
 
 
 def _merge_and_unload(self: Any, *args: Any, **options: Any) -> nn.Module:
-    return _unload_with(self, "merge_and_unload", *args, **options)
+    return _call_unload_method(self, "merge_and_unload", *args, **options)
 
 
 def _unload(self: Any, *args: Any, **options: Any) -> nn.Module:
-    return _unload_with(self, "unload", *args, **options)
+    return _call_unload_method(self, "unload", *args, **options)
 
 
-def _unload_with(self: Any, what: str, *args: Any, **options: Any) -> nn.Module:
-    state, inner = metadata_of(self), inner_model(self)
-    with _changing_base(self, what):
+def _call_unload_method(self: Any, method_name: str, *args: Any, **options: Any) -> nn.Module:
+    state, inner = get_metadata(self), unwrap_peft_model(self)
+    with _prepare_merge(self, method_name):
         _check_can_change(state)
         config: Any = getattr(inner, "config", None)
         ties = getattr(config, "tie_word_embeddings", None)
-        with shard_peft_model.released(inner):
-            collective_call(state.context, lambda: getattr(self.base_model, what)(*args, **options))
+        with shard_peft_model.update_after_adapter_removal(inner):
+            collective_call(state.context, lambda: getattr(self.base_model, method_name)(*args, **options))
         if ties is not None and state.context.pipe.size > 1:
             config.tie_word_embeddings = ties  # PEFT compares weights that may be on different stages
     self.__dict__.pop(METADATA_ATTRIBUTE, None)
@@ -378,13 +378,13 @@ def _unload_with(self: Any, what: str, *args: Any, **options: Any) -> nn.Module:
 
 
 def _merge_adapter(self: Any, *args: Any, **options: Any) -> None:
-    with _changing_base(self, "merge_adapter"):
-        collective_call(metadata_of(self).context, lambda: self.base_model.merge_adapter(*args, **options))
+    with _prepare_merge(self, "merge_adapter"):
+        collective_call(get_metadata(self).context, lambda: self.base_model.merge_adapter(*args, **options))
 
 
 def _unmerge_adapter(self: Any, *args: Any, **options: Any) -> None:
-    with _changing_base(self, "unmerge_adapter"):
-        collective_call(metadata_of(self).context, lambda: self.base_model.unmerge_adapter(*args, **options))
+    with _prepare_merge(self, "unmerge_adapter"):
+        collective_call(get_metadata(self).context, lambda: self.base_model.unmerge_adapter(*args, **options))
 
 
 def _add_weighted_adapter(self: Any, *args: Any, **options: Any) -> None:
@@ -397,7 +397,7 @@ def _add_weighted_adapter(self: Any, *args: Any, **options: Any) -> None:
 
 def _get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
     """Return the numbers of trainable and of all parameters of the full, unsharded model."""
-    state = metadata_of(self)
+    state = get_metadata(self)
     if state.context.pipe.size > 1:
         raise ConfigError(
             "The number of trainable parameters is not available on a pipeline stage.",

@@ -24,10 +24,10 @@ from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
 from shardformer.integrations.peft.sharded_adapters import (
     EMBEDDINGS,
     AdapterDropout,
+    detach_adapter,
     has_complete_gradients,
-    release_base,
     shard_adapter,
-    sharded_copy,
+    shard_module_copy,
 )
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion, ShardedFrom
 from shardformer.layout.shard_spec import ShardSpec
@@ -36,9 +36,9 @@ from shardformer.layout.sharding_metadata import (
     PARENT_METADATA_ATTRIBUTE,
     ParamEntry,
     ShardingMetadata,
-    metadata_of,
-    reduction_of,
-    sharded_parameters,
+    get_metadata,
+    get_reduction,
+    named_sharded_parameters,
 )
 from shardformer.mesh.parallel_context import Axis
 from shardformer.meta_init.materialization import is_lazy, materialize_parameters, record_if_lazy
@@ -58,11 +58,11 @@ def has_adapters(model: nn.Module) -> bool:
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     if not any(kind.__module__.startswith("peft.") for kind in kinds):
         return False
-    check_peft()
-    return _is_peft_model(model) or any(map(is_wrapper, model.modules()))
+    check_peft_version()
+    return _is_peft_model(model) or any(map(is_peft_wrapper, model.modules()))
 
 
-def check_peft() -> None:
+def check_peft_version() -> None:
     """Raise ConfigError if the installed PEFT release is too old."""
     import peft
 
@@ -75,14 +75,14 @@ def _is_peft_model(model: nn.Module) -> bool:
     return isinstance(model, PeftModel | PeftMixedModel)
 
 
-def is_wrapper(module: nn.Module) -> bool:
+def is_peft_wrapper(module: nn.Module) -> bool:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     return isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
 
 
-def is_tuner(module: nn.Module) -> bool:
+def is_tuner_layer(module: nn.Module) -> bool:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return isinstance(module, BaseTunerLayer)
@@ -94,14 +94,14 @@ def is_tuner_model(module: nn.Module) -> bool:
     return isinstance(module, BaseTuner)
 
 
-def calls_model(tuner: nn.Module) -> bool:
+def has_default_forward(tuner: nn.Module) -> bool:
     """Return whether the ``forward`` method of a PEFT tuner only calls the wrapped model."""
     from peft.tuners.tuners_utils import BaseTuner
 
     return is_tuner_model(tuner) and type(tuner).forward is BaseTuner.forward
 
 
-def inner_model(model: nn.Module) -> nn.Module:
+def unwrap_peft_model(model: nn.Module) -> nn.Module:
     """Return the model inside a ``PeftModel``, or the model itself if PEFT does not wrap it."""
     return model.get_base_model() if "peft" in sys.modules and _is_peft_model(model) else model  # type: ignore[operator]
 
@@ -110,27 +110,27 @@ def find_wrappers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost PEFT wrapper of each wrapped module, as a dict from paths to wrappers."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if is_wrapper(module) and not any(path.startswith(f"{outer}.") for outer in found):
+        if is_peft_wrapper(module) and not any(path.startswith(f"{outer}.") for outer in found):
             found[path] = module
     return found
 
 
-def holder_of(wrapper: nn.Module) -> tuple[nn.Module, str]:
+def find_innermost_wrapper(wrapper: nn.Module) -> tuple[nn.Module, str]:
     """Return the innermost PEFT wrapper around a module, and the name of its attribute that holds the module."""
     name = next(name for name in INNER if name in wrapper._modules)
     inner = wrapper._modules[name]
-    return holder_of(inner) if inner is not None and is_wrapper(inner) else (wrapper, name)
+    return find_innermost_wrapper(inner) if inner is not None and is_peft_wrapper(inner) else (wrapper, name)
 
 
 def wrapped_module(wrapper: nn.Module) -> nn.Module:
-    holder, name = holder_of(wrapper)
+    holder, name = find_innermost_wrapper(wrapper)
     return holder.get_submodule(name)
 
 
-def inner_path(path: str, wrapper: nn.Module) -> str:
+def get_inner_path(path: str, wrapper: nn.Module) -> str:
     """Return the path of the module in nested PEFT wrappers, the outermost of which is at ``path``."""
     parts, module = [path], wrapper
-    while is_wrapper(module):
+    while is_peft_wrapper(module):
         name = next(name for name in INNER if name in module._modules)
         parts.append(name)
         module = module.get_submodule(name)
@@ -151,7 +151,7 @@ def remove_wrappers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @dataclass(eq=False)
-class AdaptedNames:
+class AdapterNameMap:
     """Maps the names of parameters and buffers before adapters were added to their names afterwards.
 
     Args:
@@ -180,16 +180,16 @@ class AdaptedNames:
         path, inner = next(inside, ("", ""))
         return path + name[len(inner) :]
 
-    def wrapper_of(self, name: str) -> str | None:
+    def find_wrapper_path(self, name: str) -> str | None:
         """Return the path of the PEFT wrapper that contains a parameter, or None."""
         owner = name.rpartition(".")[0]
         while owner and owner not in self.paths:
             owner = owner.rpartition(".")[0]
         return owner or None
 
-    def adapter_of(self, name: str) -> str:
+    def get_adapter_name(self, name: str) -> str:
         """Return the name of the adapter to which a parameter belongs, such as "default"."""
-        parts = name.removeprefix(f"{self.wrapper_of(name)}.").split(".")
+        parts = name.removeprefix(f"{self.find_wrapper_path(name)}.").split(".")
         return parts[1] if len(parts) > 1 else ""
 
 
@@ -197,7 +197,7 @@ def shard_with_adapters(
     model: nn.Module,
     shard: Callable[..., Any],
     finish: Callable[[nn.Module], object],
-    install_methods: Callable[[nn.Module], object],
+    patch_peft_methods: Callable[[nn.Module], object],
 ) -> tuple[nn.Module, Any]:
     """Shard a model and its PEFT adapters in place.
 
@@ -205,11 +205,11 @@ def shard_with_adapters(
         model: a ``PeftModel``, or a model into which PEFT injected adapters.
         shard: shards the model without adapters, as ``shard_in_place(model, finish=...)``.
         finish: called with ``model`` after its adapters were added to the sharded model.
-        install_methods: replaces the methods of PEFT's wrapper.
+        patch_peft_methods: replaces the methods of PEFT's wrapper.
 
     Raises ShardFormerError on every rank if an adapter does not support the layout. The model is then unchanged.
     """
-    inner = inner_model(model)
+    inner = unwrap_peft_model(model)
     referenced = checks.find_referenced_parameters(model)
     with checks.restore_on_error(model):
         aliases = _find_aliases(model, inner)
@@ -220,7 +220,7 @@ def shard_with_adapters(
                 model._modules[name] = sharded.get_submodule(path)
             add_adapters(model, sharded, wrappers, referenced)
             if model is not sharded:
-                install_methods(model)
+                patch_peft_methods(model)
             finish(model)
 
         return model, shard(inner, finish=put_on)[1]
@@ -243,31 +243,33 @@ def add_adapters(
 
     Communicates a hash of the adapters' settings, checksums of the adapters, and their values if ranks differ.
     """
-    state = metadata_of(sharded)
-    _check_forward(model, state)
-    inner_paths = {path: inner_path(path, wrapper) for path, wrapper in wrappers.items()}
+    state = get_metadata(sharded)
+    _check_pipeline_adapter(model, state)
+    inner_paths = {path: get_inner_path(path, wrapper) for path, wrapper in wrappers.items()}
     for wrapper in wrappers.values():
-        holder, name = holder_of(wrapper)
-        holder._modules[name] = _WrappedModule()
-    own = nn.ModuleList([*wrappers.values(), *_modules_outside(model, sharded)])
-    known = state.by_param()
+        holder, name = find_innermost_wrapper(wrapper)
+        holder._modules[name] = _WrappedModulePlaceholder()
+    own = nn.ModuleList([*wrappers.values(), *_find_modules_outside(model, sharded)])
+    known = state.get_entries_by_param()
     new = nn.ParameterList([p for p in own.parameters() if id(p) not in known])
-    adapters = {"prompts": nn.ModuleList(_modules_outside(model, sharded)), **wrappers}
-    collective_call(state.context, lambda: _fingerprint(adapters), lambda lines: lines, action="add these adapters")
+    adapters = {"prompts": nn.ModuleList(_find_modules_outside(model, sharded)), **wrappers}
+    collective_call(
+        state.context, lambda: _get_adapter_fingerprint(adapters), lambda lines: lines, action="add these adapters"
+    )
     state.notes += sync_initial_weights(new, state.context.base_axes[::-1])
     tensors = {path: wrapper.state_dict(prefix=f"{path}.", keep_vars=True) for path, wrapper in wrappers.items()}
     shapes = {
         name: tuple(x.shape)
         for found in tensors.values()
         for name, x in found.items()
-        if isinstance(x, Tensor) and not name.endswith(f".{_WrappedModule.MARK}")
+        if isinstance(x, Tensor) and not name.endswith(f".{_WrappedModulePlaceholder.MARK}")
     }
-    names = state.adapters = state.adapters or AdaptedNames()
+    names = state.adapters = state.adapters or AdapterNameMap()
     waits = is_lazy(own)
 
     def put_on() -> None:
         with record_if_lazy(own):
-            _put_on(sharded, state, wrappers, referenced or set())
+            _attach_wrappers(sharded, state, wrappers, referenced or set())
         if waits:
             for module in (sharded, *own):
                 materialize_parameters(module, state.context.device)
@@ -275,13 +277,13 @@ def add_adapters(
     collective_call(state.context, put_on)
     names.paths |= inner_paths
     names.own |= shapes.keys()
-    _record_names(state, names, shapes, tensors)
-    if state.stages is not None and any(map(_draws_random_numbers, own.modules())):
+    _record_parameter_names(state, names, shapes, tensors)
+    if state.stages is not None and any(map(_has_active_dropout, own.modules())):
         state.stages.uses_random = True
     update_metadata(model, sharded, names)
 
 
-class _WrappedModule(nn.Module):
+class _WrappedModulePlaceholder(nn.Module):
     """A placeholder for the module in a wrapper, which marks its position among the wrapper's tensor names."""
 
     MARK = "wrapped_module"
@@ -291,7 +293,7 @@ class _WrappedModule(nn.Module):
         self.register_buffer(self.MARK, torch.empty(0))
 
 
-def _fingerprint(adapters: Mapping[str, nn.Module]) -> list[str]:
+def _get_adapter_fingerprint(adapters: Mapping[str, nn.Module]) -> list[str]:
     """Describe adapters as lines of text that must be identical on all ranks: their settings and shapes."""
     return [
         f"{path} {line}"
@@ -300,17 +302,17 @@ def _fingerprint(adapters: Mapping[str, nn.Module]) -> list[str]:
     ]
 
 
-def _draws_random_numbers(module: nn.Module) -> bool:
+def _has_active_dropout(module: nn.Module) -> bool:
     rates = [rate for name in ("rank_dropout", "module_dropout") for rate in getattr(module, name, {}).values()]
     return any(rates) or (isinstance(module, (DropoutBase, AdapterDropout)) and module.p > 0)
 
 
-def _check_forward(model: Any, state: ShardingMetadata) -> None:
+def _check_pipeline_adapter(model: Any, state: ShardingMetadata) -> None:
     """Raise ConfigError if a pipeline is used with an adapter that changes the inputs or loss of the full model."""
     if state.context.pipe.size == 1 or not _is_peft_model(model):
         return
     is_prompt = getattr(model, "_is_prompt_learning", False)
-    if is_prompt or not calls_model(model.base_model):
+    if is_prompt or not has_default_forward(model.base_model):
         kind = "prompt learning" if is_prompt else type(model.base_model).__name__
         raise ConfigError(
             f"PEFT's {kind} does not work with pipe={state.context.pipe.size}.",
@@ -319,7 +321,7 @@ def _check_forward(model: Any, state: ShardingMetadata) -> None:
         )
 
 
-def _modules_outside(model: nn.Module, sharded: nn.Module) -> Iterator[nn.Module]:
+def _find_modules_outside(model: nn.Module, sharded: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules of a PEFT model that are outside the sharded model, such as a prompt encoder."""
     inside = {id(module) for module in sharded.modules()}
     for module in model.modules():
@@ -327,28 +329,28 @@ def _modules_outside(model: nn.Module, sharded: nn.Module) -> Iterator[nn.Module
             yield module
 
 
-def _put_on(
+def _attach_wrappers(
     sharded: nn.Module, state: ShardingMetadata, wrappers: Mapping[str, nn.Module], referenced: set[int]
 ) -> None:
     for path, wrapper in wrappers.items():
         base = sharded.get_submodule(path)
-        holder, name = holder_of(wrapper)
+        holder, name = find_innermost_wrapper(wrapper)
         if state.stages is not None and state.stages.placeholders.has_placeholders(base):
-            state.adapters.elsewhere[path] = _without_values(wrapper)
+            state.adapters.elsewhere[path] = _move_to_meta(wrapper)
             continue
         holder._modules[name] = base
         before = dict(wrapper.named_parameters())
-        if is_tuner(wrapper):
+        if is_tuner_layer(wrapper):
             _check_base(state, path, base)
             shard_adapter(wrapper, path, state.context_run)
-            _check_dropout(state, path, wrapper)
+            _check_adapter_dropout(state, path, wrapper)
         else:
             copies: Any = wrapper._modules.get("modules_to_save")
             if copies is None:
                 _check_replicated(base, path, type(wrapper).__name__)
             for adapter, plain in () if copies is None else copies.items():
                 _remove_copied_hooks(plain, base)
-                copies[adapter] = sharded_copy(plain, base, path)
+                copies[adapter] = shard_module_copy(plain, base, path)
         after = set(map(id, wrapper.parameters()))
         replaced = {id(p): f"{path}.{n}" for n, p in before.items() if id(p) not in after and id(p) in referenced}
         if replaced:
@@ -358,7 +360,7 @@ def _put_on(
         place(sharded, path, wrapper)
 
 
-def _without_values(wrapper: nn.Module) -> nn.Module:
+def _move_to_meta(wrapper: nn.Module) -> nn.Module:
     """Move the parameters of a PEFT wrapper to the meta device. Buffers stay, because layers may share them (VeRA)."""
     for module in wrapper.modules():
         for name, param in module._parameters.items():
@@ -382,12 +384,12 @@ def _check_base(state: ShardingMetadata, path: str, base: nn.Module) -> None:
         _check_replicated(base, path, "PEFT adapter")
 
 
-def _check_dropout(state: ShardingMetadata, path: str, wrapper: nn.Module) -> None:
+def _check_adapter_dropout(state: ShardingMetadata, path: str, wrapper: nn.Module) -> None:
     """Raise ConfigError if an adapter's dropout would draw the same mask for different sequence positions."""
-    if isinstance(wrapped_module(wrapper), ParallelModule) or not any(map(_draws_random_numbers, wrapper.modules())):
+    if isinstance(wrapped_module(wrapper), ParallelModule) or not any(map(_has_active_dropout, wrapper.modules())):
         return
     layout, region = state.regions.find_region(f"{path}.weight")
-    if region is ModelRegion.STACK and any(s.begin is ShardedFrom.STACK for s in layout.shards_at(region)):
+    if region is ModelRegion.STACK and any(s.begin is ShardedFrom.STACK for s in layout.get_region_shards(region)):
         raise ConfigError(
             f"The adapter on {path} has dropout, but each tensor rank has different positions of the sequence in "
             "this replicated layer.",
@@ -433,7 +435,7 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
 def without_metadata(model: nn.Module) -> Iterator[None]:
     """Temporarily remove the sharding metadata from the modules of a sharded model."""
     parts = [vars(module) for module in model.modules() if PARENT_METADATA_ATTRIBUTE in vars(module)]
-    state = metadata_of(model)
+    state = get_metadata(model)
     for attributes in parts:
         del attributes[PARENT_METADATA_ATTRIBUTE]
     try:
@@ -450,9 +452,9 @@ def _remove_copied_hooks(copied: nn.Module, original: nn.Module) -> None:
             getattr(copied, table).pop(key, None)
 
 
-def _record_names(
+def _record_parameter_names(
     state: ShardingMetadata,
-    names: AdaptedNames,
+    names: AdapterNameMap,
     shapes: Mapping[str, tuple[int, ...]],
     tensors: Mapping[str, Mapping[str, Any]],
 ) -> None:
@@ -469,52 +471,52 @@ def _record_names(
     owners = {path: next((n for n in stages.owner_stages if n.startswith(f"{path}.")), None) for path in names.paths}
     stages.rename(names.rename)
     for name, shape in shapes.items():
-        path = names.wrapper_of(name)
+        path = names.find_wrapper_path(name)
         owner = owners.get(path or "")
         if owner is not None:
             stages.add_tensor(name, names.rename(owner), shape)
-    stages.state = {name: stages.state[name] for name in _plain_order(list(stages.state), names, shapes, tensors)}
+    stages.state = {name: stages.state[name] for name in _sort_param_names(list(stages.state), names, shapes, tensors)}
 
 
-def _plain_order(
-    found: list[str], names: AdaptedNames, own: Collection[str], tensors: Mapping[str, Mapping[str, Any]]
+def _sort_param_names(
+    param_names: list[str], names: AdapterNameMap, own: Collection[str], tensors: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
     """Sort parameter names as in the plain model, with each adapter next to its base layer."""
     of_base: dict[str, list[str]] = {path: [] for path in tensors}
-    for name in found:
-        if name not in own and (path := names.wrapper_of(name)) in of_base:
+    for name in param_names:
+        if name not in own and (path := names.find_wrapper_path(name)) in of_base:
             of_base[path].append(name)
     order: dict[str, None] = {}
-    for name in found:
-        path = names.wrapper_of(name)
+    for name in param_names:
+        path = names.find_wrapper_path(name)
         if path is None or path not in tensors:
             order[name] = None
             continue
         for each in tensors[path]:
-            order |= dict.fromkeys(of_base[path] if each.endswith(f".{_WrappedModule.MARK}") else [each])
-    present = set(found)
+            order |= dict.fromkeys(of_base[path] if each.endswith(f".{_WrappedModulePlaceholder.MARK}") else [each])
+    present = set(param_names)
     return [name for name in order if name in present]
 
 
-def update_metadata(model: nn.Module, sharded: nn.Module, names: AdaptedNames) -> None:
+def update_metadata(model: nn.Module, sharded: nn.Module, names: AdapterNameMap) -> None:
     """Record the layout and gradient reduction of new parameters, and remove the entries of deleted parameters.
 
     Rebuilds the gradient reducer of the parameters that only one pipeline stage has.
     """
-    state = metadata_of(sharded)
-    specs = {id(param): spec for _, param, spec in sharded_parameters(sharded)}
+    state = get_metadata(sharded)
+    specs = {id(param): spec for _, param, spec in named_sharded_parameters(sharded)}
     params = dict(model.named_parameters()) if model is not sharded else {}
     prefix = next((f"{path}." for path, module in model.named_modules() if module is sharded and path), "")
     named = {n.removeprefix(prefix): p for n, p in params.items()} | dict(sharded.named_parameters())
-    present, known = {id(p) for p in named.values()}, state.by_param()
+    present, known = {id(p) for p in named.values()}, state.get_entries_by_param()
     state.entries[:] = [entry for entry in state.entries if id(entry.param) in present]
     slots = []
     for name, param in named.items():
         if id(param) in known:
             continue
         spec = specs.get(id(param), ShardSpec(param.shape))
-        layout, region = _find_region(sharded, state, names, name)
-        entry = ParamEntry(name, param, spec, reduction_of(spec, layout, region, state.context.sizes))
+        layout, region = _find_adapter_region(sharded, state, names, name)
+        entry = ParamEntry(name, param, spec, get_reduction(spec, layout, region, state.context.sizes))
         state.entries.append(entry)
         over = entry.reduction.sum_over
         axis = state.context.flatten(*over) if over else Axis("none")
@@ -538,16 +540,16 @@ def _rebuild_reducer(state: ShardingMetadata, slots: list[GradientSlot], present
     state.reducers[:] = [GradientReducer(gradients, size, watch=state.monitor), *shared] if gradients else shared
 
 
-def _find_region(
-    sharded: nn.Module, state: ShardingMetadata, names: AdaptedNames, name: str
+def _find_adapter_region(
+    sharded: nn.Module, state: ShardingMetadata, names: AdapterNameMap, name: str
 ) -> tuple[ActivationLayout, ModelRegion]:
     """Return the activation layout and the model region that apply to an adapter's parameter."""
-    path = names.wrapper_of(name)
+    path = names.find_wrapper_path(name)
     if path is None:
         return state.activations, ModelRegion.OUTSIDE  # a prompt, before the model
     wrapper = sharded.get_submodule(path)
     base = wrapped_module(wrapper)
-    if is_tuner(wrapper) and isinstance(base, ParallelModule) and not isinstance(base, EMBEDDINGS):
+    if is_tuner_layer(wrapper) and isinstance(base, ParallelModule) and not isinstance(base, EMBEDDINGS):
         if isinstance(base, Linear1D_Row) and not base.is_inside_adapter:
             # (IA)^3 multiplies the input of the row, inside the block, or its output, like a bias
             if ".ia3_l." in name and not wrapper.is_feedforward:
@@ -559,11 +561,11 @@ def _find_region(
     return region
 
 
-def forget_adapter(model: nn.Module, sharded: nn.Module, adapter_name: str) -> None:
+def remove_adapter_metadata(model: nn.Module, sharded: nn.Module, adapter_name: str) -> None:
     """Remove an adapter from the sharding metadata after PEFT has deleted it."""
-    state = metadata_of(sharded)
-    names: AdaptedNames = state.adapters
-    gone = {name for name in names.own if names.adapter_of(name) == adapter_name}
+    state = get_metadata(sharded)
+    names: AdapterNameMap = state.adapters
+    gone = {name for name in names.own if names.get_adapter_name(name) == adapter_name}
     state.adapters.own -= gone
     if state.stages is not None:
         state.stages.drop_tensors(gone.__contains__)
@@ -571,21 +573,21 @@ def forget_adapter(model: nn.Module, sharded: nn.Module, adapter_name: str) -> N
 
 
 @contextmanager
-def released(sharded: nn.Module) -> Iterator[None]:
+def update_after_adapter_removal(sharded: nn.Module) -> Iterator[None]:
     """Update the sharding metadata after PEFT has removed, in this context, its adapters from a model."""
     wrappers = find_wrappers(sharded)
     yield
-    state = metadata_of(sharded)
+    state = get_metadata(sharded)
     for path, wrapper in wrappers.items():
         if sharded.get_submodule(path) is not wrapper:
-            if is_tuner(wrapper):
-                release_base(wrapper)
+            if is_tuner_layer(wrapper):
+                detach_adapter(wrapper)
             move_hooks_between(wrapper, sharded.get_submodule(path))
-    names: AdaptedNames = state.adapters
+    names: AdapterNameMap = state.adapters
     for entry in state.entries:
         entry.name = names.original(entry.name)
     if state.stages is not None:
         state.stages.drop_tensors(names.own.__contains__)
         state.stages.rename(names.original)
     state.adapters = None
-    update_metadata(sharded, sharded, AdaptedNames())
+    update_metadata(sharded, sharded, AdapterNameMap())

@@ -77,7 +77,7 @@ class AdapterDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        positions = self._local_positions(x)
+        positions = self._get_local_positions(x)
         shape = [*x.shape[:-1], x.shape[-1] if self.split is None else self.split.full]
         if positions is not None:
             shape[1] = positions.full
@@ -88,7 +88,7 @@ class AdapterDropout(nn.Module):
             mask = mask.index_select(-1, self.split.indices(self.axis.rank).to(x.device))
         return x * mask
 
-    def _local_positions(self, x: Tensor) -> IndexShards | None:
+    def _get_local_positions(self, x: Tensor) -> IndexShards | None:
         state = self.sequence
         if state is None or x.dim() < 3:
             return None
@@ -105,27 +105,27 @@ class AdapterDropout(nn.Module):
 
 def has_complete_gradients(tuner: nn.Module) -> bool:
     """Return whether every rank computes an adapter's full gradients, which then need no sum over ranks."""
-    return isinstance(tuner, _FromFull)
+    return isinstance(tuner, _FullParametersMixin)
 
 
-class _InBase:
+class _InsideLayerMixin:
     """A mixin that runs an adapter after its parallel layer communicates the input and before the output."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         base: ParallelLinear = self.get_base_layer()
         x = base.enter_adapter(x)
-        with _calling_base(base, self.training):
+        with _prepare_base_layer(base, self.training):
             y = super().forward(x, *args, **kwargs)  # type: ignore[misc]  # of the adapter's class
         return base.leave_adapter(y)
 
 
 @contextmanager
-def _calling_base(base: ParallelLinear, training: bool) -> Iterator[None]:
+def _prepare_base_layer(base: ParallelLinear, training: bool) -> Iterator[None]:
     """While an adapter runs, hide a bias that is added later, and use one random state on all ranks."""
     with ExitStack() as stack:
         if training and base.block is not None:
             stack.enter_context(base.block.shared_random_state())
-        if base.bias is None or not _adds_bias_later(base):
+        if base.bias is None or not _has_deferred_bias(base):
             yield
             return
         bias = base._parameters["bias"]
@@ -136,11 +136,11 @@ def _calling_base(base: ParallelLinear, training: bool) -> Iterator[None]:
             base._parameters["bias"] = bias
 
 
-def _adds_bias_later(base: ParallelLinear) -> bool:
+def _has_deferred_bias(base: ParallelLinear) -> bool:
     return isinstance(base, Linear1D_Row) or base.fused_bias is None
 
 
-class _FullDelta:
+class _FullDeltaWeightMixin:
     """A mixin for adapters that compute the full weight update on every rank, such as LoHa and LoKr.
 
     Their parameters are replicated. Each rank uses its slice of the update.
@@ -161,7 +161,7 @@ class _FullDelta:
         return full
 
 
-class _FromFull:
+class _FullParametersMixin:
     """A mixin for adapters that need the full values and gradients of their parameters on every rank (AdaLoRA).
 
     The parameters stay replicated. Forward: this rank selects its features. Backward: one all-gather or all-reduce of
@@ -173,7 +173,7 @@ class _FromFull:
         kind = "in" if isinstance(base, Linear1D_Row) else "out"
         tables = ("lora_A", "lora_B", "lora_E", "ranknum")
         for name in tables:
-            counted, dim = _feature_dim(self, name)
+            counted, dim = _get_feature_dim(self, name)
             local = {
                 key: _select_features(p, dim, base) if counted == kind else copy_to_tp_region(p, base.axis)
                 for key, p in self._modules[name].items()
@@ -192,7 +192,7 @@ def _select_features(param: Tensor, dim: int, base: ParallelLinear) -> Tensor:
     return copy_to_tp_region(param, base.axis).index_select(dim, base.split.indices(base.axis.rank).to(param.device))
 
 
-class _NormOverRanks:
+class _DistributedNormMixin:
     """A mixin that computes DoRA's weight norms across the ranks of a row-parallel layer.
 
     Communicates: one all-reduce of the number of output features.
@@ -210,17 +210,17 @@ class _NormOverRanks:
         return squares.sqrt().to(weight.dtype)
 
 
-class _TraceableWeight:
+class _CompilableDoraMixin:
     """A mixin that lets torch.compile trace how PEFT's DoRA layer reads the weight of its base layer."""
 
     def forward(self: Any, x: Tensor, *, base_layer: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling() and type(base_layer.weight) is nn.Parameter:
-            base_layer = _PlainBase(base_layer)
+            base_layer = _DequantizedBaseLayer(base_layer)
         y: Tensor = super().forward(x, base_layer=base_layer, **kwargs)  # type: ignore[misc]
         return y
 
 
-class _PlainBase:
+class _DequantizedBaseLayer:
     """A base layer that makes PEFT read its weight with ``dequantize``, whatever the weight's class."""
 
     W_q = None  # PEFT calls dequantize of bases with this attribute
@@ -234,15 +234,17 @@ class _PlainBase:
 
 
 @cache
-def _mixed(mixins: tuple[type, ...], kind: Any) -> Any:
-    return type(kind.__name__, (*mixins, kind), {"__module__": __name__, "__qualname__": kind.__qualname__})
+def _make_mixin_class(mixins: tuple[type, ...], base_class: Any) -> Any:
+    return type(
+        base_class.__name__, (*mixins, base_class), {"__module__": __name__, "__qualname__": base_class.__qualname__}
+    )
 
 
-def _mix_in(module: nn.Module, *mixins: type) -> None:
+def _add_mixins(module: nn.Module, *mixins: type) -> None:
     new = tuple(mixin for mixin in mixins if not isinstance(module, mixin))
     if new:
         kind: Any = type(module)
-        module.__class__ = _mixed(new, kind)
+        module.__class__ = _make_mixin_class(new, kind)
 
 
 def shard_adapter(tuner: Any, path: str, sequence: ContextParallelState | None) -> None:
@@ -259,40 +261,40 @@ def shard_adapter(tuner: Any, path: str, sequence: ContextParallelState | None) 
     base = tuner.get_base_layer()
     for dora in getattr(tuner, "lora_magnitude_vector", {}).values():
         if type(dora).__name__ == "DoraLinearLayer":
-            _mix_in(dora, _TraceableWeight)
+            _add_mixins(dora, _CompilableDoraMixin)
     if not isinstance(base, ParallelModule):
         _replace_dropout(tuner, None, Axis("none"), sequence)
         return
-    parameters = _check_adapter(tuner, base, path)
+    parameters = _get_adapter_parameters(tuner, base, path)
     names = [name for name, _, _ in parameters]
     if isinstance(base, EMBEDDINGS):
-        _mix_in(tuner, _FullDelta)
+        _add_mixins(tuner, _FullDeltaWeightMixin)
         vars(base).update(
             max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False
         )  # the adapter reads them
         return
     reads_all = "lora_E" in names
     if reads_all:
-        _mix_in(tuner, _FromFull, _InBase, _FullDelta)
+        _add_mixins(tuner, _FullParametersMixin, _InsideLayerMixin, _FullDeltaWeightMixin)
     elif any(name.startswith(FULL_DELTA) for name in names):
-        _mix_in(tuner, _InBase, _FullDelta)
+        _add_mixins(tuner, _InsideLayerMixin, _FullDeltaWeightMixin)
     elif not (isinstance(base, Linear1D_Row) and "ia3_l" in names):  # which multiplies the reduced output, or the input
-        _mix_in(tuner, _InBase)
+        _add_mixins(tuner, _InsideLayerMixin)
     kind, features = ("in", "in_features") if isinstance(base, Linear1D_Row) else ("out", "out_features")
     for name, owner, key in parameters:
-        counted, dim = _feature_dim(tuner, name)
+        counted, dim = _get_feature_dim(tuner, name)
         if counted == kind and not reads_all and key not in vars(owner).get("shard_specs", {}):
             shard_parameter(owner, key, {dim: base.split}, base.axis)
             if hasattr(owner, features):
                 vars(owner)[features] = owner._parameters["weight"].shape[dim]  # type: ignore[union-attr]
-    if isinstance(tuner, _InBase):
+    if isinstance(tuner, _InsideLayerMixin):
         base.is_inside_adapter = True
         if isinstance(base, Linear1D_Col) and base.block is not None:
             base.block.has_adapters = True
     if isinstance(base, Linear1D_Row):
         _replace_dropout(tuner, base.split, base.axis, sequence)
         for dora in getattr(tuner, "lora_magnitude_vector", {}).values():
-            _mix_in(dora, _NormOverRanks)
+            _add_mixins(dora, _DistributedNormMixin)
             dora.axis = base.axis
     else:
         _replace_dropout(tuner, None, base.axis, sequence)
@@ -336,13 +338,13 @@ class _LocalSlices(Mapping[str, Tensor]):
         return len(self._table)
 
 
-def _feature_dim(tuner: Any, name: str) -> tuple[str, int]:
+def _get_feature_dim(tuner: Any, name: str) -> tuple[str, int]:
     if name == "ia3_l":
         return ("in", 1) if tuner.is_feedforward else ("out", 0)
     return FEATURE_DIMS.get(name, ("", 0))
 
 
-def _check_adapter(tuner: Any, base: ParallelModule, path: str) -> list[tuple[str, nn.Module, str]]:
+def _get_adapter_parameters(tuner: Any, base: ParallelModule, path: str) -> list[tuple[str, nn.Module, str]]:
     """Return an adapter's parameters as (attribute, owner, name), or raise ConfigError for unsupported adapters."""
     kind = f"{type(tuner).__module__.removeprefix('peft.tuners.').partition('.')[0]} adapter"
     found = [
@@ -387,14 +389,14 @@ def _check_adapter(tuner: Any, base: ParallelModule, path: str) -> list[tuple[st
     )
 
 
-def release_base(tuner: Any) -> None:
+def detach_adapter(tuner: Any) -> None:
     """Make a parallel linear layer run on its own after PEFT has removed its adapter."""
     base = tuner.get_base_layer()
     if isinstance(base, Linear1D_Col | Linear1D_Row):
         base.is_inside_adapter = False
 
 
-def sharded_copy(plain: nn.Module, original: nn.Module, path: str) -> nn.Module:
+def shard_module_copy(plain: nn.Module, original: nn.Module, path: str) -> nn.Module:
     """Shard a trainable copy of a module, such as one in ``modules_to_save``, in the same way as the original.
 
     Returns the copy unchanged if the original is replicated. Raises ConfigError if the original is inside a

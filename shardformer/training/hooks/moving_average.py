@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardformer.errors import ConfigError, InputError, check_int, check_number
-from shardformer.layout.sharding_metadata import find_metadata
+from shardformer.layout.sharding_metadata import get_or_build_metadata
 from shardformer.offload.host import OffloadConfig
 from shardformer.training.hook import Hook, TrainerProtocol
 from shardformer.zero.elementwise_trial import compute_state_after_step
@@ -190,7 +190,7 @@ class MovingAverage(Hook):
         for x, before in weights:
             x.detach().copy_(before)
         if (zero := _find_zero_optimizer(engine)) is not None:
-            if (gathered := find_metadata(engine.model).parameter_owner) is not None:
+            if (gathered := get_or_build_metadata(engine.model).parameter_owner) is not None:
                 gathered.release()
             for shard in zero.shards:
                 shard.record_param_versions()

@@ -336,7 +336,7 @@ def test_fp64_on_cuda_raises() -> None:
 
 
 def test_unsupported_arguments_raise_with_the_reasons_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_check_call", lambda *_: None)
+    monkeypatch.setattr(kernels, "_check_attention_call", lambda *_: None)
     q, k, v = torch.randn(3, 1, 2, 3, 4)
     with pytest.raises(ConfigError, match="non-zero dropout"):
         attention.attention(nn.Module(), q, k, v, None, dropout=0.5)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardformer.kernels.fused_ops import fused_norm
+from shardformer.kernels.fused_ops import make_fused_norm
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.lowering import HeadLayout
@@ -42,7 +42,7 @@ def test_norm_over_kv_heads_equals_the_plain_norm(kind: Any, layout: HeadLayout)
         rank = context.tensor.rank
         expand = layout.map_local_kv_heads(rank)
         norm = ShardedNorm(
-            fused_norm(plain), layout.kv_split(), None if expand is None else (HEAD_DIM, expand), context.tensor
+            make_fused_norm(plain), layout.kv_split(), None if expand is None else (HEAD_DIM, expand), context.tensor
         )
         mine = x.detach()[..., indices[rank]].requires_grad_()
         found = norm(mine)

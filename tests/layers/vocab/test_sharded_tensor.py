@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import InputError
-from shardformer.layout.shard_spec import even_bounds
+from shardformer.layout.shard_spec import get_even_bounds
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, shard_logits
@@ -92,7 +92,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = x @ self.weight.T
-        return shard_logits(out, Axis.of(None), even_bounds(V, Axis.of(None).size)) if self.sharded else out
+        return shard_logits(out, Axis.of(None), get_even_bounds(V, Axis.of(None).size)) if self.sharded else out
 
 
 def handed_on_by_autograd(how: str) -> None:
@@ -208,7 +208,7 @@ def cut_head(model: nn.Module, name: str, axis: Axis) -> None:
     """Let the head return the local columns. The gradient below it is then one summand per rank."""
 
     def cut(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        return shard_logits(own(out), axis, even_bounds(V, axis.size))
+        return shard_logits(own(out), axis, get_even_bounds(V, axis.size))
 
     model.get_submodule(name).register_forward_hook(cut)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardformer.comm.recorder import CollectiveRecorder
-from shardformer.layout.shard_spec import even_bounds
+from shardformer.layout.shard_spec import get_even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, shard_logits
 
@@ -19,7 +19,7 @@ def make(
 ) -> tuple[Tensor, Tensor, Tensor, CollectiveRecorder]:
     """Full logits, their local shard, the sharded logits, and a recorder of collectives."""
     axis = Axis.of(None)
-    bounds = even_bounds(shape[-1], axis.size)
+    bounds = get_even_bounds(shape[-1], axis.size)
     plain = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
     local = plain[..., bounds[axis.rank] : bounds[axis.rank + 1]].clone().requires_grad_()
     # A head's output is not a leaf.
@@ -28,7 +28,7 @@ def make(
 
 def own(full: Tensor, axis_dim: int = -1) -> Tensor:
     axis = Axis.of(None)
-    bounds = even_bounds(full.shape[axis_dim], axis.size)
+    bounds = get_even_bounds(full.shape[axis_dim], axis.size)
     return full.narrow(axis_dim, bounds[axis.rank], bounds[axis.rank + 1] - bounds[axis.rank])
 
 

@@ -129,7 +129,7 @@ MUTANTS = [
     mutant(
         "gradients-of-a-cut-sequence-not-averaged",
         "shardformer/layout/sharding_metadata.py",
-        'divisor = float(sizes.get("data", 1) * activations.num_parts(sizes))',
+        'divisor = float(sizes.get("data", 1) * activations.count_input_shards(sizes))',
         'divisor = float(sizes.get("data", 1))',
         "Over a sequence axis of P ranks all gradients are P times too large.",
         first=("tests/layout/test_toy_stream.py",),

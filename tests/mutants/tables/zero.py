@@ -124,8 +124,8 @@ MUTANTS = [
     mutant(
         "owner-keeps-one-ranks-slices",
         "shardformer/gradients/buckets.py",
-        "box.of_full(full).add_(box.of_local(local))",
-        "box.of_full(full).copy_(box.of_local(local))",
+        "box.view_in_full(full).add_(box.view_in_local(local))",
+        "box.view_in_full(full).copy_(box.view_in_local(local))",
         "LAMB and Muon over tensor and data ranks step with the gradient of one data rank.",
         first=("tests/optim/test_owners.py::test_sharded_matrices_are_gathered",),
     ),
