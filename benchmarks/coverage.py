@@ -209,7 +209,7 @@ def cut(model: nn.Module, policy: Policy, called: set[str]) -> tuple[float, list
     """Return the sharded fraction of the weights, and the names of unsharded weights outside the layers."""
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
-    parts = set(make_plan(model, policy).sharded_parameter_ids())
+    parts = set(make_plan(model, policy).get_sharded_parameter_ids())
     every = {anywhere(path) for path in called}
     weights: dict[int, tuple[str, int]] = {}
     for path, module in model.named_modules():

@@ -23,7 +23,7 @@ from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import AnySplit, ShardSpec, Split, get_even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
-from shardformer.tensor_parallel.grid.layers import GridModule, hidden_splits
+from shardformer.tensor_parallel.grid.layers import GridModule, get_hidden_splits
 from shardformer.tensor_parallel.parallel_module import check_plain_class
 
 # b samples of this rank, S sequence; h, f: this rank's shard of the in and out features
@@ -73,7 +73,7 @@ class Linear2D(GridModule):
         # initialize the full layer first: this rank keeps its shard of those random numbers
         native = native if native is not None else nn.Linear(in_features, out_features, bias)
         out = Split.even(out_features, grid.column.size, axes=(grid.column.name,))
-        splits: dict[int, AnySplit | Sequence[AnySplit]] = {0: out, 1: hidden_splits(in_features, grid)}
+        splits: dict[int, AnySplit | Sequence[AnySplit]] = {0: out, 1: get_hidden_splits(in_features, grid)}
         self.register_shard("weight", native.weight, ShardSpec(native.weight.shape, splits))
         self.register_shard("bias", native.bias, ShardSpec((out_features,), {0: out}))
         self.train(native.training)

@@ -43,7 +43,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from shardformer.public_names import RenamedModules, lazy_names
+from shardformer.public_names import RenamedModuleFinder, make_lazy_imports
 
 if TYPE_CHECKING:
     from shardformer import checkpoint as checkpoint
@@ -133,6 +133,6 @@ _RENAMED_MODULES = {
     "shardformer.trainer.hooks": "shardformer.hooks",
 }
 """Earlier names of documented modules."""
-sys.meta_path.insert(0, RenamedModules(_RENAMED_MODULES))  # precedes empty folders left by an earlier checkout
-__getattr__, _names = lazy_names(__name__, _RENAMED)
+sys.meta_path.insert(0, RenamedModuleFinder(_RENAMED_MODULES))  # precedes empty folders left by an earlier checkout
+__getattr__, _names = make_lazy_imports(__name__, _RENAMED)
 __all__ = [*_names, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -26,7 +26,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def lazy_names(package: str, renamed: Mapping[str, str] | None = None) -> tuple[Callable[[str], Any], list[str]]:
+def make_lazy_imports(package: str, renamed: Mapping[str, str] | None = None) -> tuple[Callable[[str], Any], list[str]]:
     """Return a ``__getattr__`` and an ``__all__`` with which a package imports public names on first use.
 
     Args:
@@ -52,20 +52,22 @@ def lazy_names(package: str, renamed: Mapping[str, str] | None = None) -> tuple[
             home, _, last = new.rpartition(".")
             return getattr(import_module(home), last)
         # importlib, copy and pickle look up private names
-        hint = "" if name.startswith("_") else f". {_suggest(package, name, found, renamed or {})}"
+        hint = "" if name.startswith("_") else f". {_suggest_public_names(package, name, found, renamed or {})}"
         # without obj=, for which Python would add a second suggestion
         raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}", name=name)
 
     return load, sorted(found)
 
 
-def _suggest(package: str, name: str, found: Mapping[str, tuple[str, str]], renamed: Mapping[str, str]) -> str:
+def _suggest_public_names(
+    package: str, name: str, public_names: Mapping[str, tuple[str, str]], renamed: Mapping[str, str]
+) -> str:
     """Suggest the subpackage that contains an unknown name, or similar public names of the package."""
-    for full_name in (f"{package}.{each}" for each, (module, _) in found.items() if module == package):
+    for full_name in (f"{package}.{each}" for each, (module, _) in public_names.items() if module == package):
         spec = find_spec(full_name)
         if spec and spec.origin and name in _parse_lazy_imports(Path(spec.origin).read_text(encoding="utf-8")):
             return f"Use {full_name}.{name}"
-    return did_you_mean(name, [*found, *renamed])
+    return did_you_mean(name, [*public_names, *renamed])
 
 
 def renamed_arguments(
@@ -88,7 +90,7 @@ def renamed_arguments(
 
         @wraps(init)
         def __init__(self: T, *args: Any, **given: Any) -> None:
-            for new, value in _pop_renamed(kind.__name__, given, names):
+            for new, value in _pop_renamed_arguments(kind.__name__, given, names):
                 known = (values or {}).get(new, {})
                 given[new] = known.get(value, value) if isinstance(value, str | bool) else value
             init(self, *args, **given)
@@ -96,7 +98,7 @@ def renamed_arguments(
         if names:
             kind.__init__ = __init__  # type: ignore[method-assign, assignment]
         for old, new in (attributes or {}).items():
-            setattr(kind, old, _renamed_attribute(f"{kind.__name__}.{old} is now {new}", new))
+            setattr(kind, old, _make_deprecated_property(f"{kind.__name__}.{old} is now {new}", new))
         return kind
 
     return decorate
@@ -115,7 +117,7 @@ def renamed_parameters(names: Mapping[str, str], earlier_order: Sequence[str] = 
     def decorate(function: F) -> F:
         @wraps(function)
         def call(*args: Any, **given: Any) -> Any:
-            given |= dict(_pop_renamed(function.__name__, given, names))
+            given |= dict(_pop_renamed_arguments(function.__name__, given, names))
             is_earlier = earlier_order and args and not _is_model(args[0])
             if is_earlier and ("model" in given or any(map(_is_model, args[1:2]))):
                 warnings.warn(
@@ -134,20 +136,20 @@ def _is_model(value: Any) -> bool:
     return hasattr(value, "named_parameters")
 
 
-def _pop_renamed(owner: str, given: dict[str, Any], names: Mapping[str, str]) -> list[tuple[str, Any]]:
-    """Remove arguments with deprecated names from ``given``, and return them as pairs (current name, value)."""
+def _pop_renamed_arguments(owner: str, kwargs: dict[str, Any], names: Mapping[str, str]) -> list[tuple[str, Any]]:
+    """Remove arguments with deprecated names from ``kwargs``, and return them as pairs (current name, value)."""
     found = []
-    for old in [name for name in given if name in names]:
+    for old in [name for name in kwargs if name in names]:
         new = names[old]
-        if new in given:
+        if new in kwargs:
             both = f"{owner} received both {old}= and {new}=, which replaces it"
             raise ConfigError(both, remedy=f"Pass only {new}=.")
         warnings.warn(f"{owner}({old}=) is now {new}=", DeprecationWarning, stacklevel=3)
-        found.append((new, given.pop(old)))
+        found.append((new, kwargs.pop(old)))
     return found
 
 
-def _renamed_attribute(message: str, new: str) -> property:
+def _make_deprecated_property(message: str, new: str) -> property:
     def access(function: Callable[..., Any], *arguments: Any) -> Any:
         warnings.warn(message, DeprecationWarning, stacklevel=3)
         return function(*arguments)
@@ -167,7 +169,7 @@ def _parse_lazy_imports(source: str) -> dict[str, tuple[str, str]]:
     }
 
 
-class RenamedModules(MetaPathFinder, Loader):
+class RenamedModuleFinder(MetaPathFinder, Loader):
     """Import hook for renamed modules, which can still be imported by their old name with a DeprecationWarning.
 
     Args:

@@ -29,21 +29,21 @@ RandomStates = tuple[list[Tensor], Any, Any]
 _GENERATORS = threading.RLock()  # generators are shared by all threads of a process, and ranks may be threads
 
 
-def random_states(device: torch.device = CPU) -> RandomStates:
+def get_random_states(device: torch.device = CPU) -> RandomStates:
     """Return the random states of torch (on the CPU and ``device``), NumPy and Python."""
-    return [g.get_state() for g in random_generators(device)], numpy.random.get_state(), random.getstate()
+    return [g.get_state() for g in get_random_generators(device)], numpy.random.get_state(), random.getstate()
 
 
 def set_random_states(states: RandomStates, device: torch.device = CPU) -> None:
-    """Restore random states of torch, NumPy and Python that ``random_states`` has returned."""
+    """Restore random states of torch, NumPy and Python that ``get_random_states`` has returned."""
     of_torch, of_numpy, of_python = states
-    for generator, state in zip(random_generators(device), of_torch, strict=True):
+    for generator, state in zip(get_random_generators(device), of_torch, strict=True):
         generator.set_state(state)
     numpy.random.set_state(of_numpy)
     random.setstate(of_python)
 
 
-def random_generators(device: torch.device) -> list[torch.Generator]:
+def get_random_generators(device: torch.device) -> list[torch.Generator]:
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
@@ -72,7 +72,7 @@ def seed_generators(*seed_parts: object) -> None:
 @contextmanager
 def fork_random_state(device: torch.device = CPU) -> Iterator[None]:
     """Restore the previous random states at the end of the ``with`` block, as ``torch.random.fork_rng`` does."""
-    states = random_states(device)
+    states = get_random_states(device)
     try:
         yield
     finally:
@@ -82,7 +82,7 @@ def fork_random_state(device: torch.device = CPU) -> Iterator[None]:
 @contextmanager
 def restore_random_state_on_error(device: torch.device) -> Iterator[None]:
     """Restore the previous random states if the ``with`` block raises an exception."""
-    states = random_states(device)
+    states = get_random_states(device)
     try:
         yield
     except BaseException:
@@ -113,7 +113,7 @@ def restore_cpu_generators() -> Iterator[None]:
 
 
 @contextmanager
-def seeded(*seed_parts: object) -> Iterator[None]:
+def temporarily_seed_generators(*seed_parts: object) -> Iterator[None]:
     """Seed the CPU's random generators with a hash of the arguments, and restore them after the ``with`` block."""
     with restore_cpu_generators():
         seed_generators(*seed_parts)
@@ -134,26 +134,26 @@ class RandomUseDetector:
 
     def begin(self) -> None:
         """Record the current random states, unless the use of random numbers has already been detected."""
-        self._before = None if self.seen else state_digest(self._device)
+        self._before = None if self.seen else hash_random_states(self._device)
 
     def end(self) -> None:
         """Set ``seen`` to True if random numbers were drawn since ``begin``, and otherwise to False."""
         if self._before is not None:
-            self.seen = self._before != state_digest(self._device)
+            self.seen = self._before != hash_random_states(self._device)
             self._before = None
 
 
 @without_fake_tensors()
-def state_digest(device: torch.device) -> list[int]:
+def hash_random_states(device: torch.device) -> list[int]:
     """Return hashes of the random states of torch, NumPy and Python, which can be compared between ranks."""
     _, keys, *of_numpy = cast(tuple[Any, ...], numpy.random.get_state())
-    of_torch = (zlib.crc32(generator.get_state().numpy().tobytes()) for generator in random_generators(device))
+    of_torch = (zlib.crc32(generator.get_state().numpy().tobytes()) for generator in get_random_generators(device))
     _, words, gauss = random.getstate()
     of_python = hash((words, gauss or 0.0))  # hash(None) may differ between processes
     return [*of_torch, zlib.crc32(keys), *map(hash, of_numpy), of_python]
 
 
-def local_seed(seed: int, rank: int) -> int:
+def derive_local_seed(seed: int, rank: int) -> int:
     """Derive a different seed for each rank from a shared seed. For rank -1, return the shared seed modulo 2**63."""
     return (seed + SPLITMIX64[0] * (rank + 1)) % 2**63
 
@@ -185,9 +185,9 @@ class LocalRandomState:
         seed, rank = torch.randint(2**62, (), device="cpu"), self._rank
         if self._share is not None:
             seed, rank = self._share(seed.to(x.device)), -1
-        self._outer = [(g, g.get_state()) for g in random_generators(x.device)]
+        self._outer = [(g, g.get_state()) for g in get_random_generators(x.device)]
         for g, _ in self._outer:
-            g.manual_seed(local_seed(int(tolist_or_ones(seed)), rank))
+            g.manual_seed(derive_local_seed(int(tolist_or_ones(seed)), rank))
 
     def leave(self) -> None:
         if self.is_in_graph and torch.compiler.is_compiling():
@@ -198,7 +198,7 @@ class LocalRandomState:
         self._outer = []
 
     @contextmanager
-    def outside(self) -> Iterator[None]:
+    def use_outer_state(self) -> Iterator[None]:
         """In the ``with`` block, use the outer random state, which ``enter`` has replaced until ``leave``."""
         if self.is_in_graph and torch.compiler.is_compiling():
             torch.ops.shardformer.swap_random_state()
@@ -226,7 +226,7 @@ class ContinuedRandomState:
         self._states: RandomStates | None = None
 
     @contextmanager
-    def drawing(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         with restore_cpu_generators():
             if self._states is None:
                 seed_generators(*self._seed_parts)
@@ -235,7 +235,7 @@ class ContinuedRandomState:
             try:
                 yield
             finally:
-                self._states = random_states()
+                self._states = get_random_states()
 
 
 class SharedEpochRandomness:
@@ -253,13 +253,13 @@ class SharedEpochRandomness:
                 self._generators.append((part, own))
 
     @contextmanager
-    def drawing(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """Use the seed of the epoch for the generators of the sampler and the dataset in the ``with`` block."""
         before = [(part, part.generator) for part, _ in self._generators]
         try:
             for part, own in self._generators:
                 part.generator = own
-            with self._own.drawing():
+            with self._own.activate():
                 yield
         finally:
             for part, generator in before:

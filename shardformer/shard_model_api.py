@@ -30,17 +30,17 @@ from shardformer.integrations.peft import PEFT_ENTRY_POINTS, has_adapters, shard
 from shardformer.layout.packed_weights import find_packed_weights
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.layer_sequence import make_no_layers_error, measure_layer_costs
-from shardformer.policies.policy import Policy, WithoutRules
-from shardformer.policies.registry import find_registered_policy, is_user_registered
+from shardformer.policies.policy import EmptyPolicy, Policy
+from shardformer.policies.registry import find_registered_policy, has_user_policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.public_names import renamed_parameters
 from shardformer.random_state import fork_random_state
-from shardformer.sharding.apply import ResolvedPolicy, Sharder, bind_policy
+from shardformer.sharding.apply import ResolvedPolicy, Sharder, bind_policy_and_plan
 from shardformer.sharding.checks import check_can_be_sharded, check_no_integer_weights, runs_user_code
 from shardformer.sharding.compiled_layers import compile_model
 from shardformer.sharding.describe import sharded_extra_repr
 from shardformer.sharding.plan import ShardingPlan
-from shardformer.tensor_parallel.quantized_linear import as_plain_linears
+from shardformer.tensor_parallel.quantized_linear import replace_with_plain_linears
 from shardformer.torch_compat import unwrap_compiled, without_fake_tensors
 from shardformer.torch_patches import call_after_import
 from shardformer.weights.save_pretrained import (
@@ -103,16 +103,18 @@ def _shard_without_adapters(
     def plan() -> ShardingPlan:
         check_can_be_sharded(model)
         check_no_integer_weights(model, sharder.context.sizes)
-        with as_plain_linears(model) if find_packed_weights(model) else nullcontext():
+        with replace_with_plain_linears(model) if find_packed_weights(model) else nullcontext():
             resolved = _find_and_bind_policy(sharder, policy, example)
             if resolved.source != NO_POLICY:
-                _validate_layout(sharder, resolved, is_user_policy=policy is not None or is_user_registered(model))
+                _validate_layout(sharder, resolved, is_user_policy=policy is not None or has_user_policy(model))
         return sharder.plan(resolved)
 
-    with sharder.restoring_on_error():
+    with sharder.restore_model_on_error():
         explain = partial(check_same_weight_files, model, sharder.context)
-        shared_params = sharder.shard(collective_call(sharder.context, plan, sharder.lines_to_compare, explain=explain))
-        _replace_methods(sharder.model)
+        shared_params = sharder.shard(
+            collective_call(sharder.context, plan, sharder.describe_for_comparison, explain=explain)
+        )
+        _install_method_overrides(sharder.model)
         call_after_import(*PEFT_ENTRY_POINTS)
         if hasattr(sharder.model, "save_pretrained"):
             sharder.state.notes.append("save_pretrained writes full weights. resize_token_embeddings is not supported.")
@@ -136,7 +138,7 @@ METHODS_OF_MODULES: Mapping[str, Callable[..., Any]] = {
 """Methods that raise ConfigError, on every module that has them."""
 
 
-def _replace_methods(model: nn.Module) -> None:
+def _install_method_overrides(model: nn.Module) -> None:
     for module in model.modules():
         methods = {**METHODS_OF_MODULES, **METHODS} if module is model else METHODS_OF_MODULES
         for name, method in methods.items():
@@ -158,12 +160,12 @@ def _find_and_bind_policy(sharder: Sharder, policy: Policy | type[Policy] | None
         size = sharder.context.tensor.size
         batch = example if is_needed else lambda: None
         found = resolve_policy(sharder.model, policy, tensor=size, may_run_copy=is_needed, example=batch)
-        return bind_policy(sharder, *found, applies_rules=applies_rules)
+        return bind_policy_and_plan(sharder, *found, applies_rules=applies_rules)
     except Exception as error:  # a family's policy can fail in any way on a model that the user changed
         if is_needed:
             raise
         notes = [f"The model has no policy. Data parallelism needs none. {get_first_line(error)}"]
-        return bind_policy(sharder, WithoutRules(), NO_POLICY, notes=notes)
+        return bind_policy_and_plan(sharder, EmptyPolicy(), NO_POLICY, notes=notes)
 
 
 def _validate_layout(sharder: Sharder, resolved: ResolvedPolicy, *, is_user_policy: bool) -> None:
@@ -380,7 +382,7 @@ def resolve_policy(
         return chosen, DERIVED if is_derived else f"the user's policy {type(chosen).__name__}"
     if (known := find_registered_policy(model)) is not None and not _is_only_for_submodel(model, known[0]):
         known[0].find_submodel_policy = _find_submodel_policy
-        if tensor not in (None, 1) and not is_user_registered(model) and runs_user_code(model, known[0]):
+        if tensor not in (None, 1) and not has_user_policy(model) and runs_user_code(model, known[0]):
             check_registered_policy(model, known[0])
         return known
     try:
@@ -413,7 +415,7 @@ def _is_only_for_submodel(model: nn.Module, policy: Policy) -> bool:
     """Return whether a policy fits only a transformers model inside ``model``, and not ``model`` itself."""
     config, library = getattr(model, "config", None), type(model).__module__.partition(".")[0]
     has_submodel = any(module is not model and getattr(module, "config", None) is config for module in model.modules())
-    if not has_submodel or is_user_registered(model) or library in ("transformers", "timm"):
+    if not has_submodel or has_user_policy(model) or library in ("transformers", "timm"):
         return False
     try:
         own = copy.copy(policy)

@@ -14,6 +14,7 @@ Each is a value of pytest's option ``--tier``. Without the option all cases run.
     @pytest.mark.reduced(cover="cell")       # ... covering only each cell of docs/features.md
     @pytest.mark.reduced(one_in=4, first=2)  # in `make test`, every fourth case from the third on
     @pytest.mark.reduced(at_most=2)          # in `make test`, the two of these cases that cover most values
+    @pytest.mark.reduced(at_most=2, keep=("llama-2",))  # ... and the cases with these ids, which find other faults
     @pytest.mark.above_budget("reason")      # may exceed the limit BUDGET_S
 
 Tests that request a pool of workers are slow without a mark. In the fast tier, other tests fail if they start a process
@@ -102,7 +103,13 @@ def _left_out(items: Sequence[pytest.Item]) -> set[str]:
     for name, group in cases.items():
         mark = group[0].get_closest_marker("reduced")
         assert mark is not None
-        kept = _kept([_values_of(item) for item in group], **mark.kwargs)
+        options = dict(mark.kwargs)
+        keep = set(options.pop("keep", ()))
+        kept = _kept([_values_of(item) for item in group], **options)
+        ids = [item.nodeid.partition("[")[2].removesuffix("]") for item in group]
+        if not keep <= set(ids):
+            raise pytest.UsageError(f"{name}: the mark reduced keeps unknown cases {sorted(keep - set(ids))}")
+        kept |= {place for place, each in enumerate(ids) if each in keep}
         if not kept:
             raise pytest.UsageError(f"{name}: the mark reduced({mark.kwargs}) leaves no case")
         out |= {item.nodeid for place, item in enumerate(group) if place not in kept}

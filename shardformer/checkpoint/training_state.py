@@ -26,7 +26,7 @@ from shardformer.layout.shard_export_guard import to_plain_tensor
 from shardformer.layout.sharding_metadata import get_or_build_metadata, get_sharded_module
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
-from shardformer.random_state import random_states, set_random_states
+from shardformer.random_state import get_random_states, set_random_states
 from shardformer.torch_compat import is_dtensor
 from shardformer.zero.flat_shards import FlatShard, ParamSlice
 from shardformer.zero.optimizer_state_view import load_state_dict_in_place
@@ -423,7 +423,7 @@ def get_random_state_key(rank: int, name: str) -> str:
 
 def get_random_state_tensors(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the states of this rank's random number generators, as named tensors and other values."""
-    of_torch, of_numpy, of_python = random_states(device)
+    of_torch, of_numpy, of_python = get_random_states(device)
     name, keys, *rest = of_numpy
     version, words, gauss = of_python
     tensors = {f"torch.{i}": state for i, state in enumerate(of_torch)}

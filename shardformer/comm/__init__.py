@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardformer.public_names import lazy_names
+from shardformer.public_names import make_lazy_imports
 
 if TYPE_CHECKING:
     from shardformer.comm.recorder import CollectiveRecorder as CollectiveRecorder
 
-__getattr__, __all__ = lazy_names(__name__)
+__getattr__, __all__ = make_lazy_imports(__name__)

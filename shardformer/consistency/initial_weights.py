@@ -19,7 +19,7 @@ from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.meta_init.init_recipe import describe_recipe, get_deferred_storage, iter_random_steps
 from shardformer.meta_init.safetensors_source import FileFingerprint, find_weight_files
 from shardformer.module_paths import find_configs, list_named_tensors
-from shardformer.random_state import random_states, set_random_states, state_digest
+from shardformer.random_state import get_random_states, hash_random_states, set_random_states
 from shardformer.torch_compat import has_meta_tensors
 
 
@@ -115,12 +115,12 @@ def broadcast_random_state(
     """
     if axis.size == 1:
         return has_drawn
-    own = [int(has_drawn), *state_digest(device)]
+    own = [int(has_drawn), *hash_random_states(device)]
     count = len(own)
     every = all_gather_numbers([*own, *extra_numbers], axis)
     on_gathered([numbers[count:] for numbers in every])
     if any(numbers[1:count] != own[1:] for numbers in every):
-        set_random_states(broadcast_object(random_states(device), axis), device)
+        set_random_states(broadcast_object(get_random_states(device), axis), device)
     return any(numbers[0] for numbers in every)
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from shardformer.discovery.forward_trace import ForwardTrace, LinearGroup, find_layer_paths
 from shardformer.discovery.reduced_model import count_parameters
 from shardformer.module_paths import get_num_features, join_path, match_paths, resolve_path
-from shardformer.policies.experts import find_expert_dims
+from shardformer.policies.experts import list_expert_dim_choices
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, Experts, LocalAttr, Role
 from shardformer.transformers_compat import get_uniform_field
 
@@ -494,7 +494,7 @@ def _iter_expert_candidates(module: nn.Module, path: str, stacked_weights: Seque
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False) if p.dim() in (2, 3)}
     identities = [name for name, m in module.named_children() if isinstance(m, nn.Identity)]
     for down, (fused, interleaved) in product(reversed(stacked_weights), ((2, False), (1, False), (2, True))):
-        for dims in find_expert_dims(shapes, down, fused):
+        for dims in list_expert_dim_choices(shapes, down, fused):
             ups = [name for name in dims if name != down]
             summands = [*(name for name in shapes if name not in dims), *identities]
             yield Experts(path, ups if len(ups) > 1 else ups[0], down, summands, fused, interleaved, dims)

@@ -401,7 +401,7 @@ class _ValidationCache:
 def _find_unsharded_matrices(model: nn.Module, policy: DerivedPolicy) -> tuple[str, ...]:
     """Return the paths of matrices that the policy does not shard. A leading dot marks paths outside the base model."""
     policy.set_model(model)
-    cut, base = make_plan(model, policy).sharded_parameter_ids(), f"{policy.base}." if policy.base else ""
+    cut, base = make_plan(model, policy).get_sharded_parameter_ids(), f"{policy.base}." if policy.base else ""
     names = [name.removesuffix(".weight") for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in cut]
     paths = [name.removeprefix(base) if name.startswith(base) else f".{name}" for name in names]
     return tuple(dict.fromkeys(map(_replace_indices_by_wildcards, paths)))

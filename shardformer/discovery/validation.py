@@ -42,12 +42,12 @@ from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import LayerStack
 from shardformer.sharding.apply import shard_for_validation
-from shardformer.sharding.apply_context_parallel import ContextFindings, explain_unsupported_attention
+from shardformer.sharding.apply_context_parallel import ContextTrialResult, explain_unsupported_attention
 from shardformer.sharding.apply_tensor_grid import (
     ArgumentSamples,
     find_full_input_modules,
     make_argument_key,
-    named_arguments,
+    named_tensor_arguments,
 )
 from shardformer.torch_compat import tree_leaves
 
@@ -279,7 +279,9 @@ class ContextValidation:
     """The result of validating context parallelism on a reduced model."""
 
     failure: str | None  # why the sequence cannot be sharded, or None if validation passed
-    findings: ContextFindings = field(default_factory=ContextFindings)  # sequence dims, modules with full sequences
+    findings: ContextTrialResult = field(
+        default_factory=ContextTrialResult
+    )  # sequence dims, modules with full sequences
 
 
 Result = TypeVar("Result")
@@ -333,7 +335,7 @@ def _validate_context(
     if any(tokens.shape[0] != reduced.samples == tokens.shape[1] for tokens in stacks):
         return ContextValidation("its layers take inputs of shape (sequence, batch, hidden)")
 
-    def train_with(findings: ContextFindings, reference: ReferenceGradients) -> ContextValidation:
+    def train_with(findings: ContextTrialResult, reference: ReferenceGradients) -> ContextValidation:
         runs: list[Any] = []
 
         def shard(model: nn.Module, context: ParallelContext) -> None:
@@ -345,7 +347,7 @@ def _validate_context(
                 runs.append(get_metadata(model).context_run)
 
         failure = validate_sharding(reference, shard, sequence=sizes.ring * sizes.group)
-        return ContextValidation(failure, replace(findings, dims=runs[0].dims) if runs else ContextFindings())
+        return ContextValidation(failure, replace(findings, dims=runs[0].dims) if runs else ContextTrialResult())
 
     not_dispatched = explain_unsupported_attention(reduced.model)
     failure = ""
@@ -373,10 +375,10 @@ def _validate_context(
 
 def _iter_context_candidates(
     model: nn.Module, stacks: Sequence[StackCallRecord], *, is_dispatched: bool, allow_full_attention: bool
-) -> Iterator[ContextFindings]:
+) -> Iterator[ContextTrialResult]:
     """Yield sets of modules that may need the full sequence under context parallelism, the least expensive first."""
     if is_dispatched:
-        yield ContextFindings()
+        yield ContextTrialResult()
     classes = find_attention_classes(model)
 
     def attends(layer: str, name: str) -> bool:
@@ -388,10 +390,10 @@ def _iter_context_candidates(
         (t.layers, name) for t in stacks for layer, name in t.find_token_mixing_modules() if not attends(layer, name)
     )
     if is_dispatched and mixing:
-        yield ContextFindings(gathers=mixing)
+        yield ContextTrialResult(gathers=mixing)
     if allow_full_attention:
         yield from (
-            ContextFindings(gathers=_remove_duplicates(names), is_whole=True)
+            ContextTrialResult(gathers=_remove_duplicates(names), is_whole=True)
             for names in (attending, attending + mixing)
             if names
         )
@@ -494,7 +496,9 @@ def _record_argument_shapes(
         for path, module in modules.items():
 
             def note(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-                shapes = {make_argument_key(path, n): tuple(x.shape) for n, x in named_arguments(module, args, kwargs)}
+                shapes = {
+                    make_argument_key(path, n): tuple(x.shape) for n, x in named_tensor_arguments(module, args, kwargs)
+                }
                 found.update(shapes)
 
             hooks.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)

@@ -190,7 +190,7 @@ class ShardingMetadata:
     compilers: list[Any] = field(default_factory=list)  # ``shardformer.sharding.compiled_layers.StackCompiler``
     monitor: ConsistencyMonitorProtocol | None = None  # detector of diverging ranks, or None without one
     adapters: Any = None  # names of PEFT's adapters on all stages (``AdapterNameMap``), or None without adapters
-    regions: Any = None  # finds the region of a parameter by its name (``ParameterRegions``)
+    regions: Any = None  # finds the region of a parameter by its name (``ParameterRegionFinder``)
     on_adapted: Callable[[nn.Module], None] = lambda _: None  # called when adapters were added or removed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingMetadata:

@@ -19,7 +19,7 @@ from shardformer.errors import WorkerError
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.rank_grid import RankGrid
 from shardformer.mesh.transport import AnnouncedCall, PeerCallStatus, RankGroups, Transport, Work
-from shardformer.random_state import RandomStates, random_states, set_random_states
+from shardformer.random_state import RandomStates, get_random_states, set_random_states
 
 EXCHANGE = 0
 """Tag of the messages of an exchange. Point-to-point messages have different tags."""
@@ -305,7 +305,7 @@ class TurnLock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._first = random_states()
+        self._first = get_random_states()
         self._own: dict[int, RandomStates] = {}
 
     def acquire(self) -> None:
@@ -313,7 +313,7 @@ class TurnLock:
         set_random_states(self._own.get(threading.get_ident(), self._first))
 
     def release(self) -> None:
-        self._own[threading.get_ident()] = random_states()
+        self._own[threading.get_ident()] = get_random_states()
         self._lock.release()
 
     def __enter__(self) -> None:

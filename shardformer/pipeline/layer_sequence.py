@@ -136,7 +136,7 @@ class StackDescription:
     stages: PipelineHints = PipelineHints()
     sequence: SequenceParallelHints = SequenceParallelHints()
 
-    def within(self, path: str) -> StackDescription:
+    def with_path_prefix(self, path: str) -> StackDescription:
         """Return this stack with the paths of a larger model that contains the model at ``path``."""
         own = prepend_path(self, path, "layers", "final_norm", "layer_calls")
         stages = prepend_path(self.stages, path, "with_first_layer", "with_last_layer", "on_every_stage")

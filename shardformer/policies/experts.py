@@ -18,7 +18,7 @@ from shardformer import module_paths as paths
 from shardformer.errors import PolicyError
 from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
-from shardformer.policies.lowering import check_width
+from shardformer.policies.lowering import check_shardable_width
 from shardformer.policies.module_descriptions import BlockDescription, ModulePolicyDescription
 from shardformer.policies.roles import Experts
 
@@ -36,10 +36,10 @@ def describe_experts(experts: Experts, layer: nn.Module, path: str, axis: Axis) 
     """
     module = paths.get_module(layer, experts.at)
     at, ups = f"{path}.{experts.at}", paths.as_path_list(experts.up)
-    shapes = {name: tuple(_require_stacked_parameter(module, at, name).shape) for name in (*ups, experts.down)}
-    dims = _choose_dims(experts, shapes, at)
+    shapes = {name: tuple(_get_stacked_parameter(module, at, name).shape) for name in (*ups, experts.down)}
+    dims = _choose_shard_dims(experts, shapes, at)
     width = shapes[experts.down][dims[experts.down]]
-    check_width(width, axis, f"{at}.{ups[0]}")
+    check_shardable_width(width, axis, f"{at}.{ups[0]}")
     unit = math.gcd(width, ALIGNED)
     is_aligned = width // unit >= axis.size
     unit = unit if is_aligned else 1
@@ -53,11 +53,11 @@ def describe_experts(experts: Experts, layer: nn.Module, path: str, axis: Axis) 
     return ModulePolicyDescription(attribute_replacement=attributes, blocks=[block], parameters=parameters)
 
 
-def _require_stacked_parameter(module: nn.Module, at: str, name: str) -> Tensor:
+def _get_stacked_parameter(module: nn.Module, path: str, name: str) -> Tensor:
     full = getattr(module, name, None)
     if not isinstance(full, nn.Parameter) or full.dim() not in (2, 3):
         raise PolicyError(
-            f"{at}.{name} is not a parameter with the stacked weights of experts.",
+            f"{path}.{name} is not a parameter with the stacked weights of experts.",
             rule="The shape of a weight must be (experts, width, hidden) or (experts, hidden, width), and that of a "
             "bias (experts, width).",
             remedy="Correct the name. If the experts are separate modules, describe them as an MLP with * in its path.",
@@ -65,19 +65,19 @@ def _require_stacked_parameter(module: nn.Module, at: str, name: str) -> Tensor:
     return full
 
 
-def _choose_dims(experts: Experts, shapes: Mapping[str, tuple[int, ...]], at: str) -> Mapping[str, int]:
+def _choose_shard_dims(experts: Experts, shapes: Mapping[str, tuple[int, ...]], path: str) -> Mapping[str, int]:
     """Return the dimension along which to shard each parameter of the experts.
 
     Raises PolicyError if no dim or several dims are possible.
     """
-    ways = [way for way in find_expert_dims(shapes, experts.down, experts.fused) if way.keys() == shapes.keys()]
+    ways = [way for way in list_expert_dim_choices(shapes, experts.down, experts.fused) if way.keys() == shapes.keys()]
     if experts.dims or experts.fused == 1:
         required = dict(experts.dims) or {experts.down: 2}
         ways = [way for way in ways if way | required == way]
     if len(ways) != 1:
         found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise PolicyError(
-            f"{at} has {found}, in which {'several dims' if ways else 'no dims'} match the features of an expert.",
+            f"{path} has {found}, in which {'several dims' if ways else 'no dims'} match the features of an expert.",
             rule=f"With hidden size H and W features per expert, an expert has H x {experts.fused}W elements in `up` "
             "and W x H in `down`.",
             remedy=f"Pass dims={ways[0]} if the forward pass uses these dims"
@@ -87,7 +87,7 @@ def _choose_dims(experts: Experts, shapes: Mapping[str, tuple[int, ...]], at: st
     return ways[0]
 
 
-def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int) -> list[dict[str, int]]:
+def list_expert_dim_choices(shapes: Mapping[str, Sequence[int]], down: str, fused: int) -> list[dict[str, int]]:
     """Return every possible choice of the feature dimension of each expert parameter, as dicts from names to dims.
 
     ``down`` has the features once, the other parameters ``fused`` times. Biases without these features are omitted.
@@ -105,11 +105,11 @@ def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int)
     return ways
 
 
-def _make_eager_config(module: nn.Module, at: str) -> dict[str, Any]:
+def _make_eager_config(module: nn.Module, path: str) -> dict[str, Any]:
     """Return a config that selects transformers' eager experts, because these support shards of any size."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "_experts_implementation"):
         return {}
     config = copy.deepcopy(config)
     config._experts_implementation = "eager"
-    return {paths.join_path(at, "config"): config}
+    return {paths.join_path(path, "config"): config}

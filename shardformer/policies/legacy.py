@@ -149,13 +149,13 @@ def convert_legacy_policy(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescrip
         )
     for argument in arguments.values():
         check_field_types(argument)
-    heads = {_get_module_path(layer) for layer in _result_or_empty(policy.unembedding())}
+    heads = {_get_module_path(layer) for layer in _get_result_or_empty(policy.unembedding())}
     return {key: _convert_argument(key, argument, heads) for key, argument in arguments.items()}
 
 
 def _convert_argument(key: Any, argument: Argument, heads: set[str]) -> ModulePolicyDescription:
     functions, attributes = argument.param_funcs or [], argument.attr_dict or {}
-    layers = [layer for function in functions for layer in _result_or_empty(function())]
+    layers = [layer for function in functions for layer in _get_result_or_empty(function())]
     if not layers and not attributes:
         names = ", ".join(getattr(f, "__name__", str(f)) for f in functions) or "no functions"
         raise PolicyError(
@@ -175,7 +175,7 @@ def inject_class(policy: LegacyPolicy, model: nn.Module) -> tuple[type, type] | 
 
     Returns (class before, class after), or None if the policy keeps the class.
     """
-    if not (pair := _result_or_empty(policy.inject_policy())):
+    if not (pair := _get_result_or_empty(policy.inject_policy())):
         return None
     native, custom = pair
     model.__class__ = custom
@@ -188,7 +188,7 @@ def bind_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, s
     Returns (name, name of the parameter to which it is tied) for each pair.
     """
     tied = []
-    for source, target in dict(_result_or_empty(policy.binding_policy())).items():
+    for source, target in dict(_get_result_or_empty(policy.binding_policy())).items():
         source_param = model.get_parameter(source)
         if source_param.shape != model.get_parameter(target).shape:
             raise PolicyError(
@@ -201,16 +201,16 @@ def bind_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, s
     return tied
 
 
-def check_legacy(policy: LegacyPolicy, model: nn.Module) -> None:
+def check_legacy_policy(policy: LegacyPolicy, model: nn.Module) -> None:
     """Raise PolicyError if a legacy policy names a class or a parameter that the model does not have."""
-    pair = _result_or_empty(policy.inject_policy())
+    pair = _get_result_or_empty(policy.inject_policy())
     if pair and not isinstance(model, pair[0]):
         raise PolicyError(
             f"inject_policy replaces the class {pair[0].__name__}, but the model is a {type(model).__name__}.",
             remedy=f"Return ({type(model).__name__}, {pair[1].__name__}) from inject_policy.",
         )
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for name in [n for bound in dict(_result_or_empty(policy.binding_policy())).items() for n in bound]:
+    for name in [n for bound in dict(_get_result_or_empty(policy.binding_policy())).items() for n in bound]:
         if name not in names:
             raise PolicyError(
                 f"binding_policy names the parameter {name!r}, which {type(model).__name__} does not have.",
@@ -218,7 +218,7 @@ def check_legacy(policy: LegacyPolicy, model: nn.Module) -> None:
             )
 
 
-def _result_or_empty(result: Any) -> Any:
+def _get_result_or_empty(result: Any) -> Any:
     """Return what a method of a legacy policy returns, or () if the policy does not implement the method.
 
     A method that is not implemented returns None or an exception.
@@ -264,10 +264,10 @@ def _choose_parallel_class(layer: Layer, is_head: bool) -> Any:
             rule="Col_Layer shards the output features, and Row_Layer shards the input features.",
             remedy="Use Col_Layer or Row_Layer, or pass replace_layer=.",
         )
-    return VocabParallelLMHead1D if is_head and not layer.gather_output else ColumnOrEmbedding
+    return VocabParallelLMHead1D if is_head and not layer.gather_output else ColumnParallelOrEmbedding
 
 
-class ColumnOrEmbedding(ParallelModule):
+class ColumnParallelOrEmbedding(ParallelModule):
     """Replaces an embedding with a vocabulary-parallel embedding, and a linear layer with a column-parallel layer."""
 
     @classmethod

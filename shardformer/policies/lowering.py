@@ -29,10 +29,10 @@ from shardformer.policies.roles import (
     LayerStack,
     LocalAttr,
     Role,
-    get_exit_path,
-    unknown_kind_error,
+    get_output_layer_path,
+    make_unknown_kind_error,
 )
-from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, ModeLayers
+from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, ParallelLayerClasses
 
 LayerReplacement = SubModuleReplacementDescription
 ColumnPaths = Mapping[str, dict[str, Any]]
@@ -55,18 +55,19 @@ class LayerLowering:
     path: str
     axis: Axis
     is_stage: bool = False
-    classes: ModeLayers = LAYERS_BY_MODE["1d"]
+    classes: ParallelLayerClasses = LAYERS_BY_MODE["1d"]
 
     def has_role(self, role: Role) -> bool:
         """Return whether the layer has the module at the path of a role.
 
-        An optional role does not exist if the layer has its module but not its output layer. ``check_exits`` ensures
-        that at least one layer has the output layer. Raises PolicyError if a required module is missing.
+        An optional role does not exist if the layer has its module but not its output layer.
+        ``check_output_layers_exist`` ensures that at least one layer has the output layer. Raises PolicyError if a
+        required module is missing.
         """
         has = paths.find_module(self.layer, role.at) is not None
         if "*" in role.at:
             has = bool(paths.match_paths(role.at, [name for name, _ in self.layer.named_modules()]))
-        if has and role.optional and (out := get_exit_path(role)) is not None:
+        if has and role.optional and (out := get_output_layer_path(role)) is not None:
             has = paths.find_module(self.layer, out) is not None
         if not has and not role.optional:
             raise paths.make_module_not_found_error(self.path, role.at, self.layer)
@@ -91,7 +92,7 @@ class LayerLowering:
                     f"{self.path}.{up} has {features} output features, but {self.path}.{down} has {width} inputs.",
                     remedy="Correct the paths, or pass fused=2 if the gate and up projections are one linear layer.",
                 )
-        check_width(width, self.axis, f"{self.path}.{ups[0]}")
+        check_shardable_width(width, self.axis, f"{self.path}.{ups[0]}")
         split, row = Split.fused([width] * fused, self.axis.size), Split.even(width, self.axis.size)
         description, block = self.describe_block(mlp.at, {up: {"split": split} for up in ups}, down, row)
         norms = [] if mlp.norm is None else [paths.resolve_path(mlp.at, mlp.norm)]
@@ -104,24 +105,29 @@ class LayerLowering:
         return description
 
     def describe_block(
-        self, entry: str, entering: ColumnPaths, row: str, row_split: Split, cross_columns: ColumnPaths | None = None
+        self,
+        entry: str,
+        entry_columns: ColumnPaths,
+        row: str,
+        row_split: Split,
+        cross_columns: ColumnPaths | None = None,
     ) -> tuple[ModulePolicyDescription, BlockDescription]:
         """Describe a tensor-parallel block and the parallel layers that replace its linear layers.
 
         Returns (module description, block).
         """
         cross_columns = cross_columns or {}
-        columns = {**entering, **cross_columns}
+        columns = {**entry_columns, **cross_columns}
         subs = [LayerReplacement(name, self.classes.column, dict(kwargs)) for name, kwargs in columns.items()]
         subs.append(LayerReplacement(row, self.classes.row, {"split": row_split}))
-        block = BlockDescription(entry, list(entering), row, list(cross_columns))
+        block = BlockDescription(entry, list(entry_columns), row, list(cross_columns))
         return ModulePolicyDescription(sub_module_replacement=subs, blocks=[block]), block
 
     def count_features(self, name: str, *, out: bool) -> int:
         return paths.get_num_features(paths.get_linear(self.layer, name, self.path), out=out)
 
 
-def check_width(width: int, axis: Axis, path: str) -> None:
+def check_shardable_width(width: int, axis: Axis, path: str) -> None:
     """Raise ConfigError if an MLP or expert has fewer features than the tensor axis has ranks."""
     if width < axis.size:
         raise ConfigError(
@@ -130,10 +136,10 @@ def check_width(width: int, axis: Axis, path: str) -> None:
         )
 
 
-def check_exits(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> None:
+def check_output_layers_exist(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> None:
     """Raise PolicyError if no layer has the output layer of an optional role, which then never applies."""
     for role in stack.blocks:
-        out = get_exit_path(role) if role.optional else None
+        out = get_output_layer_path(role) if role.optional else None
         there = [layer for layer in layers if paths.find_module(layer, role.at) is not None]
         if out is not None and there and all(paths.find_module(layer, out) is None for layer in there):
             raise PolicyError(
@@ -171,19 +177,19 @@ class HeadLayout:
             fits = ", ".join(str(n) for n in counts if self.num_heads % n == 0) or f"a multiple of {self.partitions}"
             raise ConfigError(
                 f"num_heads={self.num_heads} cannot be divided evenly among num_kv_heads={self.num_kv_heads}"
-                + self._in_partitions,
+                + self._partitions_suffix,
                 rule="If a config sets only one of the two numbers, the other one is the default of the model type.",
                 remedy=f"Set the number of key-value heads in the model's config, num_key_value_heads, to {fits}.",
             )
         if (most := self.num_heads // self.partitions) < self.ranks:
             fits = ", ".join(str(n) for n in range(1, most + 1))
             raise ConfigError(
-                f"A tensor size of {self.ranks} exceeds the {most} attention heads" + self._in_partitions,
+                f"A tensor size of {self.ranks} exceeds the {most} attention heads" + self._partitions_suffix,
                 remedy=f"Use a tensor size of {fits}" if most > 1 else "Use tensor=1 for this model",
             )
 
     @property
-    def _in_partitions(self) -> str:
+    def _partitions_suffix(self) -> str:
         return f" in {self.partitions} partitions" if self.partitions > 1 else ""
 
     @cached_property
@@ -197,53 +203,57 @@ class HeadLayout:
         return self.num_heads // self.num_kv_heads
 
     @cached_property
-    def query_bounds(self) -> list[int]:
+    def query_head_bounds(self) -> list[int]:
         """Head indices at which the query heads of each rank begin and end in one partition: ranks + 1 boundaries."""
         if (kv_heads := self.num_kv_heads // self.partitions) >= self.ranks:
             return [b * self.group for b in get_even_bounds(kv_heads, self.ranks)]
         return get_even_bounds(self.num_heads // self.partitions, self.ranks)
 
     def count_query_heads(self, rank: int) -> int:
-        return self.partitions * len(self._query_heads(rank))
+        return self.partitions * len(self._get_query_head_range(rank))
 
-    def _kv_head_per_query(self, rank: int) -> list[int]:
+    def _get_kv_head_per_query(self, rank: int) -> list[int]:
         """Return, for each query head of a rank, the index of the KV head that it uses."""
-        return [head // self.group for head in self._query_heads(rank)]
+        return [head // self.group for head in self._get_query_head_range(rank)]
 
-    def _query_heads(self, rank: int) -> range:
-        return range(self.query_bounds[rank], self.query_bounds[rank + 1])
+    def _get_query_head_range(self, rank: int) -> range:
+        return range(self.query_head_bounds[rank], self.query_head_bounds[rank + 1])
 
-    def kv_heads_of_rank(self, rank: int) -> list[int]:
+    def get_stored_kv_heads(self, rank: int) -> list[int]:
         """Return the indices of the KV heads that a rank stores in one partition."""
-        return sorted(set(self._kv_head_per_query(rank)))
+        return sorted(set(self._get_kv_head_per_query(rank)))
 
     def map_local_kv_heads(self, rank: int) -> list[int] | None:
         """Return the local KV head for each query head of a rank, or None if the model can derive it.
 
         None means that the same number of query heads reads each KV head, so that repeating each KV head is correct.
         """
-        read, stored = self._kv_head_per_query(rank), self.kv_heads_of_rank(rank)
+        read, stored = self._get_kv_head_per_query(rank), self.get_stored_kv_heads(rank)
         if all(read.count(h) == read.count(stored[0]) for h in stored):
             return None
         return [partition * len(stored) + stored.index(h) for partition in range(self.partitions) for h in read]
 
-    def get_kv_heads_read(self, rank: int) -> list[int]:
+    def get_used_kv_heads(self, rank: int) -> list[int]:
         """Return the indices of the KV heads that a rank's forward pass reads, in the order in which it reads them."""
-        own = self.kv_heads_of_rank(rank) if self.map_local_kv_heads(rank) is None else self._kv_head_per_query(rank)
+        own = (
+            self.get_stored_kv_heads(rank)
+            if self.map_local_kv_heads(rank) is None
+            else self._get_kv_head_per_query(rank)
+        )
         each = self.num_kv_heads // self.partitions
         return [partition * each + h for partition in range(self.partitions) for h in own]
 
     def count_kv_heads(self, rank: int) -> int:
         """Return the number of KV heads that the forward pass of a rank reads."""
-        return len(self.get_kv_heads_read(rank))
+        return len(self.get_used_kv_heads(rank))
 
-    def query_split(self, unit: int | None = None) -> Split:
+    def get_query_split(self, unit: int | None = None) -> Split:
         """Return the split of a dimension that has ``unit`` features (default: the head dim) per query head."""
-        return self._make_split(pairwise(self.query_bounds), unit)
+        return self._make_split(pairwise(self.query_head_bounds), unit)
 
-    def kv_split(self, unit: int | None = None) -> Split:
+    def get_kv_split(self, unit: int | None = None) -> Split:
         """Return the split of a dimension that has ``unit`` features (default: the head dim) per KV head."""
-        stored = [self.kv_heads_of_rank(r) for r in range(self.ranks)]
+        stored = [self.get_stored_kv_heads(r) for r in range(self.ranks)]
         return self._make_split([(h[0], h[-1] + 1) for h in stored], unit)
 
     def _make_split(self, heads: Iterable[tuple[int, int]], unit: int | None) -> Split:
@@ -251,7 +261,7 @@ class HeadLayout:
         partition = Split(tuple(((a * d, b * d),) for a, b in heads))
         return Split.stack([partition] * self.partitions, [partition.full] * self.partitions)
 
-    def grouped_split(self, queries: bool, width: int) -> Split:
+    def get_grouped_split(self, queries: bool, width: int) -> Split:
         """Return the split of a fused qkv or kv projection whose features are grouped by KV head.
 
         Args:
@@ -260,15 +270,15 @@ class HeadLayout:
         """
         per_group = width // self.num_kv_heads
         if not queries:
-            return self.kv_split(per_group)
+            return self.get_kv_split(per_group)
         d, parts = per_group // (self.group + 2), []
         for rank in range(self.ranks):
             own: list[tuple[int, int]] = []
-            for h in self.kv_heads_of_rank(rank):
+            for h in self.get_stored_kv_heads(rank):
                 start, first = h * per_group, h * self.group
                 local = [
                     i - first
-                    for i, read in zip(self._query_heads(rank), self._kv_head_per_query(rank), strict=True)
+                    for i, read in zip(self._get_query_head_range(rank), self._get_kv_head_per_query(rank), strict=True)
                     if read == h
                 ]
                 own += [(start + local[0] * d, start + (local[-1] + 1) * d)]
@@ -276,12 +286,14 @@ class HeadLayout:
             parts.append(tuple(own))
         return Split(tuple(parts))
 
-    def parameter_split(self, path: str, full: Tensor, counted: LocalAttr) -> dict[int, Split]:
+    def get_parameter_split(self, path: str, full: Tensor, counted: LocalAttr) -> dict[int, Split]:
         """Return the split of a parameter or buffer that ``local_attrs`` lists, as a dict from dims to splits."""
         kind, dim = (counted, None) if isinstance(counted, str) else counted
         if kind == "inside":
             return {}
-        split = {"heads": self.query_split(1), "kv_heads": self.kv_split(1), "width": self.query_split()}[kind]
+        split = {"heads": self.get_query_split(1), "kv_heads": self.get_kv_split(1), "width": self.get_query_split()}[
+            kind
+        ]
         dims = [d for d, n in enumerate(full.shape) if n == split.full] if dim is None else [dim % max(full.dim(), 1)]
         if len(dims) != 1 or full.shape[dims[0]] != split.full:
             raise PolicyError(
@@ -291,24 +303,24 @@ class HeadLayout:
             )
         return {dims[0]: split}
 
-    def count_local_values(self, rank: int) -> dict[str, int]:
+    def get_local_attr_values(self, rank: int) -> dict[str, int]:
         """Return the values that ``local_attrs`` can assign on a rank, by name: heads, kv_heads, groups and width."""
         heads, kv_heads = self.count_query_heads(rank), self.count_kv_heads(rank)
         return {"heads": heads, "kv_heads": kv_heads, "groups": heads // kv_heads, "width": heads * self.head_dim}
 
 
-def get_features_per_head(path: str, features: int, count: int, expected: int | None = None) -> int:
+def get_features_per_head(path: str, features: int, num_heads: int, expected: int | None = None) -> int:
     """Return the number of features of each head in a projection.
 
     Raises PolicyError if the heads do not divide the features, or the number is not ``expected``.
     """
-    if features % count or features != count * (expected or features // count):
-        of = f" of {expected} features each" if expected and not features % count else ""
+    if features % num_heads or features != num_heads * (expected or features // num_heads):
+        of = f" of {expected} features each" if expected and not features % num_heads else ""
         raise PolicyError(
-            f"{path} has {features} features, which do not match {count} heads{of}.",
+            f"{path} has {features} features, which do not match {num_heads} heads{of}.",
             remedy="Correct num_heads, num_kv_heads or the paths in the policy.",
         )
-    return features // count
+    return features // num_heads
 
 
 @dataclass(frozen=True)
@@ -330,32 +342,34 @@ class AttentionLowering:
 
     @cached_property
     def layout(self) -> HeadLayout:
-        num_heads = self._head_count(self.num_heads)
+        num_heads = self._get_head_count(self.num_heads)
         if num_heads is None:
             raise self._make_missing_count_error()
-        num_kv_heads = self._head_count(self.num_kv_heads) or num_heads
-        out = self._path(self.role.projections.out)
+        num_kv_heads = self._get_head_count(self.num_kv_heads) or num_heads
+        out = self._resolve_path(self.role.projections.out)
         unit = get_features_per_head(f"{self.layer.path}.{out}", self.layer.count_features(out, out=False), num_heads)
         return HeadLayout(num_heads, num_kv_heads, unit, self.layer.axis.size, self.role.projections.partitions)
 
     @property
-    def uneven_heads(self) -> int | None:
+    def num_uneven_heads(self) -> int | None:
         """The number of heads if an early stage of the model has fewer heads than ranks, and otherwise None."""
-        heads = self._head_count(self.num_heads)
+        heads = self._get_head_count(self.num_heads)
         return heads if heads is not None and heads < self.layer.axis.size and self.layer.is_stage else None
 
-    def _head_count(self, source: int | str | None) -> int | None:
+    def _get_head_count(self, source: int | str | None) -> int | None:
         count = (
-            paths.get_by_path(self._find_owner(source), source.removeprefix(".")) if isinstance(source, str) else source
+            paths.get_by_path(self._get_attr_owner(source), source.removeprefix("."))
+            if isinstance(source, str)
+            else source
         )
         return count if isinstance(count, int) and count > 0 else None
 
-    def _find_owner(self, source: str) -> Any:
+    def _get_attr_owner(self, source: str) -> Any:
         return paths.get_module(self.layer.layer, self.role.at) if source.startswith(".") else self.config
 
     def _make_missing_count_error(self) -> PolicyError:
         source = self.num_heads
-        owner = self._find_owner(str(source))
+        owner = self._get_attr_owner(str(source))
         where = f"the {type(owner).__name__}" if isinstance(owner, nn.Module) else "the config"
         known = [] if owner is None else [name for name in vars(owner) if "head" in name]
         return PolicyError(
@@ -372,25 +386,25 @@ class AttentionLowering:
         from_context = inputs.cross_attention or inputs.arguments
         others = {*inputs.inner_inputs, *((linears.k, linears.v, linears.kv) if from_context else ())}
         description, block = self.layer.describe_block(
-            at if inputs.entry is None else self._path(inputs.entry),
-            {self._path(name): kwargs for name, kwargs in columns.items() if name not in others},
-            self._path(linears.out),
-            self.layout.query_split(),
-            {self._path(name): kwargs for name, kwargs in columns.items() if name in others},
+            at if inputs.entry is None else self._resolve_path(inputs.entry),
+            {self._resolve_path(name): kwargs for name, kwargs in columns.items() if name not in others},
+            self._resolve_path(linears.out),
+            self.layout.get_query_split(),
+            {self._resolve_path(name): kwargs for name, kwargs in columns.items() if name in others},
         )
         by_head = self._add_local_attrs(description, columns.get(linears.k or linears.v or "", {}))
-        first, end = self.layout.query_bounds[rank : rank + 2]
+        first, end = self.layout.query_head_bounds[rank : rank + 2]
         bounds = (self.layout.partition.num_heads, first, end)
-        width = self.layout.count_local_values(rank)["width"] if inputs.reads_width else None
-        kv_heads = (self.layout.num_kv_heads, tuple(self.layout.get_kv_heads_read(rank)))
+        width = self.layout.get_local_attr_values(rank)["width"] if inputs.reads_width else None
+        kv_heads = (self.layout.num_kv_heads, tuple(self.layout.get_used_kv_heads(rank)))
         block.arguments = BlockArguments(at, list(inputs.arguments), by_head, bounds, width, kv_heads)
         block.gather_module = at if inputs.full_sequence else None
         return description
 
-    def _path(self, name: str) -> str:
+    def _resolve_path(self, name: str) -> str:
         return paths.resolve_path(self.role.at, name)
 
-    def _local_attr_kind(self, name: str, entry_kind: str) -> str:
+    def _get_local_attr_kind(self, name: str, entry_kind: str) -> str:
         """Return the kind of number that an entry of ``local_attrs`` specifies, such as "heads".
 
         Raises PolicyError if a module or tensor of the kind ``entry_kind`` cannot count that.
@@ -398,7 +412,7 @@ class AttentionLowering:
         entry = self.role.local_attrs[name]
         kind = entry if isinstance(entry, str) else entry[0]
         if kind not in LOCAL_ATTR_KINDS[entry_kind]:
-            raise unknown_kind_error(self.role, name, LOCAL_ATTR_KINDS[entry_kind], entry_kind)
+            raise make_unknown_kind_error(self.role, name, LOCAL_ATTR_KINDS[entry_kind], entry_kind)
         return kind
 
     def _add_local_attrs(self, description: ModulePolicyDescription, key_kwargs: Mapping[str, Any]) -> dict[str, int]:
@@ -412,27 +426,31 @@ class AttentionLowering:
         attributes: dict[str, Any] = {}
         parameters: dict[str, dict[int, Split]] = {}
         arguments: dict[str, int] = {}
-        subs, classes, queries = description.sub_module_replacement or [], self.layer.classes, self.layout.query_split()
+        subs, classes, queries = (
+            description.sub_module_replacement or [],
+            self.layer.classes,
+            self.layout.get_query_split(),
+        )
         for name, counted in self.role.local_attrs.items():
-            path = self._path(name.rstrip("?"))
+            path = self._resolve_path(name.rstrip("?"))
             thing = paths.get_by_path(self.layer.layer, path)
             if isinstance(thing, Tensor):
-                self._local_attr_kind(name, "parameter")
-                parameters[path] = self.layout.parameter_split(path, thing, counted)
+                self._get_local_attr_kind(name, "parameter")
+                parameters[path] = self.layout.get_parameter_split(path, thing, counted)
             elif isinstance(thing, nn.Embedding):
-                self._local_attr_kind(name, "embedding")
-                split = self.layout.query_split(1)
+                self._get_local_attr_kind(name, "embedding")
+                split = self.layout.get_query_split(1)
                 subs.append(LayerReplacement(path, classes.bias_table, {"split": split, "gather_output": False}))
             elif isinstance(thing, nn.Module):
-                of_q = self._local_attr_kind(name, "norm") == "heads" or not key_kwargs
+                of_q = self._get_local_attr_kind(name, "norm") == "heads" or not key_kwargs
                 if not isinstance(thing, nn.Identity):  # used when the model has no such norm
                     subs.append(LayerReplacement(path, classes.norm, {"split": queries} if of_q else dict(key_kwargs)))
             elif not isinstance(counted, str) and not name.endswith("?"):
-                self._local_attr_kind(name, "argument")
+                self._get_local_attr_kind(name, "argument")
                 arguments[name] = counted[1]
             elif thing is not None:
-                kind = self._local_attr_kind(name, "attribute")
-                attributes[path] = self.layout.count_local_values(self.layer.axis.rank)[kind]
+                kind = self._get_local_attr_kind(name, "attribute")
+                attributes[path] = self.layout.get_local_attr_values(self.layer.axis.rank)[kind]
             elif not name.endswith("?"):
                 raise self._make_missing_attr_error(name)
         description.attribute_replacement, description.parameters = attributes, parameters
@@ -443,7 +461,7 @@ class AttentionLowering:
         owner = paths.find_module(module, name.rpartition(".")[0]) or module
         known = [n for n in dir(owner) if n[:1] != "_"]
         return PolicyError(
-            f"local_attrs={{{name!r}: ...}} names {self.layer.path}.{self._path(name)}, which does not exist.",
+            f"local_attrs={{{name!r}: ...}} names {self.layer.path}.{self._resolve_path(name)}, which does not exist.",
             rule="An entry must name an attribute, parameter, norm or embedding. With a dim, it can also name an "
             "argument of `forward`.",
             remedy=did_you_mean(name.rpartition(".")[2], known) + " If only some models have it, end the name with ?",
@@ -458,32 +476,32 @@ class AttentionLowering:
             q_unit = self._count_features_per_head(
                 linears.q, layout.num_heads, None if self.role.inputs.inner_inputs else layout.head_dim
             )
-            columns[linears.q] = {"split": layout.query_split(q_unit)}
+            columns[linears.q] = {"split": layout.get_query_split(q_unit)}
         for gate in linears.gates:
-            columns[gate] = {"split": layout.query_split(self._count_features_per_head(gate, layout.num_heads))}
+            columns[gate] = {"split": layout.get_query_split(self._count_features_per_head(gate, layout.num_heads))}
         for name, expected in ((linears.k, q_unit), (linears.v, layout.head_dim)):
             if name:
                 width = self._count_features_per_head(name, layout.num_kv_heads, expected)
-                columns[name] = {"split": layout.kv_split(width)} | ({"expand": (width, expand)} if expand else {})
+                columns[name] = {"split": layout.get_kv_split(width)} | ({"expand": (width, expand)} if expand else {})
         for fused in filter(None, (linears.qkv, linears.kv)):
-            columns[fused] = {"split": self._split_fused_projection(linears, fused)}
+            columns[fused] = {"split": self._make_fused_split(linears, fused)}
         return columns
 
-    def _count_features_per_head(self, name: str, count: int, expected: int | None = None) -> int:
+    def _count_features_per_head(self, name: str, num_heads: int, expected: int | None = None) -> int:
         return get_features_per_head(
-            f"{self.layer.path}.{self._path(name)}", self._count_features(name), count, expected
+            f"{self.layer.path}.{self._resolve_path(name)}", self._count_features(name), num_heads, expected
         )
 
     def _count_features(self, name: str) -> int:
-        return self.layer.count_features(self._path(name), out=True)
+        return self.layer.count_features(self._resolve_path(name), out=True)
 
-    def _split_fused_projection(self, linears: AttentionProjections, name: str) -> Split:
+    def _make_fused_split(self, linears: AttentionProjections, name: str) -> Split:
         layout, features, has_q = self.layout, self._count_features(name), name == linears.qkv
         heads, kv_heads, d = layout.num_heads, layout.num_kv_heads, layout.head_dim
         sizes = [heads * d] * has_q + [kv_heads * d] * 2
         if features != sum(sizes) and not (linears.interleaved and name in self.role.inputs.inner_inputs):
             raise PolicyError(
-                f"{self.layer.path}.{self._path(name)} has {features} features instead of "
+                f"{self.layer.path}.{self._resolve_path(name)} has {features} features instead of "
                 f"{' + '.join(map(str, sizes))} for {heads} heads, {kv_heads} KV heads and head dim {d}.",
                 remedy="Correct num_heads, num_kv_heads or the paths in the policy.",
             )
@@ -495,9 +513,9 @@ class AttentionLowering:
             )
         if linears.interleaved:
             self._count_features_per_head(name, kv_heads)
-            return layout.grouped_split(has_q, features)
+            return layout.get_grouped_split(has_q, features)
         part = layout.partition
-        splits = [part.query_split(), part.kv_split(), part.kv_split()][-len(sizes) :] * layout.partitions
+        splits = [part.get_query_split(), part.get_kv_split(), part.get_kv_split()][-len(sizes) :] * layout.partitions
         return Split.stack(splits, [size // layout.partitions for size in sizes] * layout.partitions)
 
 

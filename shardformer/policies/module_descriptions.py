@@ -88,13 +88,13 @@ class BlockDescription:
     gather_module: str | None = None
     replicated_terms: Sequence[str] | None = None
 
-    def within(self, path: str) -> BlockDescription:
+    def with_path_prefix(self, path: str) -> BlockDescription:
         """Return a copy of the block description with ``path`` prepended to all module paths."""
         own = prepend_path(self, path, "entry", "columns", "row", "cross_columns", "shared_exit", "gather_module")
         return replace(own, arguments=self.arguments and prepend_path(self.arguments, path, "at"))
 
     @property
-    def holds_exit(self) -> bool:
+    def contains_exit_layer(self) -> bool:
         """Whether the module at the block's entry contains the linear layer at the block's exit."""
         return f"{self.row}.".startswith(f"{self.entry}." if self.entry else "")
 
@@ -147,8 +147,8 @@ def check_field_types(instance: Any) -> None:
     kind: Any = type(instance)
     for item in fields(instance):
         value = getattr(instance, item.name)
-        check_type(kind.__name__, item.name, value, type_hints_of(kind)[item.name])
-        for inner in _nested_descriptions(value):
+        check_type(kind.__name__, item.name, value, get_cached_type_hints(kind)[item.name])
+        for inner in _iterate_nested_descriptions(value):
             check_field_types(inner)
 
 
@@ -163,8 +163,8 @@ def check_type(owner: str, name: str, value: Any, hint: Any) -> None:
 
 
 @cache
-def type_hints_of(kind: Any) -> Mapping[str, Any]:
-    return get_type_hints(kind)
+def get_cached_type_hints(cls: Any) -> Mapping[str, Any]:
+    return get_type_hints(cls)
 
 
 def describe_type(hint: Any) -> str:
@@ -210,11 +210,11 @@ def _matches_type(value: Any, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-def _is_subclass(origin: Any, kind: type) -> bool:
-    return isinstance(origin, type) and issubclass(origin, kind)
+def _is_subclass(origin: Any, parent: type) -> bool:
+    return isinstance(origin, type) and issubclass(origin, parent)
 
 
-def _nested_descriptions(value: Any) -> Iterator[Any]:
+def _iterate_nested_descriptions(value: Any) -> Iterator[Any]:
     for each in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
         if is_dataclass(each) and not isinstance(each, type) and type(each).__module__ in POLICY_MODULES:
             yield each

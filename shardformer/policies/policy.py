@@ -117,7 +117,7 @@ class Policy(LegacyPolicy):
         return None
 
 
-class WithoutRules(Policy):
+class EmptyPolicy(Policy):
     """A policy that shards no weights."""
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:

@@ -102,7 +102,7 @@ def find_registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
     return (FAMILIES[family].load()(), f"the registered family {family!r}") if family in FAMILIES else None
 
 
-def is_user_registered(model: nn.Module) -> bool:
+def has_user_policy(model: nn.Module) -> bool:
     """Return whether the user registered a policy for the model's family."""
     return get_model_family(model) in _REGISTERED
 

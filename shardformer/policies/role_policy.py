@@ -19,19 +19,19 @@ from shardformer.errors import ConfigError, PolicyError
 from shardformer.kernels.fused_ops import get_norm_kind, is_elementwise
 from shardformer.pipeline.layer_sequence import LayerSequence, StackDescription
 from shardformer.policies.experts import describe_experts
-from shardformer.policies.lowering import AttentionLowering, LayerLowering, LayerReplacement, check_exits
+from shardformer.policies.lowering import AttentionLowering, LayerLowering, LayerReplacement, check_output_layers_exist
 from shardformer.policies.module_descriptions import (
     ModuleKey,
     ModulePolicyDescription,
     check_field_types,
     check_type,
+    get_cached_type_hints,
     merge_descriptions,
-    type_hints_of,
 )
 from shardformer.policies.policy import Policy
 from shardformer.policies.registry import find_registered_policy
 from shardformer.policies.roles import MLP, Attention, Experts, LayerStack, Role
-from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, ModeLayers
+from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, ParallelLayerClasses
 
 BETWEEN_LAYERS = "the model reads the hidden states between its layers, where each rank has only a shard"
 BETWEEN_STAGES = "the model reads the hidden states between its layers, but a stage has only those of its own layers"
@@ -83,9 +83,9 @@ class RolePolicy(Policy):
 
     def set_model(self, model: nn.Module) -> None:
         super().set_model(model)
-        written = vars(self) if is_from_package(self) else RolePolicy.__annotations__
+        written = vars(self) if is_library_policy(self) else RolePolicy.__annotations__
         for name in (name for name in RolePolicy.__annotations__ if name in written):
-            check_type(type(self).__name__, name, getattr(self, name), type_hints_of(RolePolicy)[name])
+            check_type(type(self).__name__, name, getattr(self, name), get_cached_type_hints(RolePolicy)[name])
 
     def config_sanity_check(self) -> None:
         reason = self.no_sequence_parallel_reason()
@@ -123,7 +123,7 @@ class RolePolicy(Policy):
         return next((why for _, policy in self._find_submodel_policies() if (why := policy.no_pipeline_reason())), None)
 
     @property
-    def _parallel_classes(self) -> ModeLayers:
+    def _parallel_classes(self) -> ParallelLayerClasses:
         return LAYERS_BY_MODE[self.shard_config.tensor_parallel_mode]
 
     @property
@@ -143,7 +143,7 @@ class RolePolicy(Policy):
                 [self._describe_embeddings_and_heads(), self._describe_roles(self.unstacked_blocks, model)]
             )
         }
-        for stack, is_stage in self._find_present_stacks():
+        for stack, is_stage in self._find_existing_stacks():
             out |= self._describe_layers(paths.join_path(self.base, stack.layers), stack.blocks, is_stage)
         for path, policy in self._find_submodel_policies():
             out |= {paths.join_path(path, str(key)): d for key, d in get_checked_descriptions(policy).items()}
@@ -186,7 +186,10 @@ class RolePolicy(Policy):
 
     def stacks(self) -> list[StackDescription]:
         submodels = self._find_submodel_policies()
-        return [*self._describe_own_stacks(), *(s.within(path) for path, policy in submodels for s in policy.stacks())]
+        return [
+            *self._describe_own_stacks(),
+            *(s.with_path_prefix(path) for path, policy in submodels for s in policy.stacks()),
+        ]
 
     def _describe_own_stacks(self, *, accepts_any_norm: bool = False) -> list[StackDescription]:
         """Return the stacks of layers that this policy describes itself, without those of its submodels.
@@ -196,7 +199,7 @@ class RolePolicy(Policy):
                 tokens at a time is not part of the stack, and receives all tokens.
         """
         base, out = paths.get_module(self.model, self.base), []
-        for s, _ in self._find_present_stacks():
+        for s, _ in self._find_existing_stacks():
             layers = paths.get_module(base, s.layers)
             norm = s.final_norm if s.final_norm and paths.module_exists(base, s.final_norm, self.base) else None
             if norm is not None and not accepts_any_norm:
@@ -205,13 +208,13 @@ class RolePolicy(Policy):
             own = StackDescription(
                 s.layers, norm, s.cross_states, s.no_sequence_parallel, s.reads_context, stages=stages
             )
-            out.append(replace(own, sequence=s.sequence).within(self.base))
+            out.append(replace(own, sequence=s.sequence).with_path_prefix(self.base))
         return out
 
     def layer_sequence(self) -> LayerSequence:
         every = list(LayerSequence.of(self.model, self._describe_own_stacks(accepts_any_norm=True)).stacks)
         for path, policy in self._find_submodel_policies():
-            every += [stack.within(path) for stack in policy.layer_sequence().stacks]
+            every += [stack.with_path_prefix(path) for stack in policy.layer_sequence().stacks]
         if every:  # some models register their head before the layers
             heads = [head for head in paths.as_path_list(self.head) if paths.module_exists(self.model, f"{head}?")]
             tops = sorted({head.partition(".")[0] for head in heads})
@@ -239,7 +242,7 @@ class RolePolicy(Policy):
             out += [path] if inner is None else [paths.join_path(path, name) for name in inner]
         return out
 
-    def _find_present_stacks(self) -> list[tuple[LayerStack, bool]]:
+    def _find_existing_stacks(self) -> list[tuple[LayerStack, bool]]:
         """Return the stacks of layers that exist in the model, and whether several match the same path."""
         base = paths.get_module(self.model, self.base)
         names = [name for name, _ in base.named_modules()]
@@ -249,7 +252,7 @@ class RolePolicy(Policy):
             if not found and not stack.optional:
                 raise paths.make_module_not_found_error(self.base, stack.layers, base)
             layers = [layer for path in found for layer in paths.get_module(base, path).children()]
-            check_exits(stack, paths.join_path(self.base, stack.layers), layers)
+            check_output_layers_exist(stack, paths.join_path(self.base, stack.layers), layers)
             out += [(stack if path == stack.layers else replace(stack, layers=path), len(found) > 1) for path in found]
         return out
 
@@ -260,7 +263,7 @@ class RolePolicy(Policy):
         heads = [path.rstrip("?") for path in paths.as_path_list(self.head)]
         present = {path: module for path in heads if (module := paths.find_module(self.model, path)) is not None}
         # if the user replaced a head that a policy of this package describes, the user's module stays replicated
-        own = [path for path, module in present.items() if is_from_package(self) and not paths.is_linear(module)]
+        own = [path for path, module in present.items() if is_library_policy(self) and not paths.is_linear(module)]
         self._replicated_paths = [*self._replicated_paths, *own]
         self.notes = [*self.notes, *(f"{path} is replicated, because it is not a linear layer." for path in own)]
         subs += [
@@ -275,8 +278,8 @@ class RolePolicy(Policy):
             return lowering.describe_mlps(role if self.sums_block_outputs() else replace(role, shared_exit=None))
         if isinstance(role, Experts):
             return describe_experts(role, lowering.layer, lowering.path, lowering.axis)
-        attention = self._convert_attention(role, lowering)
-        if (heads := attention.uneven_heads) is None:
+        attention = self._create_attention_lowering(role, lowering)
+        if (heads := attention.num_uneven_heads) is None:
             return attention.describe()
         at = paths.join_path(lowering.path, role.at)
         out = paths.join_path(lowering.path, paths.resolve_path(role.at, role.projections.out))
@@ -285,13 +288,13 @@ class RolePolicy(Policy):
         self.notes = [*self.notes, *([note] if note not in self.notes else [])]
         return None
 
-    def _convert_attention(self, role: Attention, lowering: LayerLowering) -> AttentionLowering:
+    def _create_attention_lowering(self, role: Attention, lowering: LayerLowering) -> AttentionLowering:
         """Create the ``AttentionLowering`` for a role, with the head counts of the policy if the role has none."""
         heads, kv_heads = role.num_heads or self.num_heads, role.num_kv_heads or self.num_kv_heads
         return AttentionLowering(role, lowering, getattr(self.model, "config", None), heads, kv_heads)
 
 
-def is_from_package(policy: Policy) -> bool:
+def is_library_policy(policy: Policy) -> bool:
     """Return whether a policy belongs to this package or was derived by it, and was not written by the user."""
     return type(policy).__module__.startswith("shardformer.")
 
@@ -302,7 +305,7 @@ def get_checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyD
     Raises PolicyError for a value of the wrong type. Roles are checked when they are created.
     """
     found: Any = policy.module_policy()
-    if is_from_package(policy) or type(policy).module_policy is RolePolicy.module_policy:
+    if is_library_policy(policy) or type(policy).module_policy is RolePolicy.module_policy:
         return found  # type: ignore[no-any-return]
     values = list(found.values()) if isinstance(found, Mapping) else [found]
     wrong = [value for value in values if not isinstance(value, ModulePolicyDescription)]
@@ -339,8 +342,8 @@ def check_no_missing_roles(policy: Policy, model: nn.Module, matched: Collection
             left[name] = p
     if left:
         name, p = next(iter(left.items()))
-        _, *others = dict.fromkeys(_without_layer_index(n, inside) for n in left)
-        known = ", ".join(dict.fromkeys(_without_layer_index(n, inside) for n in replicated))
+        _, *others = dict.fromkeys(_mask_layer_index(n, inside) for n in left)
+        known = ", ".join(dict.fromkeys(_mask_layer_index(n, inside) for n in replicated))
         raise PolicyError(
             f"The policy has no rule for {name!r} {tuple(p.shape)}, {p.numel() / total:.1%} of all parameters"
             + (f", nor for {', '.join(map(repr, others))}" if others else ""),
@@ -350,7 +353,7 @@ def check_no_missing_roles(policy: Policy, model: nn.Module, matched: Collection
         )
 
 
-def _without_layer_index(name: str, stacks: Sequence[str]) -> str:
+def _mask_layer_index(name: str, stacks: Sequence[str]) -> str:
     """Replace the layer index in a path with ``*``. For example, ``layers.0.mlp.2`` becomes ``layers.*.mlp.2``."""
     stack = next((s for s in stacks if name.startswith(s)), name)
     layer, dot, rest = name.removeprefix(stack).partition(".")

@@ -25,7 +25,7 @@ LOCAL_ATTR_KINDS = {
 
 
 @dataclass(frozen=True)
-class _Checked:
+class _TypeCheckedRole:
     """Base class of roles, which raises PolicyError if a field has a value of the wrong type."""
 
     def __post_init__(self) -> None:
@@ -33,7 +33,7 @@ class _Checked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionProjections(_Checked):
+class AttentionProjections(_TypeCheckedRole):
     """The paths of the linear layers in an attention module. These are q, k and v, or qkv, or q and kv.
 
     Args:
@@ -69,7 +69,7 @@ Q_K_V_OUT = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_pr
     }
 )
 @dataclass(frozen=True, kw_only=True)
-class AttentionInputs(_Checked):
+class AttentionInputs(_TypeCheckedRole):
     """Describes the inputs of an attention module that reads more than its first tensor argument.
 
     Args:
@@ -94,7 +94,7 @@ class AttentionInputs(_Checked):
 
 @renamed_arguments({"counts": "local_attrs"})
 @dataclass(frozen=True)
-class Attention(_Checked):
+class Attention(_TypeCheckedRole):
     """Describes an attention module in a layer by its projections, inputs and head counts.
 
     Args:
@@ -128,10 +128,10 @@ class Attention(_Checked):
         every = tuple(dict.fromkeys(chain(*LOCAL_ATTR_KINDS.values())))
         for name, entry in self.local_attrs.items():
             if (entry if isinstance(entry, str) else entry[0]) not in every:
-                raise unknown_kind_error(self, name, every)
+                raise make_unknown_kind_error(self, name, every)
 
 
-def unknown_kind_error(attention: Attention, name: str, kinds: Sequence[str], entry_kind: str = "") -> PolicyError:
+def make_unknown_kind_error(attention: Attention, name: str, kinds: Sequence[str], entry_kind: str = "") -> PolicyError:
     """Return the error for an entry of ``local_attrs`` that specifies a kind of number that is not in ``kinds``."""
     entry = attention.local_attrs[name]
     kind = entry if isinstance(entry, str) else entry[0]
@@ -144,7 +144,7 @@ def unknown_kind_error(attention: Attention, name: str, kinds: Sequence[str], en
 
 @renamed_arguments({"exits_with": "shared_exit"})
 @dataclass(frozen=True)
-class MLP(_Checked):
+class MLP(_TypeCheckedRole):
     """Describes an MLP in a layer: the linear layers that read its input and the one that computes its output.
 
     Args:
@@ -169,7 +169,7 @@ class MLP(_Checked):
 
 @renamed_arguments({"summands": "replicated_terms"})
 @dataclass(frozen=True)
-class Experts(_Checked):
+class Experts(_TypeCheckedRole):
     """Describes the experts of a layer if their weights are stacked into 3-D parameters.
 
     Each expert is sharded along its features. All tensor inputs of the module enter the tensor-parallel region, and its
@@ -200,7 +200,7 @@ class Experts(_Checked):
 Role = Attention | MLP | Experts
 
 
-def get_exit_path(role: Role) -> str | None:
+def get_output_layer_path(role: Role) -> str | None:
     """Return the path of a role's output layer relative to the layer, or None if the role has several."""
     if isinstance(role, Experts) or "*" in role.at:
         return None
@@ -209,7 +209,7 @@ def get_exit_path(role: Role) -> str | None:
 
 @renamed_arguments({"context": "cross_states", "whole_sequence": "no_sequence_parallel"})
 @dataclass(frozen=True)
-class LayerStack(_Checked):
+class LayerStack(_TypeCheckedRole):
     """Describes a stack of layers by the path of its ModuleList and the roles in each layer.
 
     Args:

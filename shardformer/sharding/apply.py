@@ -40,10 +40,14 @@ from shardformer.policies.module_descriptions import SubModuleReplacementDescrip
 from shardformer.policies.policy import Policy
 from shardformer.random_state import restore_random_state_on_error, uses_dropout
 from shardformer.sharding import apply_context_parallel, apply_tensor_grid, checks, forward_checks
-from shardformer.sharding.apply_tensor_parallel import InstalledBlock, install_gradient_reduction, install_regions
+from shardformer.sharding.apply_tensor_parallel import (
+    InstalledBlock,
+    install_gradient_reduction,
+    install_parallel_hooks,
+)
 from shardformer.sharding.checks import ACTIVATIONS, WRITTEN_OUT, iterate_norms
 from shardformer.sharding.compiled_layers import compile_as_configured
-from shardformer.sharding.plan import ShardingPlan, qualified_name
+from shardformer.sharding.plan import ShardingPlan, get_qualified_name
 from shardformer.tensor_parallel.layers import Linear1D_Col
 from shardformer.tensor_parallel.parallel_module import ParallelModule, move_hooks, shard_parameter
 from shardformer.tensor_parallel.quantized_linear import UnalignedSliceError
@@ -69,7 +73,9 @@ class ResolvedPolicy:
     policy: Policy
     source: str
     plan: ShardingPlan
-    context: apply_context_parallel.ContextFindings = field(default_factory=apply_context_parallel.ContextFindings)
+    context: apply_context_parallel.ContextTrialResult = field(
+        default_factory=apply_context_parallel.ContextTrialResult
+    )
     samples: apply_tensor_grid.ArgumentSamples = field(default_factory=dict)
     unvalidated: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
@@ -97,7 +103,7 @@ class Sharder:
     ) -> None:
         if config.context is None and config.tensor_parallel_process_group is None and not dist.is_initialized():
             launch_from_torch()
-        self.context = checks.check_and_make_context(config)
+        self.context = checks.create_checked_context(config)
         self.grid: TensorGrid | None = None
         if config.is_grid and self.context.tensor.size > 1:
             config, self.grid = apply_tensor_grid.reshape_config_to_grid(config, self.context)
@@ -116,14 +122,14 @@ class Sharder:
         self._wrappers: Mapping[int, nn.Module] = {}
 
     @contextmanager
-    def restoring_on_error(self) -> Iterator[None]:
+    def restore_model_on_error(self) -> Iterator[None]:
         """Temporarily remove wrappers such as ``torch.compile``, and restore the model if an error is raised."""
         with (
             restore_random_state_on_error(self.context.device),
             checks.restore_on_error(self.model),
             ExitStack() as around,
         ):
-            take_out = partial(_temporarily_unwrap, self.model, num_stages=self.context.pipe.size)
+            take_out = partial(_temporarily_unwrap_modules, self.model, num_stages=self.context.pipe.size)
             self._wrappers = collective_call(self.context, lambda: around.enter_context(take_out()))
             yield
 
@@ -146,7 +152,7 @@ class Sharder:
         state.notes += resolved.notes
         if config.uses_context_parallel:
             has_sequence_parallelism = config.enable_sequence_parallelism and self.is_tensor_parallel
-            plan = apply_context_parallel.plan_for_context(
+            plan = apply_context_parallel.adapt_plan_to_context(
                 plan, resolved.context, has_sequence_parallelism=has_sequence_parallelism
             )
         self.model = plan.model
@@ -159,13 +165,13 @@ class Sharder:
             checks.check_tied_stages(self._ties, state.stages.find_owner_ranks)
         state.unproven = self._find_unsupported_inputs()
         checks.check_packed_weights(self.model, plan, self.context)
-        checks.check_no_hooks(self.model, plan)
-        checks.check_no_views(self.model, plan, state.stages)
+        checks.check_no_parameter_hooks(self.model, plan)
+        checks.check_no_parameter_views(self.model, plan, state.stages)
         if not self._fresh:
             checks.check_no_optimizer(self.model, plan, state.stages, self._referenced)
         return plan
 
-    def lines_to_compare(self, plan: ShardingPlan) -> list[str]:
+    def describe_for_comparison(self, plan: ShardingPlan) -> list[str]:
         """Describe the config, model and plan as lines of text, which all ranks compare before any model changes."""
         config, state = self.config, self.state
         settings = [state.request.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
@@ -263,14 +269,14 @@ class Sharder:
             apply_context_parallel.install_context_attention(
                 self.model, state, config.context_parallel, self._resolved.context, uses_random=uses_random
             )
-        blocks = install_regions(self.model, plan, state, config, self.grid) if self.is_tensor_parallel else []
+        blocks = install_parallel_hooks(self.model, plan, state, config, self.grid) if self.is_tensor_parallel else []
         if self.grid is not None:
             apply_tensor_grid.install_argument_hooks(self.model, plan, state, self._resolved.samples)
         if config.uses_context_parallel:
             apply_context_parallel.install_context_hooks(
                 self.model, plan.stacks, state, self._resolved.context, uses_random=uses_random
             )
-        forward_checks.move_hooks_after_stack(self.model, plan)
+        forward_checks.move_user_hooks_after_gather(self.model, plan)
         self.model = policy.postprocess() or self.model
         if config.compile or self._compiler:
             compile_as_configured(self.model, state, config.compile, self._compiler)
@@ -307,10 +313,10 @@ class Sharder:
             for name, param in module._parameters.items():
                 if id(param) in shared:
                     module._parameters[name] = shared[id(param)]
-        checks.restore_ties(
+        checks.restore_tied_weights(
             self.model, self._ties, {id(part): spec for _, part, spec in named_sharded_parameters(self.model)}
         )
-        checks.check_layouts(self.model, self.context.coords)
+        checks.check_shard_layouts(self.model, self.context.coords)
         self._change_attributes(plan)
 
     def _create_replacement(
@@ -337,13 +343,13 @@ class Sharder:
             if "argument" not in str(error):
                 raise
             raise PolicyError(
-                f"{qualified_name(target)}.from_native_module failed for {path!r} with "
+                f"{get_qualified_name(target)}.from_native_module failed for {path!r} with "
                 f"kwargs={sub.kwargs or {}}: {error}.",
                 remedy="Correct the kwargs in the policy.",
             ) from error
         if not isinstance(new, nn.Module):
             raise PolicyError(
-                f"{qualified_name(target)}.from_native_module returned {new!r:.80} for {path!r}.",
+                f"{get_qualified_name(target)}.from_native_module returned {new!r:.80} for {path!r}.",
                 remedy="Return the nn.Module that replaces the plain module.",
             )
         return new
@@ -380,7 +386,7 @@ def _get_modifiable_owner(model: nn.Module, path: str) -> Any:
     return owner
 
 
-def bind_policy(
+def bind_policy_and_plan(
     sharder: Sharder, policy: Policy, source: str, *, applies_rules: bool = True, **findings: Any
 ) -> ResolvedPolicy:
     """Assign a policy to the sharder's model, and create the sharding plan.
@@ -393,7 +399,7 @@ def bind_policy(
     # with data parallelism only, the rules change nothing and must not raise an error
     plan = plan if sharder.is_tensor_parallel else ShardingPlan(plan.model, plan.stacks)
     if sharder.grid is not None:
-        plan = apply_tensor_grid.plan_for_grid(plan, sharder.grid)
+        plan = apply_tensor_grid.adapt_plan_to_grid(plan, sharder.grid)
     return ResolvedPolicy(policy, source, plan, **findings)
 
 
@@ -409,10 +415,12 @@ def shard_for_validation(
     sharder = Sharder(model, config, fresh=True)
 
     def plan() -> ShardingPlan:
-        return sharder.plan(bind_policy(sharder, policy, "to be validated", applies_rules=applies_rules, **findings))
+        return sharder.plan(
+            bind_policy_and_plan(sharder, policy, "to be validated", applies_rules=applies_rules, **findings)
+        )
 
-    with sharder.restoring_on_error():
-        sharder.shard(collective_call(sharder.context, plan, sharder.lines_to_compare))
+    with sharder.restore_model_on_error():
+        sharder.shard(collective_call(sharder.context, plan, sharder.describe_for_comparison))
     return sharder
 
 
@@ -461,7 +469,7 @@ def _replace_modules_in_value(value: Any, replacement_by_id: Mapping[int, nn.Mod
 
 
 @contextmanager
-def _temporarily_unwrap(model: nn.Module, *, num_stages: int = 1) -> Iterator[Mapping[int, nn.Module]]:
+def _temporarily_unwrap_modules(model: nn.Module, *, num_stages: int = 1) -> Iterator[Mapping[int, nn.Module]]:
     """Temporarily remove wrappers such as ``torch.compile`` from the submodules of a model.
 
     Args:
@@ -480,7 +488,7 @@ def _temporarily_unwrap(model: nn.Module, *, num_stages: int = 1) -> Iterator[Ma
                 outer, path = child, join_path(parent, name)
                 while child is not None and (key := get_wrapped_module_attribute(child)) is not None:
                     if num_stages > 1 and is_compiled_wrapper(child):
-                        raise _make_compiled_error(path, "it is part of a pipeline")
+                        raise _make_compiled_module_error(path, "it is part of a pipeline")
                     inner = child._modules[key]
                     assert inner is not None
                     found.append((owner, name, path, child, key, inner))
@@ -495,12 +503,12 @@ def _temporarily_unwrap(model: nn.Module, *, num_stages: int = 1) -> Iterator[Ma
             is_replaced = now is not None and now is not inner and get_wrapped_module_attribute(now) is None
             replaced += [path] if is_replaced and is_compiled_wrapper(wrapper) else []
     if replaced:
-        raise _make_compiled_error(replaced[0], "sharding replaces it")
+        raise _make_compiled_module_error(replaced[0], "sharding replaces it")
 
 
-def _make_compiled_error(path: str, why: str) -> ConfigError:
+def _make_compiled_module_error(path: str, reason: str) -> ConfigError:
     return ConfigError(
-        f"{path} was compiled with torch.compile before the model was sharded, but {why}.",
+        f"{path} was compiled with torch.compile before the model was sharded, but {reason}.",
         rule="A compiled module would keep running the unsharded module.",
         remedy="Compile the model after shard_model, or compile in place with module.compile().",
     )
@@ -510,7 +518,7 @@ def fuse_activations(model: nn.Module, plan: ShardingPlan, state: ShardingMetada
     """Replace activations with fused kernels that also add the bias of the preceding linear layer."""
     for path, native in list(model.named_modules(remove_duplicate=False)):
         if type(native).__name__ in WRITTEN_OUT:
-            _replace_and_record(model, path, native, nn.GELU("tanh").train(native.training), "activation", state)
+            _replace_and_record_module(model, path, native, nn.GELU("tanh").train(native.training), "activation", state)
     found: Counter[str] = Counter()
     for path, block in plan.blocks:
         acts = sorted({type(m).__name__ for m in model.get_submodule(path).modules()} & {*ACTIVATIONS})
@@ -534,16 +542,16 @@ def fuse_norms(model: nn.Module, state: ShardingMetadata) -> None:
             left[f"{kind} (its statistics are summed over ranks)"] += 1
             continue
         try:
-            _replace_and_record(model, path, norm, make_fused_norm(norm), "norm", state)
+            _replace_and_record_module(model, path, norm, make_fused_norm(norm), "norm", state)
         except ConfigError:
             left[f"{kind} (not a layer norm or RMS norm over the last dim)"] += 1
     if left:
         state.notes.append(f"Norms that are not fused: {', '.join(f'{n} {kind}' for kind, n in left.items())}.")
 
 
-def _replace_and_record(
-    model: nn.Module, path: str, native: nn.Module, new: nn.Module, kind: str, state: ShardingMetadata
+def _replace_and_record_module(
+    model: nn.Module, path: str, native: nn.Module, replacement: nn.Module, kind: str, state: ShardingMetadata
 ) -> None:
-    move_hooks(new, native)
-    setattr(*get_parent(model, path), new)
-    state.note(path, native, new, kind=kind)
+    move_hooks(replacement, native)
+    setattr(*get_parent(model, path), replacement)
+    state.note(path, native, replacement, kind=kind)

@@ -69,7 +69,7 @@ def explain_unsupported_attention(model: nn.Module) -> str | None:
 
 
 @dataclass(frozen=True)
-class ContextFindings:
+class ContextTrialResult:
     """The findings of a trial run of a reduced model with context parallelism.
 
     Args:
@@ -88,7 +88,7 @@ class ContextFindings:
 
 
 def install_context_attention(
-    model: nn.Module, state: ShardingMetadata, method: str, findings: ContextFindings, *, uses_random: bool
+    model: nn.Module, state: ShardingMetadata, method: str, findings: ContextTrialResult, *, uses_random: bool
 ) -> None:
     """Install context-parallel attention, and hooks that gather the full sequence for modules that need it.
 
@@ -118,21 +118,21 @@ def install_context_attention(
         state.notes.append(f"Every rank computes all positions of modules that mix positions{what}: {named}.")
 
 
-def _configure_attention(model: nn.Module, run: ContextParallelState, classes: tuple[type, ...]) -> None:
+def _configure_attention(model: nn.Module, context_state: ContextParallelState, classes: tuple[type, ...]) -> None:
     attention.register_context_attention()
     for config in find_attention_configs(model):
         config._attn_implementation = attention.NAME
     for module in model.modules():
         if type(module) in classes:
-            module.__dict__[attention.RUN] = run
-        attention.patch_relative_bias(module, run)
+            module.__dict__[attention.RUN] = context_state
+        attention.patch_relative_bias(module, context_state)
 
 
 def install_context_hooks(
     model: nn.Module,
     stacks: Sequence[StackDescription],
     state: ShardingMetadata,
-    findings: ContextFindings,
+    findings: ContextTrialResult,
     *,
     uses_random: bool,
 ) -> None:
@@ -166,7 +166,9 @@ def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None
         )
 
 
-def plan_for_context(plan: ShardingPlan, findings: ContextFindings, *, has_sequence_parallelism: bool) -> ShardingPlan:
+def adapt_plan_to_context(
+    plan: ShardingPlan, findings: ContextTrialResult, *, has_sequence_parallelism: bool
+) -> ShardingPlan:
     """Return a plan in which no two blocks share a collective, if every rank computes the attention in full.
 
     Args:

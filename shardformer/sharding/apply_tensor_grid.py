@@ -23,7 +23,7 @@ from shardformer.mesh.tensor_grid import TensorGrid, reshape_tensor_axis_by_mode
 from shardformer.module_paths import find_module, is_transposed, join_path
 from shardformer.policies.module_descriptions import BlockArguments, BlockDescription, SubModuleReplacementDescription
 from shardformer.sharding.plan import ShardingPlan
-from shardformer.tensor_parallel.block import change_argument
+from shardformer.tensor_parallel.block import register_argument_hook
 from shardformer.tensor_parallel.grid.layers import GridModule, GridNorm
 from shardformer.tensor_parallel.grid.padded_activations import GridActivationSharding
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
@@ -50,7 +50,7 @@ def reshape_config_to_grid(config: ShardConfig, context: ParallelContext) -> tup
     return config, TensorGrid.of(view, config.tensor_parallel_mode)
 
 
-def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
+def adapt_plan_to_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
     """Extend a sharding plan to the modules between blocks, where each rank has a shard of the hidden features.
 
     Shards norms and per-feature parameters. Other modules with parameters receive all features, which are gathered
@@ -75,9 +75,9 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
         for path, module in plan.model.get_submodule(stack.layers).named_modules(prefix=stack.layers):
             own = [join_path(path, name) for name, _ in module.named_parameters(recurse=False)]
             is_known = path in plan.replacements or (own and all(name in plan.parameters for name in own))
-            if _needs_rule(module, width) and not is_known and not f"{path}.".startswith(entries):
+            if _needs_sharding_rule(module, width) and not is_known and not f"{path}.".startswith(entries):
                 _add_outer_module(plan, grid, prefix, path, module, width)
-        if stack.final_norm and _needs_rule(norm := plan.model.get_submodule(stack.final_norm), width):
+        if stack.final_norm and _needs_sharding_rule(norm := plan.model.get_submodule(stack.final_norm), width):
             _add_outer_module(plan, grid, prefix, stack.final_norm, norm, width)
     around = [block.gather_module for _, block in plan.blocks if block.gather_module is not None]
     gathered = [path for path in dict.fromkeys(plan.full_sequence_modules) if path not in around]
@@ -93,7 +93,7 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
     return replace(plan, replacements=kept, full_sequence_modules=gathered)
 
 
-def _needs_rule(module: nn.Module, width: int) -> bool:
+def _needs_sharding_rule(module: nn.Module, width: int) -> bool:
     """Return whether a module outside the blocks needs a sharding rule, because it has parameters or is a norm."""
     own = next(module.parameters(recurse=False), None)
     return own is not None or (not module._modules and getattr(module, "normalized_shape", None) == (width,))
@@ -165,7 +165,7 @@ def make_argument_key(path: str, argument: str) -> tuple[str, str]:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), argument
 
 
-def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+def named_tensor_arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and value of each input tensor of a module. The first one is named ``HIDDEN_STATES``."""
     if not any(isinstance(x, Tensor) for x in (*args[:1], *kwargs.values())):
         return
@@ -209,10 +209,10 @@ def install_argument_hooks(
 
 
 def _remove_caches(
-    streams: Sequence[GridActivationSharding], arguments: frozenset[str], model: nn.Module, args: Any, output: Any
+    activations: Sequence[GridActivationSharding], arguments: frozenset[str], model: nn.Module, args: Any, output: Any
 ) -> Any:
     """Remove KV caches from the model's output, because they contain only this rank's samples."""
-    return remove_kv_caches(output, arguments) if any(stream.is_sharded for stream in streams[-1:]) else None
+    return remove_kv_caches(output, arguments) if any(stream.is_sharded for stream in activations[-1:]) else None
 
 
 class _LocalSamplesHook:
@@ -227,11 +227,11 @@ class _LocalSamplesHook:
         self._arguments, self._stream, self._samples = arguments, stream, samples
         self._rows, self._names = 0, _get_argument_names(module)
         self._key, _ = make_argument_key(arguments.at, "")  # the path without indices, so that layers share their graph
-        register_forward_hooks(module, HookOrder.LOCAL_SAMPLES, self._before_entry, with_kwargs=True)
+        register_forward_hooks(module, HookOrder.LOCAL_SAMPLES, self._before_forward, with_kwargs=True)
         for name in arguments.region_inputs:
-            change_argument(module, name, partial(self._select_local_samples, name), HookOrder.SAMPLE_ARGUMENTS)
+            register_argument_hook(module, name, partial(self._select_local_samples, name), HookOrder.SAMPLE_ARGUMENTS)
 
-    def _before_entry(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._stream.is_sharded:
             return None
         hidden = get_first_tensor(args, kwargs)

@@ -31,41 +31,36 @@ from shardformer.pipeline.layer_sequence import StackDescription
 from shardformer.policies.module_descriptions import BlockArguments, BlockDescription
 from shardformer.random_state import uses_dropout
 from shardformer.sharding.plan import ShardingPlan
-from shardformer.tensor_parallel.block import TensorParallelBlock, change_argument, select_local_heads, wrap_as_block
-from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, GridModule, GridTensorParallelBlock, ModeLayers
+from shardformer.tensor_parallel.block import (
+    TensorParallelBlock,
+    register_argument_hook,
+    select_local_heads,
+    wrap_as_block,
+)
+from shardformer.tensor_parallel.grid.layers import (
+    LAYERS_BY_MODE,
+    GridModule,
+    GridTensorParallelBlock,
+    ParallelLayerClasses,
+)
 from shardformer.tensor_parallel.grid.padded_activations import GridActivationSharding
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.tensor_parallel.quantized_linear import QuantizedLinear
-from shardformer.tensor_parallel.region import enter_region, register_random_state_sync
+from shardformer.tensor_parallel.region import prepare_extra_block_input, register_random_state_sync
 from shardformer.tensor_parallel.sequence_parallel import ActivationSharding
 
 InstalledBlock = tuple[nn.Module, TensorParallelBlock]
 """(module at the entry of a block, block)."""
 
 
-def install_regions(
+def install_parallel_hooks(
     model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, config: ShardConfig, grid: TensorGrid | None = None
 ) -> list[InstalledBlock]:
     """Register the forward hooks of layer stacks and tensor-parallel blocks after modules were replaced."""
     axis, uses_random = state.context.tensor, uses_dropout(model)
     classes = LAYERS_BY_MODE[config.tensor_parallel_mode]
     _check_stack_layers(plan, state.activations)
-    streams: dict[str, ActivationSharding] = {}
-    for stack in plan.stacks:
-        layout = stack.get_activation_layout(state.activations)
-        if stack.whole_sequence and layout != state.activations:
-            state.notes.append(f"The sequence is not sharded in {stack.layers}: {stack.whole_sequence}.")
-        stream = (
-            ActivationSharding(layout, axis, overlap=config.enable_sequence_overlap, random=uses_random)
-            if grid is None
-            else GridActivationSharding(layout, grid, random=uses_random)
-        )
-        streams[f"{stack.layers}."] = stream
-        if grid is not None and stack.final_norm and state.stages is not None:
-            norm: Any = model.get_submodule(stack.final_norm)
-            if state.stages.placeholders.has_placeholders(norm):  # the norm is on another stage and has all features
-                norm.forward = _return_input
-        _install_stack(model, stack, stream, axis, uses_random)
+    streams = _install_stacks(model, plan, state, config, grid)
     if any(stream.layout.get_stack_shard(axis.name) for stream in streams.values()):
         for module in model.modules():
             if isinstance(module, classes.embedding):
@@ -88,7 +83,7 @@ def install_regions(
         of, module = get_stack_activations(f"{path}."), model.get_submodule(path)
         register_forward_hooks(module, HookOrder.STACK_LENGTH, of.restore_full_length_hook, with_kwargs=True)
         change = of.shard_token_argument if path.rpartition(".")[0] in stack_paths else of.gather_token_argument
-        change_argument(module, name, change, HookOrder.TOKEN_ARGUMENTS)
+        register_argument_hook(module, name, change, HookOrder.TOKEN_ARGUMENTS)
     blocks: list[InstalledBlock] = []
     for path, description in plan.blocks:
         stream = get_stack_activations(f"{path}.")
@@ -106,6 +101,30 @@ def install_regions(
     outer = [*(hook for hook in outer if hook is not None), *streams.values()]
     state.region_hooks[:] = [*(block for _, block in blocks), *state.region_hooks, *outer]
     return blocks
+
+
+def _install_stacks(
+    model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, config: ShardConfig, grid: TensorGrid | None
+) -> dict[str, ActivationSharding]:
+    """Register the hooks of all layer stacks. Return how each shards its activations, by the prefix of its paths."""
+    axis, uses_random = state.context.tensor, uses_dropout(model)
+    streams: dict[str, ActivationSharding] = {}
+    for stack in plan.stacks:
+        layout = stack.get_activation_layout(state.activations)
+        if stack.whole_sequence and layout != state.activations:
+            state.notes.append(f"The sequence is not sharded in {stack.layers}: {stack.whole_sequence}.")
+        stream = (
+            ActivationSharding(layout, axis, overlap=config.enable_sequence_overlap, random=uses_random)
+            if grid is None
+            else GridActivationSharding(layout, grid, random=uses_random)
+        )
+        streams[f"{stack.layers}."] = stream
+        if grid is not None and stack.final_norm and state.stages is not None:
+            norm: Any = model.get_submodule(stack.final_norm)
+            if state.stages.placeholders.has_placeholders(norm):  # the norm is on another stage and has all features
+                norm.forward = _return_input
+        _install_stack(model, stack, stream, axis, uses_random)
+    return streams
 
 
 def _return_input(hidden_states: Tensor) -> Tensor:
@@ -136,8 +155,8 @@ def _install_stack(
     """
     if stack.context is not None and stack.reads_context:
         path, name = stack.context
-        enter = partial(map_local_positions, partial(enter_region, axis=axis))
-        change_argument(model.get_submodule(path), name, enter, HookOrder.REGION_ARGUMENTS)
+        enter = partial(map_local_positions, partial(prepare_extra_block_input, axis=axis))
+        register_argument_hook(model.get_submodule(path), name, enter, HookOrder.REGION_ARGUMENTS)
     layers = model.get_submodule(stack.layers)
     children = [layer for layer in layers._modules.values() if layer is not None]  # one layer may occur several times
     ends = [*children, *([model.get_submodule(stack.final_norm)] if stack.final_norm else [])]
@@ -157,7 +176,7 @@ def _install_stack(
 def _install_block(
     model: nn.Module,
     description: BlockDescription,
-    classes: ModeLayers,
+    classes: ParallelLayerClasses,
     stream: ActivationSharding,
     uses_random: bool,
     axis: Axis,
@@ -178,10 +197,10 @@ def _install_block(
     arguments = description.arguments or BlockArguments("")
     brings = model.get_submodule(arguments.at)
     for name in arguments.region_inputs:
-        change_argument(brings, name, partial(enter_region, axis=axis), HookOrder.REGION_ARGUMENTS)
+        register_argument_hook(brings, name, partial(prepare_extra_block_input, axis=axis), HookOrder.REGION_ARGUMENTS)
     for name, dim in arguments.head_dims.items():
         select = partial(select_local_heads, dim=dim, bounds=arguments.bounds, axis=axis)
-        change_argument(brings, name, select, HookOrder.HEAD_ARGUMENTS)
+        register_argument_hook(brings, name, select, HookOrder.HEAD_ARGUMENTS)
     block = (GridTensorParallelBlock if issubclass(classes.row, GridModule) else TensorParallelBlock)(
         stream, uses_random, arguments.width
     )
@@ -196,16 +215,16 @@ def _install_block(
         other = _require_layer(model, description.shared_exit, classes.row, "row")
         other.shared_exit = (row,)
     entry = model.get_submodule(description.entry)
-    block.register_entry(entry, holds_exit=description.holds_exit)
+    block.register_entry(entry, contains_exit_layer=description.contains_exit_layer)
     return entry, block
 
 
-def _require_layer(model: nn.Module, name: str, kind: type[nn.Module], role: str) -> Any:
+def _require_layer(model: nn.Module, name: str, layer_class: type[nn.Module], role: str) -> Any:
     module = model.get_submodule(name)
-    if not isinstance(module, kind):
+    if not isinstance(module, layer_class):
         raise PolicyError(
-            f"{name} is a {type(module).__name__}, but the {role} of a block must be a {kind.__name__}.",
-            remedy=f"Replace {name} with a {kind.__name__} in sub_module_replacement.",
+            f"{name} is a {type(module).__name__}, but the {role} of a block must be a {layer_class.__name__}.",
+            remedy=f"Replace {name} with a {layer_class.__name__} in sub_module_replacement.",
         )
     return module
 
@@ -221,7 +240,7 @@ def install_gradient_reduction(
     stages, which fill their buckets in the same order. Communicates to create groups, on all processes.
     """
     shared: dict[str, tuple[int, ...]] = {} if state.stages is None else state.stages.shared
-    state.regions = places = ParameterRegions(plan, state.activations)
+    state.regions = places = ParameterRegionFinder(plan, state.activations)
     specs = {id(param): spec for _, param, spec in named_sharded_parameters(model)}
     for name, param in model.named_parameters():
         spec = specs.get(id(param), ShardSpec(param.shape))
@@ -238,7 +257,7 @@ def install_gradient_reduction(
     by_param = {id(g.param): g for found in gradients.values() for g in found if not g.entry.spec.is_sharded}
     for module, block in blocks:
         if block.stream.layout.get_stack_shard(block.axis.name) is None:
-            _install_region_side_hooks(module, block, by_param)
+            _install_gradient_divisor_hooks(module, block, by_param)
     size = state.request.extra.get("bucket_bytes", BUCKET_BYTES)
     state.reducers = [
         GradientReducer(gradients[stages], size, watch=None if stages else state.monitor)  # stages differ in weights
@@ -246,7 +265,7 @@ def install_gradient_reduction(
     ]
 
 
-class ParameterRegions:
+class ParameterRegionFinder:
     """Determines whether a parameter is inside a block, between blocks, or outside the stacks of layers."""
 
     def __init__(self, plan: ShardingPlan, stream: ActivationLayout) -> None:
@@ -311,7 +330,7 @@ def _create_reduction_groups(
 
 
 @dataclass(eq=False)
-class _RegionSideHook:
+class _GradientDivisorHook:
     """A forward pre-hook that sets the divisor of gradients, which are partial inside a block and full after it."""
 
     block: TensorParallelBlock
@@ -323,7 +342,7 @@ class _RegionSideHook:
             gradient.divisor = gradient.entry.reduction.divisor * multiplicity
 
 
-def _install_region_side_hooks(
+def _install_gradient_divisor_hooks(
     entry: nn.Module, block: TensorParallelBlock, gradient_by_param_id: dict[int, GradientSlot]
 ) -> None:
     """Install hooks that detect whether a module runs before or after the output of its block is reduced.
@@ -335,4 +354,4 @@ def _install_region_side_hooks(
         params: list[Tensor] = list(module.parameters(recurse=False))
         gradients = [gradient_by_param_id[id(p)] for p in params if id(p) in gradient_by_param_id]
         if gradients and not isinstance(module, ParallelModule):
-            register_forward_hooks(module, HookOrder.GRADIENT_DIVISOR, _RegionSideHook(block, gradients))
+            register_forward_hooks(module, HookOrder.GRADIENT_DIVISOR, _GradientDivisorHook(block, gradients))

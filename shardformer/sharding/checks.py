@@ -51,7 +51,7 @@ OTHER_PROCESSES_TIMEOUT_S = 10.0
 """How long to wait for processes outside the passed group, which may not shard any model."""
 
 
-def check_and_make_context(config: ShardConfig) -> ParallelContext:
+def create_checked_context(config: ShardConfig) -> ParallelContext:
     """Check that all processes passed the same process groups, and return the parallel context of the config.
 
     No collective is possible before this check. Each process announces its group in the launcher's store and reads the
@@ -77,7 +77,7 @@ def check_and_make_context(config: ShardConfig) -> ParallelContext:
         deadline = time.monotonic() + OTHER_PROCESSES_TIMEOUT_S
         # read all announcements before raising, so that a later call does not read those of this call
         others = [other for other in range(dist.get_world_size()) if other != rank]
-        problems = [_check_announcement(store, other, announcement, deadline) for other in others]
+        problems = [_check_peer_announcement(store, other, announcement, deadline) for other in others]
         problem = problem or next((problem for problem in problems if problem is not None), None)
     if problem is not None:
         raise problem
@@ -94,7 +94,7 @@ class _GroupAnnouncement:
     problem: str
 
 
-def _check_announcement(
+def _check_peer_announcement(
     store: Any, peer: int, announcement: _GroupAnnouncement, deadline: float
 ) -> ShardFormerError | None:
     """Return an error if another process announced a different process group, or that it cannot shard the model.
@@ -218,14 +218,14 @@ def make_checked_plan(
     if config.enable_flash_attention:
         check_flash_attention(model, config.resolve_context().device)
     if config.enable_fused_normalization:
-        check_norms(model)
+        check_fused_norms(model)
     if config.enable_jit_fused:
-        check_activations(model, config.resolve_context().device)
+        check_fused_activations(model, config.resolve_context().device)
     with record_if_lazy(model) if has_meta_tensors(model) else nullcontext():
         model = policy.preprocess() or model
     policy.set_model(model)
     if policy.changes_classes_or_ties:
-        legacy.check_legacy(policy, model)
+        legacy.check_legacy_policy(policy, model)
     return make_plan(model, policy, applies_rules=applies_rules)
 
 
@@ -275,9 +275,9 @@ def _make_quantized_error(model: nn.Module, path: str, layout: str) -> ConfigErr
     )
 
 
-def check_no_hooks(model: nn.Module, plan: ShardingPlan) -> None:
+def check_no_parameter_hooks(model: nn.Module, plan: ShardingPlan) -> None:
     """Raise ConfigError if a parameter that will be sharded has hooks, because sharding would remove them."""
-    sharded = plan.sharded_parameter_ids()
+    sharded = plan.get_sharded_parameter_ids()
     for p in model.parameters():
         if id(p) in sharded and get_tensor_hooks(p):
             raise ConfigError(
@@ -288,9 +288,9 @@ def check_no_hooks(model: nn.Module, plan: ShardingPlan) -> None:
             )
 
 
-def check_no_views(model: nn.Module, plan: ShardingPlan, stages: Stages | None) -> None:
+def check_no_parameter_views(model: nn.Module, plan: ShardingPlan, stages: Stages | None) -> None:
     """Raise ConfigError if a buffer or attribute is a view of a parameter that will be sharded or moved."""
-    sharded = plan.sharded_parameter_ids()
+    sharded = plan.get_sharded_parameter_ids()
     is_here = stages.is_here if stages is not None else lambda _: True
     moved = [(name, p) for name, p in model.named_parameters() if id(p) in sharded or not is_here(name)]
     if found := find_parameter_view(model, moved):
@@ -332,7 +332,7 @@ def check_no_optimizer(
         referenced: result of ``find_referenced_parameters`` before planning. The slow search through all objects of the
             process runs only if it contains a parameter to shard.
     """
-    sharded = plan.sharded_parameter_ids()
+    sharded = plan.get_sharded_parameter_ids()
     if stages is not None:
         sharded |= {id(p): name for name, p in model.named_parameters() if not stages.is_here(name)}
     if not sharded.keys() & referenced:
@@ -359,7 +359,7 @@ def check_not_in_optimizer(params: list[nn.Parameter], names: Mapping[int, str],
                 )
 
 
-def check_layouts(model: nn.Module, coords: Coords) -> None:
+def check_shard_layouts(model: nn.Module, coords: Coords) -> None:
     """Raise PolicyError if a local shard has the wrong shape, or if tied weights are sharded differently."""
     seen: dict[int, tuple[str, ShardSpec]] = {}
     for name, param, spec in named_sharded_parameters(model):
@@ -379,9 +379,9 @@ def restore_on_error(model: nn.Module) -> Iterator[None]:
 
     Parameter values that functions of a policy overwrite in place are not restored.
     """
-    params = [(p, p.requires_grad, dict(vars(p)), list(map(set, _get_hook_tables(p)))) for p in model.parameters()]
+    params = [(p, p.requires_grad, dict(vars(p)), list(map(set, _get_hook_dicts(p)))) for p in model.parameters()]
     modules = list(model.modules())
-    before = [(m, type(m), dict(vars(m)), _copy_private_tables(vars(m))) for m in modules]
+    before = [(m, type(m), dict(vars(m)), _copy_private_dicts(vars(m))) for m in modules]
     settings = [(c, dict(vars(c))) for c in find_configs(model)]
     try:
         yield
@@ -397,23 +397,23 @@ def restore_on_error(model: nn.Module) -> Iterator[None]:
             if p.requires_grad != trains:
                 p.requires_grad_(trains)
             _replace_entries(vars(p), attributes)
-            for table, own in zip(_get_hook_tables(p), hooks, strict=True):
+            for table, own in zip(_get_hook_dicts(p), hooks, strict=True):
                 for key in table.keys() - own:
                     del table[key]
         raise
 
 
-def _get_hook_tables(p: nn.Parameter) -> list[dict[int, Any]]:
+def _get_hook_dicts(p: nn.Parameter) -> list[dict[int, Any]]:
     return [p._backward_hooks or {}, getattr(p, "_post_accumulate_grad_hooks", None) or {}]
 
 
-def _copy_private_tables(attributes: dict[str, Any]) -> dict[str, Any]:
+def _copy_private_dicts(attributes: dict[str, Any]) -> dict[str, Any]:
     return {n: v.copy() for n, v in attributes.items() if n.startswith("_") and isinstance(v, dict | set)}
 
 
-def _replace_entries(table: Any, entries: Any) -> None:
-    table.clear()
-    table.update(entries)
+def _replace_entries(target: Any, entries: Any) -> None:
+    target.clear()
+    target.update(entries)
 
 
 def check_tied_stages(ties: Sequence[OverlapGroup], find_owner_ranks: Callable[[str], Sequence[int]]) -> None:
@@ -423,7 +423,7 @@ def check_tied_stages(ties: Sequence[OverlapGroup], find_owner_ranks: Callable[[
             raise _make_broken_tie_error(group, "are on different pipeline stages")
 
 
-def restore_ties(model: nn.Module, ties: Sequence[OverlapGroup], specs: Mapping[int, ShardSpec]) -> None:
+def restore_tied_weights(model: nn.Module, ties: Sequence[OverlapGroup], specs: Mapping[int, ShardSpec]) -> None:
     """Make local shards share memory where the full parameters shared memory before sharding.
 
     Args:
@@ -445,10 +445,10 @@ def restore_ties(model: nn.Module, ties: Sequence[OverlapGroup], specs: Mapping[
             other.data = first.data
 
 
-def _make_broken_tie_error(group: Mapping[str, MemoryRange], why: str) -> ConfigError:
+def _make_broken_tie_error(group: Mapping[str, MemoryRange], reason: str) -> ConfigError:
     first, second, *_ = group
     return ConfigError(
-        f"{first} and {second} share memory, but {why}.",
+        f"{first} and {second} share memory, but {reason}.",
         rule="An update of one parameter would not reach the other.",
         remedy=f"Tie them with module.weight = other.weight instead of .data, or clone {second}.",
     )
@@ -459,7 +459,7 @@ WRITTEN_OUT = ("NewGELUActivation", "AccurateGELUActivation", "FastGELUActivatio
 ACTIVATIONS = (*WRITTEN_OUT, "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh", "SiLU", "SiLUActivation", "ReLU")
 
 
-def check_activations(model: nn.Module, device: torch.device) -> None:
+def check_fused_activations(model: nn.Module, device: torch.device) -> None:
     """Raise ConfigError if ``enable_jit_fused`` cannot be used for the model or on this device."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         problem = "enable_jit_fused=True needs triton on a GPU, which is not installed"
@@ -472,7 +472,7 @@ def check_activations(model: nn.Module, device: torch.device) -> None:
     raise ConfigError(problem, remedy="Set enable_jit_fused=False.")
 
 
-def check_norms(model: nn.Module) -> None:
+def check_fused_norms(model: nn.Module) -> None:
     """Raise ConfigError if ``enable_fused_normalization`` supports none of the norms in the model."""
     problem: ConfigError | None = None
     for _, norm in iterate_norms(model):

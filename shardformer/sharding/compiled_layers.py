@@ -135,7 +135,7 @@ class CompiledLayer:
         blocks = [block for module in layer.modules() if (block := getattr(module, "block", None)) is not None]
         self._streams = list(dict.fromkeys(block.stream for block in blocks))
         for block in blocks:
-            block.put_random_state_in_graph()
+            block.keep_random_state_in_graph()
         wrap_attention_modules(layer)
 
     def remove(self) -> None:
@@ -158,10 +158,10 @@ class CompiledLayer:
             args = tuple(None if any(x is cache for cache in caches) else x for x in args)
             kwargs = {name: None if any(x is cache for cache in caches) else x for name, x in kwargs.items()}
         if self._checkpoints_in_forward and (checkpoint := get_checkpointing_function(self._layer)) is not None:
-            return checkpoint(functools.partial(self._run, **kwargs), *args)
-        return self._run(*args, **kwargs)
+            return checkpoint(functools.partial(self._run_compiled, **kwargs), *args)
+        return self._run_compiled(*args, **kwargs)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = resolve_deferred_tensors((args, kwargs))
         for stream in self._streams:
             stream.restore_full_length(get_first_tensor(args, kwargs))
@@ -173,7 +173,7 @@ class CompiledLayer:
         except torch_compat.get_recompile_limit_error_class():
             self._report_recompile_limit(args, kwargs)
         except torch_compat.get_compile_error_class() as error:
-            raise self._make_error(error) from error
+            raise self._make_graph_break_error(error) from error
         finally:
             for stream in self._streams:
                 stream.is_restored = False
@@ -201,7 +201,7 @@ class CompiledLayer:
             stacklevel=2,
         )
 
-    def _make_error(self, error: Exception) -> ConfigError:
+    def _make_graph_break_error(self, error: Exception) -> ConfigError:
         reason = " ".join(str(error).strip().split("\n\n")[0].split())
         return ConfigError(
             f"{self._path} ({type(self._layer).__name__}) cannot be compiled as one graph: {reason}.",
@@ -261,7 +261,7 @@ def _check_can_be_compiled(model: nn.Module, state: ShardingMetadata, backend: B
         check_choice("compile", backend, torch.compiler.list_backends(exclude_tags=()))
     problem, remedy = "", "Set compile=False"
     name = torch_compat.get_backend_name(backend)
-    if state.context_run is not None and (reason := _why_context_is_eager(model, state)):
+    if state.context_run is not None and (reason := _explain_eager_context(model, state)):
         problem = f"Context parallelism {reason}"
     elif name == "inductor" and state.context.device.type == "cuda" and importlib.util.find_spec("triton") is None:
         problem, remedy = "The backend inductor needs triton on a GPU, which is not installed", "Install triton"
@@ -271,7 +271,7 @@ def _check_can_be_compiled(model: nn.Module, state: ShardingMetadata, backend: B
         raise ConfigError(f"compile={name!r} does not work: {problem}.", remedy=remedy)
 
 
-def _why_context_is_eager(model: nn.Module, state: ShardingMetadata) -> str:
+def _explain_eager_context(model: nn.Module, state: ShardingMetadata) -> str:
     """Return the reason why context parallelism prevents compilation of the layers, or an empty string."""
     if state.context_run.is_whole:
         return "computes the attention of this model in full on every rank"
@@ -312,7 +312,7 @@ def compile_model(
     compile_stacks(self, state, backend, options)
 
 
-def compiled_stacks(model: nn.Module) -> list[StackCompiler]:
+def get_compiled_stacks(model: nn.Module) -> list[StackCompiler]:
     """Return the ``StackCompiler`` of each stack of layers in a sharded model. Empty if the model is not compiled."""
     compilers: list[StackCompiler] = get_metadata(model).compilers
     return compilers

@@ -25,11 +25,11 @@ TableRow = tuple[str, tuple[str, ...], int]
 """Path with ``*`` for the index of a layer, the other cells, and the number of rows merged into this row."""
 
 
-def format_table(head: tuple[str, ...], rows: Sequence[TableRow], layers: Mapping[str, int]) -> list[str]:
+def format_table(header: tuple[str, ...], rows: Sequence[TableRow], layers: Mapping[str, int]) -> list[str]:
     r"""Format table rows as lines of aligned columns, with one heading for each stack of layers.
 
     Args:
-        head: the titles of the columns.
+        header: the titles of the columns.
         layers: ``transformer.h.*`` -> number of layers in that stack.
 
     >>> print("\n".join(format_table(("", "was", "is"), [("head", ("6", "3"), 1), ("h.*.q", ("6", "3"), 2),
@@ -40,11 +40,11 @@ def format_table(head: tuple[str, ...], rows: Sequence[TableRow], layers: Mappin
       q, k  6    3
       t     9    5   1 of 2
     """
-    lines: list[tuple[str, ...]] = [head]
+    lines: list[tuple[str, ...]] = [header]
     sections: dict[str, list[TableRow]] = {"": []}
     for path, cells, count in rows:
-        section = _find_stack(path)
-        sections.setdefault(section, []).append((_remove_stack(section, path), cells, count))
+        section = _get_stack_pattern(path)
+        sections.setdefault(section, []).append((_remove_stack_prefix(section, path), cells, count))
     for section, members in sections.items():
         if section:
             count = layers.get(section, 0)
@@ -75,13 +75,13 @@ def align_columns(lines: Sequence[Sequence[str]], first_right_aligned: int | Non
     return ["  ".join(padded(at, cell) for at, cell in enumerate(line)).rstrip() for line in lines]
 
 
-def wrap_paths(names: str, width: int, unbroken: str = "(?<=:) ") -> list[str]:
+def wrap_paths(names: str, width: int, no_break_pattern: str = "(?<=:) ") -> list[str]:
     """Wrap a list of module paths to lines of at most ``width`` characters. A longer path breaks at a dot.
 
     Args:
-        unbroken: pattern of spaces at which a line must not break.
+        no_break_pattern: pattern of spaces at which a line must not break.
     """
-    words = re.sub(unbroken, "\xa0", names).split(" ")
+    words = re.sub(no_break_pattern, "\xa0", names).split(" ")
     breaks = [word.rfind(".", 0, width) + 1 if len(word) > width else 0 for word in words]
     text = " ".join(f"{word[:at]} {word[at:]}" if at else word for word, at in zip(words, breaks, strict=True))
     lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
@@ -97,10 +97,10 @@ def merge_replicated_parameters(parameters: Iterable[tuple[str, str, int, float]
         leaves[owner, shape, count] = ([*names, leaf], total + share)
     merged: dict[tuple[str, str, str, int], tuple[list[str], float]] = {}
     for (owner, shape, count), (names, share) in leaves.items():
-        section = _find_stack(owner)
+        section = _get_stack_pattern(owner)
         key = (section, ", ".join(names), shape, count)
         owners, total = merged.get(key, ([], 0.0))
-        merged[key] = ([*owners, _remove_stack(section, owner)], total + share)
+        merged[key] = ([*owners, _remove_stack_prefix(section, owner)], total + share)
     out: list[TableRow] = []
     for (section, names_, shape, count), (owners, share) in merged.items():
         text = f"{', '.join(owners)}: {names_}" if any(owners) else names_
@@ -113,13 +113,13 @@ def format_percent(share: float) -> str:
     return f"{share:.1%}" if share >= 0.0005 or share == 0 else "<0.1%"
 
 
-def _find_stack(path: str) -> str:
+def _get_stack_pattern(path: str) -> str:
     """Return the stack of layers in which a path is, such as ``transformer.h.*`` for ``transformer.h.*.attn``."""
     before, star, _ = f"{path}.".partition(".*.")
     return f"{before}.*" if star else ""
 
 
-def _remove_stack(stack: str, path: str) -> str:
+def _remove_stack_prefix(stack: str, path: str) -> str:
     return path[len(stack) :].lstrip(".") or "the layer itself" if stack else path
 
 
@@ -205,7 +205,7 @@ def format_stage_table(rows: list[StageRow], stages: Stages) -> list[str]:
     lines: list[tuple[str, ...]] = [head]
     for row in rows:
         numbers = [f"{row.parameters:,}", format_percent(row.share), format_percent(row.cost), str(row.checkpointed)]
-        layers = wrap_paths(row.layers, WIDTH, unbroken=r" (?=\(|times)")
+        layers = wrap_paths(row.layers, WIDTH, no_break_pattern=r" (?=\(|times)")
         virtual = ", ".join(map(str, row.virtual_stages))
         cells = [
             [str(row.stage)],

@@ -72,7 +72,7 @@ class CacheHeadSelector:
                 self._select_heads(model, cache)
             vars(cache)[LOCAL_HEADS] = True
 
-    def mark_filled(self, values: Sequence[Any]) -> None:
+    def mark_filled_caches(self, values: Sequence[Any]) -> None:
         """Mark the KV caches that a forward pass has filled with only this rank's heads."""
         for cache in self._find_caches(values):
             vars(cache)[LOCAL_HEADS] = True
@@ -101,11 +101,12 @@ class CacheHeadSelector:
         for layer, name, x in new:
             setattr(layer, name, x)
 
-    def _make_unsupported_cache_error(self, model: nn.Module, what: str) -> ConfigError:
+    def _make_unsupported_cache_error(self, model: nn.Module, cache_description: str) -> ConfigError:
         counts = sorted({total for total, _ in self._layers.values()} - {0})
         shape = f"(batch, {' or '.join(map(str, counts))}, length, head dim)" if counts else "unknown"
         return ConfigError(
-            f"{type(model).__name__}, sharded over {self._axis.size} tensor ranks, does not support {what} as a cache.",
+            f"{type(model).__name__}, sharded over {self._axis.size} tensor ranks, does not support "
+            f"{cache_description} as a cache.",
             rule=f"Keys and values that the model did not compute must have all heads, in the shape {shape}.",
             remedy="Fill a DynamicCache with keys and values of this shape, or pass the tokens to the model instead.",
         )
@@ -139,7 +140,7 @@ class ModuleFingerprint:
         new._local_modules, new._params, new._modules, new._marks = self._local_modules, None, [], [()]
         return new
 
-    def renew(self, model: nn.Module) -> None:
+    def record_again(self, model: nn.Module) -> None:
         """Record the model again after a change that ShardFormer itself has made."""
         self._modules, self._params = list(model.modules()), _get_parameter_ids(model)
         self._marks = self._record_modules()
@@ -170,7 +171,7 @@ class ModuleFingerprint:
 
     def _check_parameters_unchanged(self, model: nn.Module) -> None:
         now = _get_parameter_ids(model)
-        if self._params is None or _count_by_local_name(now) == _count_by_local_name(self._params):
+        if self._params is None or _count_local_parameter_names(now) == _count_local_parameter_names(self._params):
             self._params = now  # same parameters under new names, as in a wrapper
             return
         new = [name for name, p in now.items() if p not in self._params.values()]
@@ -246,7 +247,7 @@ def find_local_input_modules(
             yield from _list_modules_in_block(plan.model, block)
 
 
-def move_hooks_after_stack(model: nn.Module, plan: ShardingPlan) -> None:
+def move_user_hooks_after_gather(model: nn.Module, plan: ShardingPlan) -> None:
     """Reorder the forward hooks of final norms, so that the user's hooks receive the gathered hidden states."""
     for path in (stack.final_norm for stack in plan.stacks if stack.final_norm is not None):
         hooks = model.get_submodule(path)._forward_hooks
@@ -256,7 +257,7 @@ def move_hooks_after_stack(model: nn.Module, plan: ShardingPlan) -> None:
 
 def _list_modules_in_block(model: nn.Module, block: BlockDescription) -> Iterator[LocalInputModule]:
     why = "inside a block each tensor rank has only its own heads or features"
-    if not block.holds_exit:  # the output of the entry and the input of modules around the exit are local
+    if not block.contains_exit_layer:  # the output of the entry and the input of modules around the exit are local
         yield LocalInputModule(block.entry, why, OUTPUT_HOOK_TABLES)
         ends = block.row.split(".")
         for path in (".".join(ends[:n]) for n in range(1, len(ends) + 1)):
@@ -285,7 +286,7 @@ def _get_parameter_ids(model: nn.Module) -> dict[str, int]:
     return {name: id(p) for name, p in nn.Module.named_parameters(model, remove_duplicate=False)}
 
 
-def _count_by_local_name(params: dict[str, int]) -> Counter[tuple[str, int]]:
+def _count_local_parameter_names(params: dict[str, int]) -> Counter[tuple[str, int]]:
     return Counter((name.rpartition(".")[2], p) for name, p in params.items())
 
 
@@ -329,7 +330,7 @@ class _CompareGradients(Function):
         return grad, None, None
 
 
-def compare_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], axis: Axis) -> Any:
+def compare_gradients_in_backward(args: tuple[Any, ...], kwargs: dict[str, Any], axis: Axis) -> Any:
     """Wrap the inputs so that the backward pass checks whether their gradients are the same on all ranks.
 
     Returns the wrapped inputs, or None if no input requires a gradient.
@@ -382,17 +383,17 @@ class ForwardChecks:
         # must not change what this one was compiled with.
         self._eager: Callable[..., None] = torch.compiler.disable(ForwardChecks._check)
         self._compared = not state.request.extra.get("check_inputs", True) or state.same_batch_axis.size == 1
-        register_forward_hooks(model, HookOrder.CHECKS, self._before, with_kwargs=True)
-        register_forward_hooks(model, HookOrder.PLAIN_OUTPUT, after=self._after)
+        register_forward_hooks(model, HookOrder.CHECKS, self._before_forward, with_kwargs=True)
+        register_forward_hooks(model, HookOrder.PLAIN_OUTPUT, after=self._after_forward)
         if any(axis.size > 1 for axis in state.context.axes.values()):
             install_wrapper_guards(model, state.context)
-        state.check_call, state.on_adapted = self._check_arguments, self._structure.renew
+        state.check_call, state.on_adapted = self._check_arguments, self._structure.record_again
 
-    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._eager(self, model, args, kwargs)
         if not self._has_local_inputs or torch.compiler.is_compiling():
             return None
-        return compare_gradients(args, kwargs, self._state.context.tensor)
+        return compare_gradients_in_backward(args, kwargs, self._state.context.tensor)
 
     def _check(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if current_graph_task_id() < 0:  # not recomputation in a backward pass
@@ -414,9 +415,9 @@ class ForwardChecks:
         if self._should_align_random_state(model, kwargs):
             sync_and_check_ranks(self._state, [*args, *kwargs.values()])
 
-    def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, Mapping) and not torch.compiler.is_compiling():
-            self._caches.mark_filled(list(output.values()))
+            self._caches.mark_filled_caches(list(output.values()))
         return resolve_deferred_tensors(output)
 
     def _should_align_random_state(self, model: nn.Module, kwargs: Mapping[str, Any]) -> bool:

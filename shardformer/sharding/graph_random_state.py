@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardformer.random_state import local_seed, random_generators
+from shardformer.random_state import derive_local_seed, get_random_generators
 from shardformer.torch_compat import FakeTensorMode, TorchDispatchMode, detect_fake_mode, schema_of, tolist_or_ones
 
 Compiler = Callable[[Any, Sequence[Any]], Any]
@@ -42,63 +42,63 @@ ENTER, LEAVE, SWAP = (
 """Marks in a graph, which ``_RandomStateMode`` replaces. ``LocalRandomState`` makes them."""
 
 
-def _refuse_mark(*_: Any) -> None:
+def _raise_uncompiled_marker_error(*_: Any) -> None:
     raise AssertionError("A graph with random state markers was not compiled with compile_with_random_state")
 
 
 for _mark in (ENTER, LEAVE, SWAP):
     _name = _mark.name().partition("::")[2]
-    _LIBRARY.impl(_name, _refuse_mark, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _raise_uncompiled_marker_error, "CompositeExplicitAutograd")
     torch.library.register_fake(_mark, lambda *_: None, lib=_LIBRARY)
     fx.has_side_effect(_mark)
 
 
-def read_state(device: torch.device) -> Tensor:
+def get_joint_rng_state(device: torch.device) -> Tensor:
     """Return the states of torch's random generators, joined into one tensor."""
-    states = [generator.get_state() for generator in random_generators(device)]
+    states = [generator.get_state() for generator in get_random_generators(device)]
     return states[0] if len(states) == 1 else torch.cat(states)
 
 
-def write_state(state: Tensor, device: torch.device) -> None:
-    """Set torch's random generators to a state that ``read_state`` returned."""
-    generators = random_generators(device)
+def set_joint_rng_state(state: Tensor, device: torch.device) -> None:
+    """Set torch's random generators to a state that ``get_joint_rng_state`` returned."""
+    generators = get_random_generators(device)
     sizes = [generator.get_state().numel() for generator in generators] if len(generators) > 1 else [state.numel()]
     for generator, part in zip(generators, state.split(sizes), strict=True):
         generator.set_state(part)
 
 
 @contextmanager
-def _drawing_from(state: Tensor, device: torch.device) -> Iterator[None]:
-    before = read_state(device)
-    write_state(state, device)
+def _use_random_state(state: Tensor, device: torch.device) -> Iterator[None]:
+    before = get_joint_rng_state(device)
+    set_joint_rng_state(state, device)
     try:
         yield
     finally:
-        write_state(before, device)
+        set_joint_rng_state(before, device)
 
 
-def _draw_local_state(state: Tensor, rank: int, device: str) -> tuple[Tensor, Tensor]:
+def _derive_local_state(state: Tensor, rank: int, device: str) -> tuple[Tensor, Tensor]:
     """Derive a rank's random state for a tensor-parallel block from the state that all ranks share.
 
     Returns the rank's state, and the shared state after drawing the seed of the block.
     """
     where = torch.device(device)
-    with _drawing_from(state, where):
+    with _use_random_state(state, where):
         seed = int(tolist_or_ones(torch.randint(2**62, (), device="cpu")))
-        after = read_state(where)
-        for generator in random_generators(where):
-            generator.manual_seed(local_seed(seed, rank))
-        return read_state(where), after
+        after = get_joint_rng_state(where)
+        for generator in get_random_generators(where):
+            generator.manual_seed(derive_local_seed(seed, rank))
+        return get_joint_rng_state(where), after
 
 
-_LIBRARY.impl("draw_local_state", _draw_local_state, "CompositeExplicitAutograd")
+_LIBRARY.impl("draw_local_state", _derive_local_state, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "shardformer::draw_local_state", lambda state, *_: (torch.empty_like(state), torch.empty_like(state)), lib=_LIBRARY
 )
 
 
 @cache
-def stateful_operator(op: Any) -> Any:
+def make_functional_random_operator(op: Any) -> Any:
     """Return a version of a random operator that takes the random state as an argument and returns the new state.
 
     The new operator modifies none of its arguments. Where ``op`` writes to an argument, it returns the changed copy.
@@ -119,8 +119,8 @@ def stateful_operator(op: Any) -> Any:
 
     def run(random_state: Tensor, random_device: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         where = torch.device(random_device)
-        with _drawing_from(random_state, where):
-            return (*call(args, kwargs), read_state(where))
+        with _use_random_state(random_state, where):
+            return (*call(args, kwargs), get_joint_rng_state(where))
 
     def shape(random_state: Tensor, random_device: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return (*call(args, kwargs), torch.empty_like(random_state))
@@ -154,14 +154,14 @@ class _RandomStateMode(TorchDispatchMode):
         elif func is SWAP and self._outer:
             self.state, self._outer[-1] = self._outer[-1], self.state
         elif torch.Tag.nondeterministic_seeded in func.tags:
-            return self._draw(func, args, kwargs)
+            return self._run_random_operator(func, args, kwargs)
         elif func not in (LEAVE, SWAP):
             return func(*args, **kwargs)
         return None
 
-    def _draw(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run_random_operator(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self.draws = True
-        *out, self.state = stateful_operator(func)(self.state, self._device, *args, **kwargs)
+        *out, self.state = make_functional_random_operator(func)(self.state, self._device, *args, **kwargs)
         arguments = schema_of(func).arguments
         for x, argument in zip(args, arguments, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -181,23 +181,23 @@ def compile_with_random_state(graph: Any, inputs: Sequence[Any], compile: Compil
         draws = draws or mode.draws
         return (*out, mode.state)
 
-    state = read_state(device)
+    state = get_joint_rng_state(device)
     mode = detect_fake_mode(inputs)
     if isinstance(mode, FakeTensorMode):
         state = mode.from_tensor(state, static_shapes=True)
-    compiled = compile(_as_graph(run, graph), [*inputs, state])
+    compiled = compile(_trace_with_random_state(run, graph), [*inputs, state])
 
     def call(*own: Any) -> Any:
-        *out, after = compiled(*own, read_state(device))
+        *out, after = compiled(*own, get_joint_rng_state(device))
         if draws:
-            write_state(after, device)
+            set_joint_rng_state(after, device)
         return out
 
     return call
 
 
-def _as_graph(run: Callable[..., Any], graph: Any) -> fx.GraphModule:
-    """Return a graph that calls ``run`` and has a random state as an additional input and output."""
+def _trace_with_random_state(function: Callable[..., Any], graph: Any) -> fx.GraphModule:
+    """Return a graph that calls ``function`` and has a random state as an additional input and output."""
     new = fx.Graph()
     values = []
     for node in graph.graph.nodes:
@@ -206,6 +206,6 @@ def _as_graph(run: Callable[..., Any], graph: Any) -> fx.GraphModule:
             values[-1].meta = dict(node.meta)
         elif node.op == "output":
             count = len(node.args[0])
-    out = new.call_function(run, (*values, new.placeholder("random_state")))
+    out = new.call_function(function, (*values, new.placeholder("random_state")))
     new.output(tuple(new.call_function(operator.getitem, (out, n)) for n in range(count + 1)))
     return fx.GraphModule(torch.nn.Module(), new)

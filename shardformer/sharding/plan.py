@@ -58,7 +58,7 @@ class ShardingPlan:
     token_free_modules: list[str] = field(default_factory=list)
     per_token_args: list[tuple[str, str]] = field(default_factory=list)
 
-    def sharded_parameter_ids(self) -> dict[int, str]:
+    def get_sharded_parameter_ids(self) -> dict[int, str]:
         """Return a dict from ids to names of all parameters that will be sharded."""
         modules = {path: self.model.get_submodule(path) for path in self.replacements}
         out = {id(p): f"{path}.{n}" for path, m in modules.items() for n, p in m.named_parameters(recurse=False)}
@@ -91,11 +91,11 @@ class ShardingPlan:
             module = self.model.get_submodule(path)
             shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
             kwargs = {k: v for k, v in (sub.kwargs or {}).items() if k != "expand"}
-            target = f"{qualified_name(sub.target_module)} {_format_value(kwargs)}"
+            target = f"{get_qualified_name(sub.target_module)} {_format_value(kwargs)}"
             out.append(f"{path}: {type(module).__name__} {shapes} -> {target}")
         out += [f"{path}: {splits}" for path, splits in self.parameters.items()]
         # only the names of attributes: their values differ between ranks with different numbers of heads
-        out += [*self.attributes, *self.methods, *(f"{path}: {qualified_name(f)}" for path, f in self.functions)]
+        out += [*self.attributes, *self.methods, *(f"{path}: {get_qualified_name(f)}" for path, f in self.functions)]
         out += [f"{path}: {block}" for path, block in self.blocks]
         return [*out, *(f"{path}: gathered" for path in self.full_sequence_modules), *map(str, self.stacks)]
 
@@ -117,7 +117,7 @@ def make_plan(model: nn.Module, policy: Policy, *, applies_rules: bool = True) -
         _add_parameters(plan, path, module, description.parameters or {})
         for block in description.blocks or []:
             _add_block(plan, path, module, block)
-        _add_changes(plan, path, module, description, policy.axis.size)
+        _add_attribute_changes(plan, path, module, description, policy.axis.size)
     for stack in plan.stacks:
         for needed in (stack.layers, stack.final_norm, stack.context[0] if stack.context else None):
             if needed is not None:
@@ -126,19 +126,19 @@ def make_plan(model: nn.Module, policy: Policy, *, applies_rules: bool = True) -
         return plan
     if policy.shard_config.enable_sequence_parallelism:
         plan.full_sequence_modules.extend(_find_full_sequence_modules(plan))
-        plan.token_free_modules.extend(_paths_in_layers(plan, lambda needs: needs.token_free_modules))
+        plan.token_free_modules.extend(_iterate_layer_paths(plan, lambda needs: needs.token_free_modules))
         plan.per_token_args.extend(_find_per_token_args(plan))
     _check_tied_weights(plan)
-    matched = {*plan.sharded_parameter_ids(), *(id(get_by_path(plan.model, name)) for name in plan.parameters)}
+    matched = {*plan.get_sharded_parameter_ids(), *(id(get_by_path(plan.model, name)) for name in plan.parameters)}
     check_no_missing_roles(policy, plan.model, matched, [stack.layers for stack in plan.stacks])
     return plan
 
 
 def _find_full_sequence_modules(plan: ShardingPlan) -> Iterator[str]:
-    around = dict.fromkeys(_paths_in_layers(plan, lambda needs: needs.gather_with_blocks))
+    around = dict.fromkeys(_iterate_layer_paths(plan, lambda needs: needs.gather_with_blocks))
     ends = tuple(end for _, block in plan.blocks for end in (block.entry, block.row))
     yield from around
-    for path in _paths_in_layers(plan, lambda needs: needs.gather_modules):
+    for path in _iterate_layer_paths(plan, lambda needs: needs.gather_modules):
         if path not in around and not any(f"{end}.".startswith(f"{path}.") for end in ends):
             yield path
 
@@ -151,7 +151,7 @@ def _find_per_token_args(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
                     yield join_path(stack.layers, index, module), name
 
 
-def _paths_in_layers(
+def _iterate_layer_paths(
     plan: ShardingPlan, select_names: Callable[[SequenceParallelHints], Sequence[str]]
 ) -> Iterator[str]:
     """Yield the full paths of the modules that a stack's sequence parallelism hints list."""
@@ -162,11 +162,13 @@ def _paths_in_layers(
                     yield join_path(stack.layers, index, name)
 
 
-def _add_replacement(plan: ShardingPlan, at: str, module: nn.Module, sub: SubModuleReplacementDescription) -> None:
-    path = join_path(at, sub.suffix)
+def _add_replacement(
+    plan: ShardingPlan, module_path: str, module: nn.Module, sub: SubModuleReplacementDescription
+) -> None:
+    path = join_path(module_path, sub.suffix)
     if sub.ignore_if_not_exist and find_module(module, sub.suffix) is None:
         return
-    get_module(module, sub.suffix, at, " Set ignore_if_not_exist=True if some models do not have it")
+    get_module(module, sub.suffix, module_path, " Set ignore_if_not_exist=True if some models do not have it")
     if not path:
         raise PolicyError(
             "A rule of the policy replaces the full model instead of a submodule.",
@@ -174,7 +176,7 @@ def _add_replacement(plan: ShardingPlan, at: str, module: nn.Module, sub: SubMod
         )
     if not callable(getattr(sub.target_module, "from_native_module", None)):
         raise PolicyError(
-            f"The replacement class {qualified_name(sub.target_module)} of {path!r} has no from_native_module.",
+            f"The replacement class {get_qualified_name(sub.target_module)} of {path!r} has no from_native_module.",
             remedy="Implement from_native_module(module, process_group, **kwargs), or use a parallel layer such as "
             "Linear1D_Col.",
         )
@@ -189,17 +191,19 @@ def _add_replacement(plan: ShardingPlan, at: str, module: nn.Module, sub: SubMod
         if is_same and (known.target_module, known.kwargs or {}) != (sub.target_module, sub.kwargs or {}):
             raise PolicyError(
                 f"{other!r} and {path!r} are the same module, but one rule replaces it with "
-                f"{qualified_name(known.target_module)} (kwargs={_format_value(known.kwargs or {})}) and another with "
-                f"{qualified_name(sub.target_module)} (kwargs={_format_value(sub.kwargs or {})}).",
+                f"{get_qualified_name(known.target_module)} (kwargs={_format_value(known.kwargs or {})}) and another "
+                f"with {get_qualified_name(sub.target_module)} (kwargs={_format_value(sub.kwargs or {})}).",
                 remedy="Use the same class and arguments in both rules, or remove one of the rules.",
             )
     plan.replacements[path] = sub
 
 
-def _add_parameters(plan: ShardingPlan, at: str, module: nn.Module, parameters: Mapping[str, dict[int, Split]]) -> None:
+def _add_parameters(
+    plan: ShardingPlan, module_path: str, module: nn.Module, parameters: Mapping[str, dict[int, Split]]
+) -> None:
     for inner, splits in parameters.items():
         owner_path, _, name = inner.rpartition(".")
-        owner, path = find_module(module, owner_path), join_path(at, inner)
+        owner, path = find_module(module, owner_path), join_path(module_path, inner)
         known = {} if owner is None else {**owner._parameters, **owner._buffers}
         if owner is None or known.get(name) is None:
             raise PolicyError(
@@ -212,7 +216,7 @@ def _add_parameters(plan: ShardingPlan, at: str, module: nn.Module, parameters: 
                 rule="Saving does not gather buffers, so only parameters and non-persistent buffers can be sharded.",
                 remedy="Keep the buffer replicated, or register it with persistent=False.",
             )
-        if (owner_path := join_path(at, owner_path)) in plan.replacements:
+        if (owner_path := join_path(module_path, owner_path)) in plan.replacements:
             raise PolicyError(
                 f"The policy names the parameter {path} and also replaces its module {owner_path!r}.",
                 remedy="Remove one of the two rules.",
@@ -220,10 +224,10 @@ def _add_parameters(plan: ShardingPlan, at: str, module: nn.Module, parameters: 
         plan.parameters[path] = splits
 
 
-def _add_block(plan: ShardingPlan, at: str, module: nn.Module, block: BlockDescription) -> None:
+def _add_block(plan: ShardingPlan, module_path: str, module: nn.Module, block: BlockDescription) -> None:
     for suffix in (*block.columns, *block.cross_columns, block.row):
-        get_module(module, suffix, at, "")
-    entry, block = get_module(module, block.entry, at, ""), block.within(at)
+        get_module(module, suffix, module_path, "")
+    entry, block = get_module(module, block.entry, module_path, ""), block.with_path_prefix(module_path)
     named = {*plan.parameters, *(join_path(block.entry, name) for name in block.replicated_terms or ())}
     own = [n for name, _ in entry.named_parameters(recurse=False) if (n := join_path(block.entry, name)) not in named]
     if own and block.entry not in (*block.columns, *block.cross_columns):
@@ -233,11 +237,11 @@ def _add_block(plan: ShardingPlan, at: str, module: nn.Module, block: BlockDescr
             "full gradient.",
             remedy="Add the parameter to `parameters`, move it into a submodule, or keep this block replicated.",
         )
-    plan.blocks.append((at, block))
+    plan.blocks.append((module_path, block))
 
 
-def _add_changes(
-    plan: ShardingPlan, at: str, module: nn.Module, description: ModulePolicyDescription, size: int
+def _add_attribute_changes(
+    plan: ShardingPlan, module_path: str, module: nn.Module, description: ModulePolicyDescription, size: int
 ) -> None:
     default_cut = [s.suffix for s in description.sub_module_replacement or [] if "split" not in (s.kwargs or {})]
     for name, value in (description.attribute_replacement or {}).items():
@@ -245,30 +249,38 @@ def _add_changes(
         if (owner := get_by_path(module, owner_path)) is None or not hasattr(owner, attribute):
             known = vars(owner) if owner is not None else [n for n, _ in module.named_modules() if n]
             raise PolicyError(
-                f"{join_path(at, owner_path) or 'The model'} has no attribute {attribute!r}, which the policy changes.",
+                f"{join_path(module_path, owner_path) or 'The model'} has no attribute {attribute!r}, "
+                "which the policy changes.",
                 remedy=did_you_mean(attribute if owner is not None else owner_path, [n for n in known if n[:1] != "_"]),
             )
         even_submodules = [
             suffix for suffix in default_cut if f"{suffix}.".startswith(f"{owner_path}." if owner_path else "")
         ]
-        _check_count_divides(name, getattr(owner, attribute), value, size, even_submodules)
-        plan.attributes[join_path(at, name)] = value
+        _check_count_divisible(name, getattr(owner, attribute), value, size, even_submodules)
+        plan.attributes[join_path(module_path, name)] = value
     for name, method in (description.method_replacement or {}).items():
         if not callable(getattr(module, name, None)):
             raise PolicyError(
-                f"{at or 'The model'} ({type(module).__name__}) has no method {name!r}, which the policy replaces.",
+                f"{module_path or 'The model'} ({type(module).__name__}) has no method {name!r}, "
+                "which the policy replaces.",
                 remedy=did_you_mean(name, [n for n in dir(module) if not n.startswith("_")]),
             )
-        plan.methods[join_path(at, name)] = method
-    plan.functions.extend((at, function) for function in description.param_replacement or [])
+        plan.methods[join_path(module_path, name)] = method
+    plan.functions.extend((module_path, function) for function in description.param_replacement or [])
 
 
-def _check_count_divides(name: str, before: Any, value: Any, size: int, even_submodules: Sequence[str]) -> None:
+def _check_count_divisible(name: str, old_value: Any, value: Any, size: int, even_submodules: Sequence[str]) -> None:
     """Raise ConfigError if a count that the policy splits, such as num_heads, is no multiple of the tensor size."""
-    if type(before) is int and type(value) is int and before % size and value == before // size and even_submodules:
-        fits = ", ".join(str(n) for n in range(1, before + 1) if before % n == 0)
+    if (
+        type(old_value) is int
+        and type(value) is int
+        and old_value % size
+        and value == old_value // size
+        and even_submodules
+    ):
+        fits = ", ".join(str(n) for n in range(1, old_value + 1) if old_value % n == 0)
         raise ConfigError(
-            f"A tensor size of {size} does not divide {name}={before}, but the policy splits "
+            f"A tensor size of {size} does not divide {name}={old_value}, but the policy splits "
             f"{even_submodules[0]!r} evenly.",
             remedy=f"Use a tensor size of {fits}, or a RolePolicy, which supports uneven numbers of heads.",
         )
@@ -283,9 +295,9 @@ def _match_modules(
         if not found:
             known = {type(m).__name__ for _, m in modules} | {path for path, _ in modules if path}
             raise PolicyError(
-                f"The policy's rule for {qualified_name(key)!r} matches no module of {type(model).__name__}.",
+                f"The policy's rule for {get_qualified_name(key)!r} matches no module of {type(model).__name__}.",
                 rule="A rule selects modules by class, by class name, or by path with * for an index.",
-                remedy=did_you_mean(qualified_name(key), known),
+                remedy=did_you_mean(get_qualified_name(key), known),
             )
         yield from found
 
@@ -304,7 +316,7 @@ def _check_tied_weights(plan: ShardingPlan) -> None:
     A linear layer or embedding reads its own parameters. Any other module reads those that its forward pass names.
     BERT's head owns the bias of its decoder but does not read it.
     """
-    sharded = plan.sharded_parameter_ids()
+    sharded = plan.get_sharded_parameter_ids()
     replaced = {id(plan.model.get_submodule(path)) for path in plan.replacements}
     named = {(id(owner), name) for owner, name in (get_parent(plan.model, path) for path in plan.parameters)}
     for path, module in plan.model.named_modules():
@@ -340,7 +352,7 @@ def _reads_attribute(module_class: type[nn.Module], name: str) -> bool:
     return False
 
 
-def qualified_name(key: Any) -> str:
+def get_qualified_name(key: Any) -> str:
     return key if isinstance(key, str) else getattr(key, "__name__", type(key).__name__)
 
 
@@ -352,4 +364,4 @@ def _format_value(value: Any) -> str:
         return "{" + ", ".join(f"{_format_value(k)}: {_format_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_format_value, value)) + "]"
-    return qualified_name(value)
+    return get_qualified_name(value)

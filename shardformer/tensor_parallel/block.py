@@ -49,9 +49,9 @@ from shardformer.tensor_parallel.region import (
     ReplicatedRegion,
     SequenceShardedRegion,
     TpRegion,
-    enter_region,
-    project_columns,
-    store_gathered,
+    cache_gathered_input,
+    compute_column_linears,
+    prepare_extra_block_input,
 )
 from shardformer.tensor_parallel.sequence_parallel import ActivationSharding, map_first_tensor
 from shardformer.torch_compat import (
@@ -91,15 +91,15 @@ class LocalWidthTensor(Tensor):
         with DisableTorchFunctionSubclass():
             if isinstance(args[0] if args else None, LocalWidthTensor):
                 if func == SHAPE or func is Tensor.size:
-                    return _report_local_width(func(*args, **kwargs), args[0], *args[1:], **kwargs)
+                    return _get_size_with_local_width(func(*args, **kwargs), args[0], *args[1:], **kwargs)
                 if func is F.linear:
-                    return _linear_through_block(*args, **kwargs)
+                    return _compute_linear_in_block(*args, **kwargs)
                 if func in PERMUTING_FUNCTIONS:
-                    return _wrap_permuted(func(*args, **kwargs), args[0])
+                    return _wrap_if_last_dim_unchanged(func(*args, **kwargs), args[0])
             return func(*args, **kwargs)
 
 
-def _report_local_width(size: torch.Size | int, x: LocalWidthTensor, dim: int | None = None) -> torch.Size | int:
+def _get_size_with_local_width(size: torch.Size | int, x: LocalWidthTensor, dim: int | None = None) -> torch.Size | int:
     width = x.block.width
     assert width is not None
     if isinstance(size, torch.Size):
@@ -107,12 +107,12 @@ def _report_local_width(size: torch.Size | int, x: LocalWidthTensor, dim: int | 
     return width if dim in (-1, x.dim() - 1) else size
 
 
-def _wrap_permuted(y: Tensor, x: LocalWidthTensor) -> Tensor:
+def _wrap_if_last_dim_unchanged(y: Tensor, x: LocalWidthTensor) -> Tensor:
     keeps_last_dim = y.shape[-1] == x.shape[-1] and y.stride(-1) == x.stride(-1)
     return LocalWidthTensor.of(y, x.block) if keeps_last_dim else y
 
 
-def _linear_through_block(x: LocalWidthTensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _compute_linear_in_block(x: LocalWidthTensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     y = x.block.project_by_weight(weight, x)
     if y is None:
         return F.linear(x, weight, bias)
@@ -131,7 +131,7 @@ class TensorParallelBlock:
     width: int | None = None  # the width of the local heads, if the forward pass reads it from the shape of the input
     columns: list[ColumnParallel] = field(default_factory=list)
     is_flat: bool = False  # whether the last input was (B*s, H); the exit then flattens the output
-    has_adapters: bool = False  # whether other modules than the columns read the block's input (``join_inputs``)
+    has_adapters: bool = False  # whether other modules than the columns read the block's input (``get_shared_input``)
     _region: TpRegion | None = None
     _source: Tensor | None = None
     _entered: Tensor | None = None
@@ -189,7 +189,7 @@ class TensorParallelBlock:
         self._region = region = self.stream.select_tp_region(x)
         self.is_flat = isinstance(region, SequenceShardedRegion) and x.dim() == 2
         self._source = x = self.stream.unflatten_tokens(x) if self.is_flat else x
-        entered = region.enter_full(x)
+        entered = region.get_full_block_input(x)
         if self.width is not None:
             entered = LocalWidthTensor.of(entered, self)
         self._entered = entered
@@ -197,18 +197,18 @@ class TensorParallelBlock:
             self._random.enter(x)
         return entered
 
-    def _full_input(self, x: Tensor) -> Tensor:
+    def _get_full_input(self, x: Tensor) -> Tensor:
         """Return the full block input if x is the local activation that entered the block, and otherwise x."""
         return self._entered if x is self._source and self._entered is not None else x
 
-    def register_entry(self, module: nn.Module, *, holds_exit: bool = False) -> None:
+    def register_entry(self, module: nn.Module, *, contains_exit_layer: bool = False) -> None:
         """Make ``module`` the entry of the block. Its first tensor argument becomes the input of the block."""
         self._entry = type(module).__name__
-        self._is_watched = holds_exit
-        after = self.check_no_residual if holds_exit else None
-        register_forward_hooks(module, HookOrder.BLOCK, self._enter_module, after, with_kwargs=True)
+        self._is_watched = contains_exit_layer
+        after = self.check_no_residual if contains_exit_layer else None
+        register_forward_hooks(module, HookOrder.BLOCK, self._enter_block_hook, after, with_kwargs=True)
 
-    def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enter_block_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return map_first_tensor(args, kwargs, lambda x: self.enter(x, module.training))
 
     def project(self, column: ColumnParallel, x: Tensor) -> Tensor:
@@ -217,13 +217,13 @@ class TensorParallelBlock:
         Raises PolicyError if the entry module was not called, because its input gradient would not be summed.
         """
         if torch.compiler.is_compiling():
-            return column.multiply(self._full_input(x))
+            return column.multiply(self._get_full_input(x))
         if self._source is None and current_graph_task_id() < 0:  # a recomputation may begin inside
             self._check_entry_was_called(column)
         if self._source is None or (x is not self._entered and x is not self._source):
             return column.multiply(x)
         if self.has_adapters:
-            return column.multiply(self.join_inputs(x))
+            return column.multiply(self.get_shared_input(x))
         if id(column) not in self._outputs:
             if x is self._entered and all(c is not column for c in self.columns):
                 return column.multiply(x)  # a linear layer that also reads other states, which enter separately
@@ -231,11 +231,11 @@ class TensorParallelBlock:
             gathered_x = pending.computed_value if pending is not None and pending.is_pending else None
             full_x, outputs = self._project_all_columns(gathered_x)
             if pending is not None and full_x is not None:
-                store_gathered(pending, full_x)
+                cache_gathered_input(pending, full_x)
             self._outputs = {id(c): y for c, y in zip(self.columns, outputs, strict=True)}
         return self._outputs.pop(id(column))
 
-    def join_inputs(self, x: Tensor) -> Tensor:
+    def get_shared_input(self, x: Tensor) -> Tensor:
         """Return the block input (B, S, H) that all column-parallel linear layers and their adapters share.
 
         Autograd adds their input gradients before the entry sums them over the ranks, in one collective. Returns any
@@ -251,7 +251,7 @@ class TensorParallelBlock:
 
     def _project_all_columns(self, gathered_x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
         assert self._source is not None
-        return project_columns(self._source, self.region, self.columns, gathered_x)
+        return compute_column_linears(self._source, self.region, self.columns, gathered_x)
 
     def _check_entry_was_called(self, column: ColumnParallel) -> None:
         if any(c is column for c in self.columns):
@@ -296,17 +296,17 @@ class TensorParallelBlock:
                 raise PolicyError(
                     f"{type(module).__name__} adds its input to the output of its tensor-parallel block.",
                     rule="All paths through a block end in its row-parallel linear layer, so the residual must be "
-                    "added outside the block.",
+                    "added use_outer_state the block.",
                     remedy="In the policy, name the first projection as the entry: inputs=AttentionInputs(entry=...).",
                 )
             seen.add(node)
             reached += [following for following, _ in node.next_functions]
 
-    def shared_random_state(self) -> AbstractContextManager[None]:
+    def use_shared_random_state(self) -> AbstractContextManager[None]:
         """Return a context with the random state from before the block. Ranks with the same activations share it."""
-        return self._random.outside()
+        return self._random.use_outer_state()
 
-    def put_random_state_in_graph(self) -> None:
+    def keep_random_state_in_graph(self) -> None:
         """Make a compiled layer switch to the random state of the block inside its graph."""
         self._random.is_in_graph = self._random.is_enabled
 
@@ -324,8 +324,10 @@ class TensorParallelBlock:
 HeadRange = tuple[int, int, int]  # number of heads, first local head, end of the local heads
 
 
-def change_argument(module: nn.Module, name: str, change: Callable[[Tensor], Tensor], order: HookOrder) -> None:
-    """Apply ``change`` to the tensor argument ``name`` of ``module`` before each forward pass.
+def register_argument_hook(
+    module: nn.Module, name: str, transform: Callable[[Tensor], Tensor], order: HookOrder
+) -> None:
+    """Apply ``transform`` to the tensor argument ``name`` of ``module`` before each forward pass.
 
     Raises PolicyError if the forward pass has no such argument.
     """
@@ -341,9 +343,9 @@ def change_argument(module: nn.Module, name: str, change: Callable[[Tensor], Ten
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(kwargs.get(name), Tensor):
-            return args, {**kwargs, name: change(kwargs[name])}
+            return args, {**kwargs, name: transform(kwargs[name])}
         if len(args) > position and isinstance(args[position], Tensor):
-            return (*args[:position], change(args[position]), *args[position + 1 :]), kwargs
+            return (*args[:position], transform(args[position]), *args[position + 1 :]), kwargs
         return args, kwargs
 
     register_forward_hooks(module, order, change_inputs, with_kwargs=True)
@@ -357,12 +359,12 @@ def select_local_heads(x: Tensor, dim: int, bounds: HeadRange, axis: Axis) -> Te
     heads, start, end = bounds
     if x.shape[dim] % heads:
         return x  # shared by all heads
-    entered = enter_region(x, axis) if x.requires_grad else x
+    entered = prepare_extra_block_input(x, axis) if x.requires_grad else x
     by_head: Tensor = entered.unflatten(dim, (-1, heads))
     return by_head.narrow(dim + 1, start, end - start).flatten(dim, dim + 1)
 
 
-def wrap_as_block(module: nn.Module, stream: ActivationSharding, summands: Sequence[str] = ()) -> None:
+def wrap_as_block(module: nn.Module, stream: ActivationSharding, replicated_terms: Sequence[str] = ()) -> None:
     """Make ``module`` a tensor-parallel block whose output is summed over the ranks.
 
     If the sequence is sharded, the block gathers the inputs that have one row per token, and returns the sums for the
@@ -373,12 +375,12 @@ def wrap_as_block(module: nn.Module, stream: ActivationSharding, summands: Seque
     reverse.
 
     Args:
-        summands: replicated terms that the module adds to its output: parameters (the bias of the experts) and
+        replicated_terms: replicated terms that the module adds to its output: parameters (the bias of the experts) and
             submodules (an identity expert). Each rank adds 1 / axis.size of them, so that the output and the gradients
             summed over the ranks are correct.
     """
     axis = stream.axis
-    own_params = [name for name in summands if name in module._parameters]
+    own_params = [name for name in replicated_terms if name in module._parameters]
 
     def enter_input(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -387,7 +389,7 @@ def wrap_as_block(module: nn.Module, stream: ActivationSharding, summands: Seque
         if tokens is not None:
             full = stream.gather_tokens(tokens)
             return full.view(-1, *x.shape[1:]) if x.dim() == tokens.dim() - 1 else full
-        return enter_region(x, axis) if x.is_floating_point() and x.requires_grad else x
+        return prepare_extra_block_input(x, axis) if x.is_floating_point() and x.requires_grad else x
 
     def reduce_output(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         if not stream.is_sharded:
@@ -413,5 +415,5 @@ def wrap_as_block(module: nn.Module, stream: ActivationSharding, summands: Seque
     register_forward_hooks(module, HookOrder.BLOCK, enter_all_inputs, reduce_output, with_kwargs=True)
     if own_params:
         register_forward_hooks(module, HookOrder.BLOCK_PARAMETERS, scale_params, restore_params, always_call=True)
-    for name in set(summands) - set(own_params):
+    for name in set(replicated_terms) - set(own_params):
         register_forward_hooks(module.get_submodule(name), HookOrder.BLOCK, after=scale_output)

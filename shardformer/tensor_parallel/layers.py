@@ -32,21 +32,21 @@ from shardformer.tensor_parallel.parallel_module import (
     ParallelModule,
     check_plain_class,
     check_shardable,
-    embedding_scale,
+    get_embedding_scale,
+    make_wrong_class_error,
     move_hooks,
-    select_product_dtype,
-    wrong_class_error,
+    select_matmul_dtype,
 )
-from shardformer.tensor_parallel.quantized_linear import make_stand_in, store_packed_shard
+from shardformer.tensor_parallel.quantized_linear import make_plain_linear, store_packed_shard
 from shardformer.tensor_parallel.region import (
     ReplicatedRegion,
     RowParallelMatmul,
-    SumPartial,
+    SumPartialOutputs,
     TpRegion,
-    deferred_all_reduce,
-    enter_region,
+    compute_single_column_linear,
+    defer_all_reduce,
     linear_matmul,
-    project_single_column,
+    prepare_extra_block_input,
 )
 from shardformer.tensor_parallel.vocab_parallel_logits import shard_logits
 from shardformer.torch_compat import assert_async, has_data
@@ -80,7 +80,7 @@ class _ParallelLinear(ParallelModule):
         self.transposed = is_transposed(native)
         weight, full_bias = native.weight, getattr(native, "bias", None)
         assert isinstance(weight, Tensor) and (full_bias is None or isinstance(full_bias, Tensor))
-        self.split = (split or self._even_split()).with_axes(self.axis.name)
+        self.split = (split or self._make_even_split()).with_axes(self.axis.name)
         weight_spec, bias_spec = self._make_specs(weight.shape)
         self.register_shard("weight", weight, weight_spec, shared)
         self.register_shard("bias", full_bias, bias_spec, shared)
@@ -92,7 +92,7 @@ class _ParallelLinear(ParallelModule):
         splits = {int(is_column == self.transposed): self.split}
         return ShardSpec(shape, splits), ShardSpec((self.out_features,), {0: self.split} if is_column else {})
 
-    def _even_split(self) -> Split:
+    def _make_even_split(self) -> Split:
         size: int = getattr(self, self._sharded_features)
         check_shardable(self._sharded_features, size, self.axis)
         return Split.even(size, self.axis.size)
@@ -104,13 +104,13 @@ class _ParallelLinear(ParallelModule):
         Raises ConfigError for other classes, and for a 4-bit weight whose shards would divide its blocks.
         """
         if is_4bit_linear(module):
-            plain = make_stand_in(module)
+            plain = make_plain_linear(module)
             new = cls(plain.in_features, plain.out_features, process_group=process_group, native=plain, **kwargs)
             (kwargs.get("shared") or {}).pop(id(plain.weight), None)  # its id is used again
             store_packed_shard(new, module, new.coords)
             return new
         if not is_linear(module):
-            raise wrong_class_error(
+            raise make_wrong_class_error(
                 cls, module, "Name the linear layer itself in the policy, not the module that contains it"
             )
         check_plain_class(module, nn.Linear)
@@ -180,16 +180,16 @@ class Linear1D_Col(_ParallelLinear):
         elif self.axis.size == 1:
             y = self.multiply(x)
         else:
-            y = project_single_column(self, x)
-        return self.leave_adapter(y)
+            y = compute_single_column_linear(self, x)
+        return self.finalize_adapter_output(y)
 
-    def enter_adapter(self, x: Tensor) -> Tensor:
+    def prepare_adapter_input(self, x: Tensor) -> Tensor:
         """Return the input for a PEFT adapter of this layer. Its gradient is summed over the ranks only once."""
         if self.block is not None:
-            return self.block.join_inputs(x)
-        return x if self.axis.size == 1 else enter_region(x, self.axis)
+            return self.block.get_shared_input(x)
+        return x if self.axis.size == 1 else prepare_extra_block_input(x, self.axis)
 
-    def leave_adapter(self, y: Tensor) -> Any:
+    def finalize_adapter_output(self, y: Tensor) -> Any:
         """Return the output of this layer, given its local output features y without any fused operation."""
         if self.finish is not None:
             y = self.finish(y, self.bias)
@@ -238,8 +238,9 @@ class Linear1D_Row(_ParallelLinear):
             one all-gather of the input, or one all-reduce if ``split`` is not the even split).
         skip_bias_add: return (output, bias) without adding the bias.
 
-    An adapter (PEFT) wraps a linear layer as ``leave_adapter(f(enter_adapter(x)))``, where f calls the linear layer.
-    With ``is_inside_adapter``, that call returns the local product, so that f can add to it before the reduction.
+    An adapter (PEFT) wraps a linear layer as ``finalize_adapter_output(f(prepare_adapter_input(x)))``, where f calls
+    the linear layer. With ``is_inside_adapter``, that call returns the local product, so that f can add to it before the
+    reduction.
 
     If a module adds the outputs of two row-parallel linear layers, ``shared_exit`` of the first contains the second.
     The first then returns only its bias and communicates nothing. The second reduces the sum of both products.
@@ -268,22 +269,22 @@ class Linear1D_Row(_ParallelLinear):
     def forward(self, x: Tensor) -> Any:
         if self.is_inside_adapter:
             return linear_matmul(x, self.weight, None, self.transposed)
-        x = self.enter_adapter(x)
+        x = self.prepare_adapter_input(x)
         weight: Tensor = self.weight
-        if (dtype := select_product_dtype(x, weight)) is not None:
+        if (dtype := select_matmul_dtype(x, weight)) is not None:
             x, weight = x.to(dtype), weight.to(dtype)
-        return self._leave_block(lambda region: self._multiply_and_reduce(x, weight, region))
+        return self._reduce_and_close_block(lambda region: self._multiply_and_reduce(x, weight, region))
 
-    def enter_adapter(self, x: Tensor) -> Tensor:
+    def prepare_adapter_input(self, x: Tensor) -> Tensor:
         """Return the local input features for this layer and its PEFT adapters."""
         x = resolve_deferred_tensors(x)
-        return x if self.parallel_input else self._local_input(x)
+        return x if self.parallel_input else self._get_local_input(x)
 
-    def leave_adapter(self, partial: Tensor) -> Any:
+    def finalize_adapter_output(self, partial: Tensor) -> Any:
         """Return the output of this layer, given ``partial``, this rank's summand of the output."""
-        return self._leave_block(lambda region: self._reduce_partial(partial, region))
+        return self._reduce_and_close_block(lambda region: self._reduce_partial(partial, region))
 
-    def _leave_block(self, reduce: Callable[[TpRegion], Tensor]) -> Any:
+    def _reduce_and_close_block(self, reduce: Callable[[TpRegion], Tensor]) -> Any:
         region = ReplicatedRegion(self.axis) if self.block is None else self.block.region
         try:
             y = reduce(region)
@@ -292,21 +293,21 @@ class Linear1D_Row(_ParallelLinear):
                 self.block.close(self.training)
         if self.block is not None and self.block.is_flat:
             y = y.flatten(0, 1)
-        bias = self._bias_for_output(y)
+        bias = self._get_output_bias(y)
         if bias is not None and torch.is_autocast_enabled(y.device.type):
             bias = bias.to(torch.get_autocast_dtype(y.device.type))
         if self.skip_bias_add:
             return y, bias
         return y if bias is None else y + bias
 
-    def _bias_for_output(self, y: Tensor) -> Tensor | None:
+    def _get_output_bias(self, y: Tensor) -> Tensor | None:
         return self.bias
 
     def _reduce_partial(self, partial: Tensor, region: TpRegion) -> Tensor:
         """Sum ``partial`` over the ranks, or return zeros if ``shared_exit`` contains a layer that sums it."""
         if self.shared_exit:
             self.shared_exit[0].partial_of_other = partial
-            return partial.new_zeros((*region.leading_shape(partial), self.out_features))
+            return partial.new_zeros((*region.get_local_leading_shape(partial), self.out_features))
         if self.product_of_other is not None:
             (x, weight), self.product_of_other = self.product_of_other, None
             partial = partial + linear_matmul(x, weight, None, self.transposed)
@@ -314,7 +315,7 @@ class Linear1D_Row(_ParallelLinear):
             partial, self.partial_of_other = partial + self.partial_of_other, None
         if torch.compiler.is_compiling():
             return region.reduce(partial)
-        y: Tensor = SumPartial.apply(partial, region)
+        y: Tensor = SumPartialOutputs.apply(partial, region)
         return y
 
     def _multiply_and_reduce(self, x: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
@@ -323,13 +324,13 @@ class Linear1D_Row(_ParallelLinear):
             return self._reduce_partial(linear_matmul(x, weight, None, self.transposed), region)
         if self.shared_exit:
             self.shared_exit[0].product_of_other = x, weight
-            return x.new_zeros((*region.leading_shape(x), self._output_width(region)))
+            return x.new_zeros((*region.get_local_leading_shape(x), self._get_output_width(region)))
         if self.product_of_other is not None:
             (other_x, other_weight), self.product_of_other = self.product_of_other, None
             x, weight = torch.cat((x, other_x), -1), torch.cat((weight, other_weight), 0 if self.transposed else 1)
         return self._compute_reduced_product(x, weight, region)
 
-    def _output_width(self, region: TpRegion) -> int:
+    def _get_output_width(self, region: TpRegion) -> int:
         return self.out_features
 
     def _compute_reduced_product(self, x: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
@@ -338,8 +339,8 @@ class Linear1D_Row(_ParallelLinear):
         y: Tensor = RowParallelMatmul.apply(x, weight, self.transposed, region)
         return y
 
-    def _local_input(self, x: Tensor) -> Tensor:
-        if self.split == self._even_split().with_axes(self.axis.name):
+    def _get_local_input(self, x: Tensor) -> Tensor:
+        if self.split == self._make_even_split().with_axes(self.axis.name):
             return scatter_to_region(x, self.axis, -1, self.split)
         return copy_to_tp_region(x, self.axis).index_select(-1, self.split.indices(self.axis.rank).to(x.device))
 
@@ -351,9 +352,9 @@ class VocabParallelLMHead1D(Linear1D_Col):
     operations gather them (``VocabParallelLogits``). Communicates: backward one all-reduce of B*S*H.
     """
 
-    def leave_adapter(self, y: Tensor) -> Any:
+    def finalize_adapter_output(self, y: Tensor) -> Any:
         bounds = [0, *(self.split.parts[r][-1][1] for r in range(self.axis.size))]
-        return shard_logits(super().leave_adapter(y), self.axis, bounds)
+        return shard_logits(super().finalize_adapter_output(y), self.axis, bounds)
 
 
 # B batch, S sequence, H hidden, V vocabulary; lower case: local shard (v = V / tensor, h = H / tensor)
@@ -399,8 +400,10 @@ class _ParallelEmbedding(ParallelModule):
         sparse).
         """
         if not isinstance(module, nn.Embedding):
-            raise wrong_class_error(cls, module, "Name the nn.Embedding itself in the policy, not a module around it")
-        factor = embedding_scale(module)
+            raise make_wrong_class_error(
+                cls, module, "Name the nn.Embedding itself in the policy, not a module around it"
+            )
+        factor = get_embedding_scale(module)
         if factor is None or factor == 1:
             check_plain_class(module, nn.Embedding)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
@@ -447,7 +450,7 @@ class VocabParallelEmbedding1D(_ParallelEmbedding):
         partial = self._scale_vectors(vectors.masked_fill(~is_local.unsqueeze(-1), 0))
         # a hook on the output must see the sum
         if self.sums_later and not self._forward_hooks and not self._backward_hooks:
-            return deferred_all_reduce(partial, self.axis)
+            return defer_all_reduce(partial, self.axis)
         return reduce_from_tp_region(partial, self.axis)
 
     def _check_token_ids(self, ids: Tensor) -> None:
@@ -550,12 +553,12 @@ class ShardedNorm(ParallelModule):
     def _normalize(self, x: Tensor) -> Tensor:
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
         if self.kind != "layer":
-            return rms_norm(self.kind, x, weight, self.eps, self._mean_over_ranks)
+            return rms_norm(self.kind, x, weight, self.eps, self._compute_mean_over_ranks)
         x32 = x if x.dtype == torch.float64 else x.to(torch.float32)
-        y = rms_norm("torch", x32 - self._mean_over_ranks(x32), weight, self.eps, self._mean_over_ranks)
+        y = rms_norm("torch", x32 - self._compute_mean_over_ranks(x32), weight, self.eps, self._compute_mean_over_ranks)
         return (y if bias is None else y + bias).to(x.dtype)
 
-    def _mean_over_ranks(self, x: Tensor) -> Tensor:
+    def _compute_mean_over_ranks(self, x: Tensor) -> Tensor:
         """Return the mean of x over the features of all ranks. Backward: one all-reduce."""
         summed = (x if self.share is None else x * self.share.to(x.dtype)).sum(-1, keepdim=True)
         return copy_to_tp_region(reduce_from_tp_region(summed, self.axis), self.axis) / self.full

@@ -32,14 +32,14 @@ _SAVED_PARAMETERS = "_shardformer_narrow"
 """Attribute that stores the 16-bit parameters of such a norm during its forward pass."""
 
 
-def select_product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
+def select_matmul_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     """Return the dtype to which the operands of a matmul must be cast, or None if no cast is needed."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
-    return weight.dtype if is_wider(x, weight) else None
+    return weight.dtype if has_wider_dtype(x, weight) else None
 
 
-def is_wider(x: Any, weight: Tensor) -> bool:
+def has_wider_dtype(x: Any, weight: Tensor) -> bool:
     """Return whether, outside autocast, x is a floating-point tensor of a wider dtype than the 16-bit ``weight``."""
     if not isinstance(x, Tensor) or x.dtype == weight.dtype:
         return False
@@ -47,14 +47,14 @@ def is_wider(x: Any, weight: Tensor) -> bool:
     return floats and weight.itemsize == 2 < x.itemsize and not torch.is_autocast_enabled(weight.device.type)
 
 
-def accept_wide_inputs(model: nn.Module) -> None:
+def accept_fp32_inputs(model: nn.Module) -> None:
     """Make ``torch.nn`` layers with 16-bit parameters accept fp32 inputs and track fp32 statistics.
 
     Modules with a custom `forward` are not changed, nor are layers such as ``nn.RMSNorm`` that accept fp32 inputs.
     """
     for module in model.modules():
         is_native = "forward" not in vars(module) and type(module).forward.__module__.startswith("torch.nn.modules.")
-        if not is_native or isinstance(module, nn.RMSNorm) or _floating_point_parameter(module) is None:
+        if not is_native or isinstance(module, nn.RMSNorm) or _get_float_parameter(module) is None:
             continue
         if isinstance(module._buffers.get(STATISTICS_BUFFER), Tensor):
             if _widen_parameters not in module._forward_pre_hooks.values():
@@ -64,21 +64,21 @@ def accept_wide_inputs(model: nn.Module) -> None:
             register_forward_hooks(module, HookOrder.CASTS, _cast_wide_inputs, with_kwargs=True)
 
 
-def _floating_point_parameter(module: nn.Module) -> Tensor | None:
+def _get_float_parameter(module: nn.Module) -> Tensor | None:
     """Return a module's first floating-point parameter, or the placeholder of one on another pipeline stage."""
     tensors = (x for table in (module._parameters, vars(module)) for x in table.values() if isinstance(x, Tensor))
     return next((x for x in tensors if x.is_floating_point()), None)
 
 
 def _cast_wide_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    weight = _floating_point_parameter(module)
+    weight = _get_float_parameter(module)
     inputs = [*args, *kwargs.values()]
-    if weight is None or not any(is_wider(x, weight) for x in inputs):
+    if weight is None or not any(has_wider_dtype(x, weight) for x in inputs):
         return None
     narrow = weight.dtype
 
     def cast(x: Any) -> Any:
-        return x.to(narrow) if is_wider(x, weight) else x
+        return x.to(narrow) if has_wider_dtype(x, weight) else x
 
     return tuple(map(cast, args)), {name: cast(x) for name, x in kwargs.items()}
 
@@ -86,7 +86,7 @@ def _cast_wide_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 def _widen_parameters(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Cast the weight and the bias of a norm to the dtype of its running statistics for one forward pass."""
     statistics: Any = module._buffers[STATISTICS_BUFFER]
-    narrow = {n: p for n, p in module._parameters.items() if p is not None and is_wider(statistics, p)}
+    narrow = {n: p for n, p in module._parameters.items() if p is not None and has_wider_dtype(statistics, p)}
     module.__dict__[_SAVED_PARAMETERS] = narrow
     wide: dict[str, Any] = {name: param.to(statistics.dtype) for name, param in narrow.items()}
     module._parameters.update(wide)
@@ -204,7 +204,7 @@ def _computes_plain_product(module: nn.Module) -> bool:
     test weights of the same shapes.
     """
     if isinstance(module, nn.Embedding):
-        return embedding_scale(module) == 1
+        return get_embedding_scale(module) == 1
     probe = copy.copy(module)
     probe._parameters = {
         name: None if p is None else nn.Parameter(_make_test_values(p)) for name, p in module._parameters.items()
@@ -225,7 +225,7 @@ def _computes_plain_product(module: nn.Module) -> bool:
 
 
 @without_fake_tensors()
-def embedding_scale(embedding: nn.Embedding) -> float | None:
+def get_embedding_scale(embedding: nn.Embedding) -> float | None:
     """Return the factor by which an embedding scales its vectors, or None if it changes them in another way.
 
     The factor is measured on copies of the embedding with two features, because the weights may be on the meta device.
@@ -259,18 +259,18 @@ def embedding_scale(embedding: nn.Embedding) -> float | None:
         return None
 
 
-def _make_test_values(like: Tensor) -> Tensor:
-    """Return a tensor of nonzero test values in (-1, 1), with the shape and dtype of ``like``.
+def _make_test_values(reference: Tensor) -> Tensor:
+    """Return a tensor of nonzero test values in (-1, 1), with the shape and dtype of ``reference``.
 
     The tensor is a view of a small vector.
     """
-    strides = [dim + 1 for dim in range(like.dim())]
-    num = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, strides, strict=True))
-    return torch.sin(torch.arange(1, num + 1) * 0.7).to(like.dtype).as_strided(like.shape, strides)
+    strides = [dim + 1 for dim in range(reference.dim())]
+    num = 1 + sum((size - 1) * stride for size, stride in zip(reference.shape, strides, strict=True))
+    return torch.sin(torch.arange(1, num + 1) * 0.7).to(reference.dtype).as_strided(reference.shape, strides)
 
 
-def wrong_class_error(cls: type[nn.Module], module: nn.Module, remedy: str) -> ConfigError:
-    return ConfigError(f"{cls.__name__} cannot replace a {type(module).__name__}.", remedy=remedy)
+def make_wrong_class_error(expected_class: type[nn.Module], module: nn.Module, remedy: str) -> ConfigError:
+    return ConfigError(f"{expected_class.__name__} cannot replace a {type(module).__name__}.", remedy=remedy)
 
 
 def check_shardable(dim_name: str, size: int, axis: Axis) -> None:

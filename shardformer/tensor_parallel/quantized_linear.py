@@ -65,10 +65,10 @@ class QuantizedLinear(PackedWeightsMixin):
             return self.multiply(x)
         if self.block is not None and hasattr(self, "fused_bias"):
             return super().forward(x)  # type: ignore[misc]  # of a column-parallel linear in a block
-        return self.leave_adapter(self.multiply(self.enter_adapter(x)))
+        return self.finalize_adapter_output(self.multiply(self.prepare_adapter_input(x)))
 
 
-def make_stand_in(native: Any) -> nn.Linear:
+def make_plain_linear(native: Any) -> nn.Linear:
     """Return a plain linear layer on the meta device with the shape, the bias and the hooks of a quantized layer."""
     plain = nn.Linear(native.in_features, native.out_features, bias=False, device="meta")
     plain.weight.requires_grad_(False)
@@ -78,7 +78,7 @@ def make_stand_in(native: Any) -> nn.Linear:
 
 
 @contextmanager
-def as_plain_linears(model: nn.Module) -> Iterator[None]:
+def replace_with_plain_linears(model: nn.Module) -> Iterator[None]:
     """Replace quantized linear layers by plain ones inside this context, so that a policy can be found for the model.
 
     The policy is then the same as for the unquantized model. Each plain layer has a single value in memory.
@@ -91,8 +91,8 @@ def as_plain_linears(model: nn.Module) -> Iterator[None]:
         if isinstance(native, nn.Linear):
             holder, name = get_parent(model, path)
             places.append((holder._modules, name, native))
-            shown.setdefault(id(native), make_stand_in(native))
-            shown[id(native)].weight = _expand_zero(native)
+            shown.setdefault(id(native), make_plain_linear(native))
+            shown[id(native)].weight = _make_zero_weight(native)
     attributes = [
         (vars(m), name, vars(m)[name]) for m in model.modules() for name in QUANTIZER_ATTRIBUTES if name in vars(m)
     ]
@@ -107,21 +107,21 @@ def as_plain_linears(model: nn.Module) -> Iterator[None]:
             table[name] = value
 
 
-def _expand_zero(native: Any) -> nn.Parameter:
+def _make_zero_weight(native: Any) -> nn.Parameter:
     dtype = getattr(getattr(native.weight, "quant_state", None), "dtype", None) or torch.get_default_dtype()
     zero = torch.zeros((), dtype=dtype, device=native.weight.device)
     return nn.Parameter(zero.expand(native.out_features, native.in_features), requires_grad=False)
 
 
 def store_packed_shard(parallel: Any, native: Any, coords: Mapping[str, int]) -> None:
-    """Store this rank's shard of a 4-bit weight in a parallel linear layer that was built from ``make_stand_in``.
+    """Store this rank's shard of a 4-bit weight in a parallel linear layer that was built from ``make_plain_linear``.
 
     Communicates nothing.
     """
     spec = parallel.shard_specs.pop("weight")
     dim = next(iter(spec.splits))
     vars(parallel)["product"] = _copy_without_weight(native, *spec.local_shape(coords))
-    shard = slice_4bit(native.weight, dim, spec.slices_of(dim, coords))
+    shard = slice_4bit_weight(native.weight, dim, spec.slices_of(dim, coords))
     keep_as_attributes(parallel, {"weight": shard}, num_values=prod(spec.shape))
     add_mixins(parallel, QuantizedLinear)
 
@@ -153,7 +153,7 @@ def make_4bit_placeholder(layer: Any) -> nn.Module:
     return plain.train(layer.training)  # type: ignore[no-any-return]
 
 
-def choose_block(state: Any, dim: int, slices: Sequence[Slice]) -> int | None:
+def choose_block_size(state: Any, dim: int, slices: Sequence[Slice]) -> int | None:
     """Return the largest block size for a 4-bit weight at which no slice divides a block, or None."""
     block = int(state.blocksize)
     if state.shape[1] % block:  # for which bitsandbytes computes wrong values on the CPU
@@ -163,7 +163,7 @@ def choose_block(state: Any, dim: int, slices: Sequence[Slice]) -> int | None:
     return block if block >= MIN_BLOCK else None
 
 
-def slice_4bit(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
+def slice_4bit_weight(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
     """Return a slice of the rows (dim 0) or columns (dim 1) of a 4-bit weight. The values do not change.
 
     Raises UnalignedSliceError if a slice divides a block of 32 values, and ConfigError if this release of bitsandbytes
@@ -173,7 +173,7 @@ def slice_4bit(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
     from bitsandbytes.nn import Params4bit
 
     state = weight.quant_state
-    block = choose_block(state, dim, slices)
+    block = choose_block_size(state, dim, slices)
     rows, width = state.shape
     if block is None:
         columns = ", ".join(f"{a}-{b}" for a, b in slices)
@@ -187,7 +187,7 @@ def slice_4bit(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
             "list the layer in llm_int8_skip_modules of the BitsAndBytesConfig.",
         )
     packed = weight.data.as_subclass(Tensor).reshape(-1).view(torch.uint8).view(rows, -1)
-    scales = full_scales(state).repeat_interleave(state.blocksize // block).view(rows, -1)
+    scales = get_fp32_block_scales(state).repeat_interleave(state.blocksize // block).view(rows, -1)
     units = (1, 1) if dim == 0 else (2, block)
     packed, scales = (
         torch.cat([x.narrow(dim, a // unit, (b - a) // unit) for a, b in slices], dim)
@@ -218,7 +218,7 @@ def slice_4bit(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
     return local
 
 
-def full_scales(state: Any) -> Tensor:
+def get_fp32_block_scales(state: Any) -> Tensor:
     """Return the fp32 scale of each block of a 4-bit weight, dequantized if bitsandbytes has quantized it."""
     scales: Tensor = state.absmax
     if state.nested:

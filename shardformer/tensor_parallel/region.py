@@ -45,7 +45,7 @@ from shardformer.layout.activation_layout import Dim
 from shardformer.mesh.parallel_context import Axis
 from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.comm_overlap import all_gather_matmul, matmul_reduce_scatter
-from shardformer.tensor_parallel.parallel_module import is_wider, select_product_dtype
+from shardformer.tensor_parallel.parallel_module import has_wider_dtype, select_matmul_dtype
 from shardformer.torch_compat import get_autograd_function
 
 SEQUENCE = Dim.SEQUENCE.position
@@ -70,7 +70,7 @@ class ReplicatedRegion:
         """Return x, all-gathered unless ``gathered_x`` is passed, and its products ``multiply(x)``."""
         return x, multiply(x)
 
-    def enter_full(self, x: Tensor) -> Tensor:
+    def get_full_block_input(self, x: Tensor) -> Tensor:
         """Return the full input of a compiled tensor-parallel block, given the local activation x."""
         return copy_to_tp_region(x, self.axis)
 
@@ -86,7 +86,7 @@ class ReplicatedRegion:
         """Multiply x by a single weight, sum the product over the ranks, and return the local activation."""
         return self.start_reduce(multiply(x)[0]).wait()
 
-    def leading_shape(self, x: Tensor) -> tuple[int, ...]:
+    def get_local_leading_shape(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of the local activation without the hidden dim, given the full activation x."""
         return tuple(x.shape[:-1])
 
@@ -120,7 +120,7 @@ class SequenceShardedRegion:
         columns = zip(*(products[start] for start in sorted(products)), strict=True)
         return joined, [torch.cat(chunks, SEQUENCE) for chunks in columns]
 
-    def enter_full(self, x: Tensor) -> Tensor:
+    def get_full_block_input(self, x: Tensor) -> Tensor:
         return gather_from_sp_region(x, self.axis, SEQUENCE, self.full)
 
     def reduce(self, x: Tensor) -> Tensor:
@@ -134,8 +134,8 @@ class SequenceShardedRegion:
             return self.start_reduce(multiply(x)[0]).wait()
         return matmul_reduce_scatter(lambda a, b: multiply(x[:, a:b])[0], self.axis, self.full)
 
-    def leading_shape(self, x: Tensor) -> tuple[int, ...]:
-        return (*x.shape[:SEQUENCE], local_length(self.full, self.axis))
+    def get_local_leading_shape(self, x: Tensor) -> tuple[int, ...]:
+        return (*x.shape[:SEQUENCE], get_even_split_length(self.full, self.axis))
 
 
 TpRegion = ReplicatedRegion | SequenceShardedRegion
@@ -143,7 +143,7 @@ REGIONS_BY_DIM: Mapping[Dim | None, type[TpRegion]] = {None: ReplicatedRegion, D
 """Activation dim that a stack of layers shards over the tensor axis -> region of its blocks."""
 
 
-def enter_region(x: Tensor, axis: Axis) -> Tensor:
+def prepare_extra_block_input(x: Tensor, axis: Axis) -> Tensor:
     """Prepare x as an additional input of tensor-parallel blocks, such as the encoder output for cross-attention.
 
     x is a replicated tensor, or the output of another stack of layers. Backward: one all-reduce of the gradient of x,
@@ -170,12 +170,12 @@ def enter_region(x: Tensor, axis: Axis) -> Tensor:
     return copy_to_tp_region(x, axis)
 
 
-def deferred_all_reduce(x: Tensor, axis: Axis) -> DeferredTensor:
+def defer_all_reduce(x: Tensor, axis: Axis) -> DeferredTensor:
     """Delay the all-reduce of x, because a reduce-scatter is enough if the next operation shards the sum."""
     return DeferredTensor.make(x, tuple(x.shape), axis, None, lambda x: all_reduce(x.clone(), axis), lambda grad: grad)
 
 
-def local_length(full_length: int, axis: Axis) -> int:
+def get_even_split_length(full_length: int, axis: Axis) -> int:
     """Return how many elements of a dim of length ``full_length`` this rank has after an even split."""
     return (full_length + axis.size - 1 - axis.rank) // axis.size  # without a condition, for symbolic lengths
 
@@ -203,13 +203,13 @@ def cast_projection_operands(
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
     """Cast x, its gathered copy and the parameters of the column-parallel layers to the dtype of the matmul."""
     weights: list[Tensor | None] = [p for c in columns for p in (c.weight, c.fused_bias)]
-    if (dtype := select_product_dtype(x, columns[0].weight)) is not None:
+    if (dtype := select_matmul_dtype(x, columns[0].weight)) is not None:
         x, gathered_x = x.to(dtype), gathered_x if gathered_x is None else gathered_x.to(dtype)
         weights = [None if w is None else w.to(dtype) for w in weights]
     return x, gathered_x, weights
 
 
-def project_columns(
+def compute_column_linears(
     x: Tensor, region: TpRegion, columns: Sequence[ColumnParallel], gathered_x: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute all column-parallel linear layers of a block. Return the detached full input and the outputs (B, S, f).
@@ -223,28 +223,28 @@ def project_columns(
     return full_x, outputs
 
 
-def store_gathered(x: DeferredTensor, full: Tensor) -> None:
+def cache_gathered_input(x: DeferredTensor, full: Tensor) -> None:
     if x.computed_value is None and full.dtype == x.dtype:
         x.cache_full_tensor(full)
 
 
-def project_single_column(column: ColumnParallel, x: Tensor) -> Tensor:
+def compute_single_column_linear(column: ColumnParallel, x: Tensor) -> Tensor:
     """Compute a column-parallel linear layer that is not part of a tensor-parallel block.
 
     Backward: one all-reduce of x, or one reduce-scatter if x is the sharded output of a stack of layers.
     """
     if isinstance(x, DeferredTensor):
         if x.is_pending and x.region is not None and x.axis is column.axis:
-            full_x, (y,) = project_columns(x.local, x.region, [column], x.computed_value)
-            store_gathered(x, full_x)
+            full_x, (y,) = compute_column_linears(x.local, x.region, [column], x.computed_value)
+            cache_gathered_input(x, full_x)
             return y
         x = x.full_tensor()
-    return project_columns(x, ReplicatedRegion(column.axis), [column])[1][0]
+    return compute_column_linears(x, ReplicatedRegion(column.axis), [column])[1][0]
 
 
 def linear_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     """Return x @ W^T + b for a weight W of shape (out, in), or x @ W + b for a transposed one of shape (in, out)."""
-    x = x.to(weight.dtype) if is_wider(x, weight) else x
+    x = x.to(weight.dtype) if has_wider_dtype(x, weight) else x
     if not transposed:
         return F.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
@@ -352,7 +352,7 @@ class RowParallelMatmul(Function):
         return x_grad[0] if needs_x else None, w_grad, None, None
 
 
-class SumPartial(Function):
+class SumPartialOutputs(Function):
     """Autograd function that sums the partial outputs of a block over the ranks, with the region's collective."""
 
     leaves_block = True

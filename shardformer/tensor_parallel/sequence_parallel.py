@@ -29,8 +29,8 @@ from shardformer.tensor_parallel.region import (
     ReplicatedRegion,
     SequenceShardedRegion,
     TpRegion,
-    enter_region,
-    local_length,
+    get_even_split_length,
+    prepare_extra_block_input,
 )
 from shardformer.torch_compat import current_graph_task_id, tree_map
 
@@ -163,7 +163,9 @@ class ActivationSharding:
 
     def gather_token_argument(self, x_Bs: Tensor) -> Tensor:
         """Gather all positions of a per-token argument (B, s, ...) of a module. Backward: the local slice."""
-        is_local = self.is_sharded and x_Bs.dim() > 1 and x_Bs.shape[SEQUENCE] == local_length(self.full, self.axis)
+        is_local = (
+            self.is_sharded and x_Bs.dim() > 1 and x_Bs.shape[SEQUENCE] == get_even_split_length(self.full, self.axis)
+        )
         return gather_from_region(x_Bs, self.axis, SEQUENCE, self._make_sequence_split()) if is_local else x_Bs
 
     def register_token_free_hooks(self, module: nn.Module, random: bool) -> GatherHook | None:
@@ -197,11 +199,11 @@ class ActivationSharding:
             self.full = int(start_all_reduce(length, self.axis, purpose="check").wait())
             return
         local = x_BsH.shape[SEQUENCE]
-        self.full = next((n for n in self._lengths if local_length(n, self.axis) == local), self.full)
+        self.full = next((n for n in self._lengths if get_even_split_length(n, self.axis) == local), self.full)
 
     def check_local_length(self, x_BsH: Tensor) -> None:
         """Raise ConfigError if x has the wrong number of local positions, with which an all-gather would hang."""
-        length = local_length(self.full, self.axis)
+        length = get_even_split_length(self.full, self.axis)
         if x_BsH.dim() < 3 or x_BsH.shape[SEQUENCE] != length:
             raise ConfigError(
                 f"A block with sequence parallelism received a tensor of shape {tuple(x_BsH.shape)} instead of "
@@ -214,7 +216,7 @@ class ActivationSharding:
         """View x as (B, s, ...) with one row per local token, or return None if its rows are not the local tokens."""
         if not self.is_sharded:
             return None
-        length = local_length(self.full, self.axis)
+        length = get_even_split_length(self.full, self.axis)
         if x.dim() > 1 and tuple(x.shape[:2]) == (self.samples, length):
             return x
         rows = self.samples * length
@@ -228,7 +230,7 @@ class ActivationSharding:
 
     def unflatten_tokens(self, x: Tensor) -> Tensor:
         """View a flattened MLP input (B*s, H) as (B, s, H), and return any other tensor unchanged."""
-        length = local_length(self.full, self.axis)
+        length = get_even_split_length(self.full, self.axis)
         samples = x.shape[0] // length if length else self.samples
         return x.view(samples, length, x.shape[-1]) if x.dim() == 2 and x.shape[0] == samples * length else x
 
@@ -287,7 +289,7 @@ class TokenFreeHook(GatherSequenceHook):
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         def enter(x: Any) -> Any:
-            return enter_region(x, self._stream.axis) if isinstance(x, Tensor) and x.requires_grad else x
+            return prepare_extra_block_input(x, self._stream.axis) if isinstance(x, Tensor) and x.requires_grad else x
 
         if not self._stream.is_sharded:
             return output

@@ -46,7 +46,7 @@ from shardformer.pipeline.pipeline import (
 from shardformer.random_state import restore_random_state_on_error
 from shardformer.shard_model_api import shard_in_place
 from shardformer.sharding.checks import check_no_dtensors
-from shardformer.sharding.compiled_layers import compile_model, compiled_stacks
+from shardformer.sharding.compiled_layers import compile_model, get_compiled_stacks
 from shardformer.torch_compat import is_compiled_in_place, unwrap_compiled
 from shardformer.training.data_loader import (
     ShardedDataLoader,
@@ -260,7 +260,7 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
         engine.data.check_num_ranks(context.data.size)
     changes = collect_changes(arguments.snapshot, engine.model, arguments.meta_model, engine.world)
     compiled = next((path for path, module in engine.model.named_modules() if is_compiled_in_place(module)), None)
-    if compiled_stacks(engine.model) and not config.compile:
+    if get_compiled_stacks(engine.model) and not config.compile:
         compiled = ""
     if compiled is not None:
         where = f"engine.model.{compiled}".rstrip(".")

@@ -20,7 +20,13 @@ from shardformer.consistency.training_data import fingerprint, get_first_and_las
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.gradient_accumulation.micro_batches import get_batch_size, rebuild_container, split_batch
 from shardformer.layout.shard_spec import get_even_bounds
-from shardformer.random_state import SharedEpochRandomness, hash_seed, restore_cpu_generators, seed_generators, seeded
+from shardformer.random_state import (
+    SharedEpochRandomness,
+    hash_seed,
+    restore_cpu_generators,
+    seed_generators,
+    temporarily_seed_generators,
+)
 
 Collate = Callable[[list[Any]], Any]
 
@@ -76,7 +82,7 @@ class StreamedSource:
                 check_batch_size(len(samples), shard)
                 local_slice = shard.local_slice(len(samples))
                 self.number = fingerprint(samples[0], samples[-1])
-                with seeded(seed, epoch, reader.count - len(samples) + local_slice.start, "batch"):
+                with temporarily_seed_generators(seed, epoch, reader.count - len(samples) + local_slice.start, "batch"):
                     part = self._collate(samples[local_slice])
                 yield len(samples), part
         self._reader = None
@@ -102,7 +108,7 @@ class _StreamReader:
     def __init__(self, source: Any, epoch: int, seed: int) -> None:
         self.count = 0
         self._random = SharedEpochRandomness(source, epoch, seed)
-        with self._random.drawing():
+        with self._random.activate():
             self._iterator: Iterator[Any] = iter(source)
 
     def read(self, count: int) -> list[Any]:
@@ -112,7 +118,7 @@ class _StreamReader:
         return found
 
     def _read_next(self, count: int) -> list[Any]:
-        with self._random.drawing():
+        with self._random.activate():
             return list(islice(self._iterator, count))
 
     def read_remaining(self, limit: int) -> list[Any]:
@@ -196,7 +202,7 @@ class _SeededCollate:
     def __call__(self, samples: list[tuple[SampleKey, Any]]) -> Any:
         _, *place = samples[0][0]
         try:
-            with seeded(*place, "batch"):
+            with temporarily_seed_generators(*place, "batch"):
                 return self.collate([sample for _, sample in samples])
         except ShardFormerError as error:
             return error  # a worker process would replace its type by RuntimeError
@@ -288,7 +294,7 @@ class IndexedSource:
 
     def _get_epoch_order(self, epoch: int, seed: int) -> Sequence[Any]:
         if self._sampler is not None:
-            with SharedEpochRandomness(self._sampler, epoch, seed).drawing():
+            with SharedEpochRandomness(self._sampler, epoch, seed).activate():
                 found = list(self._sampler)
             plain = _to_python_number
             return [[*map(plain, batch)] for batch in found] if self.makes_batches else [*map(plain, found)]

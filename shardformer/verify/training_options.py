@@ -15,7 +15,7 @@ from shardformer.errors import ConfigError, check_choice, check_int, did_you_mea
 from shardformer.offload.host import OffloadConfig
 from shardformer.pipeline.schedules import LOSS_AVERAGES
 from shardformer.public_names import renamed_arguments
-from shardformer.tensor_parallel.parallel_module import accept_wide_inputs
+from shardformer.tensor_parallel.parallel_module import accept_fp32_inputs
 from shardformer.zero.config import ZERO_STAGES
 from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 from shardformer.zero.optimizers import LAMB, LARS
@@ -164,7 +164,7 @@ class ReferenceOptimizers:
         if training.dtype is not None:
             for p in (p for p in model.parameters() if p.is_floating_point()):
                 p.data = p.data.to(training.dtype)
-            accept_wide_inputs(model)
+            accept_fp32_inputs(model)
 
     def step(self, max_norm: float) -> float:
         """Clip the gradients, update the weights, and return the gradient norm before clipping."""

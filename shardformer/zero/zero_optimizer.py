@@ -20,7 +20,7 @@ from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMet
 from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.disk import FileShard, FileStore
 from shardformer.offload.host import HostMemory
-from shardformer.tensor_parallel.parallel_module import accept_wide_inputs
+from shardformer.tensor_parallel.parallel_module import accept_fp32_inputs
 from shardformer.torch_compat import call_with_load_hooks, call_with_state_dict_hooks, is_true_or_unknown
 from shardformer.zero.config import ZeroOptions, offload_directory_error
 from shardformer.zero.elementwise_trial import estimate_state_bytes, needs_full_matrices
@@ -102,7 +102,7 @@ class ZeroOptimizer(Optimizer):
             for param in (entry.param for entry in table.entries if entry.param.is_floating_point()):
                 if param.dtype != self._precision.dtype:
                     param.data = param.data.to(self._precision.dtype)
-            accept_wide_inputs(model)
+            accept_fp32_inputs(model)
         self.model_params = [list(group["params"]) for optimizer in self.inner for group in optimizer.param_groups]
         self._by_bucket = {id(shard.gradients): shard for shard in self.shards}
         self._places = {id(g): (shard, n) for shard in self.shards for n, g in enumerate(shard.gradients)}

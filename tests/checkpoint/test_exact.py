@@ -99,7 +99,7 @@ def begin(case: Case, seed: int, context: ParallelContext, folder: Path) -> tupl
     return model, shard_optimizer(model, inner, **settings), scheduler
 
 
-@pytest.mark.reduced(one_in=2, at_most=4)
+@pytest.mark.reduced(one_in=2, at_most=4, keep=("kahan", "stochastic"))
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_resumed_run_equals_uninterrupted_run(case: Case, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from shardformer.comm import CollectiveRecorder
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.sharding.compiled_layers import CompiledLayer, compiled_stacks
+from shardformer.sharding.compiled_layers import CompiledLayer, get_compiled_stacks
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
 
 pytestmark = [
@@ -96,7 +96,7 @@ def compare(
     expected = train(model_of(family, context, **options), context, **training)
     model = model_of(family, context, compile=backend, **options)
     ours = train(model, context, **training)
-    for stack in compiled_stacks(model):
+    for stack in get_compiled_stacks(model):
         assert len(stack.layers) == layers
         assert 1 <= len(stack.graphs) <= graphs
         assert stack.eager_calls == 0
@@ -229,7 +229,7 @@ def test_pipeline_stages_with_dropout() -> None:
             model = shardformer.shard_model(plain, config=config.shard_config(context))
             pipeline = shardformer.Pipeline(model, micro_batches=2)
             loss = pipeline.step(RandomBatches("GPT2LMHeadModel")(0))
-            for stack in compiled_stacks(model):
+            for stack in get_compiled_stacks(model):
                 assert len(stack.layers) == 2  # those of this rank
                 assert stack.graphs
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -246,14 +246,14 @@ def test_model_compile_compiles_the_layers_and_describes_them() -> None:
         assert "Compiled" not in str(shardformer.describe_sharding(model))
         model.compile(backend="eager", fullgraph=True)
         model.compile(backend=BACKEND)  # the last call counts
-        (before,) = compiled_stacks(model)
+        (before,) = get_compiled_stacks(model)
         texts = [str(before)]
         copied = copy.deepcopy(model)
         found = train(model, context)
         texts.append(str(shardformer.describe_sharding(model)).splitlines()[-1])
-        assert not compiled_stacks(copied)[0].graphs
+        assert not get_compiled_stacks(copied)[0].graphs
         assert worst_difference(train(copied, context), found) == 0
-        assert compiled_stacks(copied)[0].graphs
+        assert get_compiled_stacks(copied)[0].graphs
         return worst_difference(found, train(model_of("llama", context), context)), texts
 
     for difference, texts in run_as_threads(do, in_turn=True, tensor=2):
@@ -300,7 +300,7 @@ def test_recompilation_limit_is_reported_with_the_reason() -> None:
             UserWarning, match=r"^model.layers.0 needs a new graph, but the limit of 1 graphs .* \(.*size"
         ):
             found = train(model, context, lengths=(13, 11, 12))
-        (stack,) = compiled_stacks(model)
+        (stack,) = get_compiled_stacks(model)
         assert stack.eager_calls == 2 * NUM_LAYERS
         assert str(stack).endswith("4 calls without compilation.")
         return worst_difference(found, expected)
@@ -316,11 +316,11 @@ def test_cache_is_not_filled_in_training_and_generation_is_eager() -> None:
         prompt = torch.tensor([[5, 6, 7]])
         expected = model_of("llama", context).eval().generate(prompt, max_new_tokens=4, do_sample=False)
         train(model, context)
-        (stack,) = compiled_stacks(model)
+        (stack,) = get_compiled_stacks(model)
         assert len(stack.graphs) == 1
         fresh = model_of("llama", context, compile=BACKEND).eval()
         assert fresh.generate(prompt, max_new_tokens=4, do_sample=False).equal(expected)
-        assert not compiled_stacks(fresh)[0].graphs
+        assert not get_compiled_stacks(fresh)[0].graphs
 
     run_as_threads(do, in_turn=True, tensor=2)
 
@@ -376,10 +376,10 @@ def test_engine_compiles_again_after_resharding() -> None:
             engine = shardformer.initialize(passed, optimizer, parallel=parallel, context=context)
             assert engine.model is plain
             found = [engine.train_step(RandomBatches("LlamaForCausalLM")(0))]
-            assert [bool(stack.graphs) for stack in compiled_stacks(engine.model)] == [True] * bool(backend)
+            assert [bool(stack.graphs) for stack in get_compiled_stacks(engine.model)] == [True] * bool(backend)
             engine.reshard(shardformer.ParallelConfig(data=2, compile=backend or False))
             found.append(engine.train_step(RandomBatches("LlamaForCausalLM")(1)))
-            assert [bool(stack.graphs) for stack in compiled_stacks(engine.model)] == [True] * bool(backend)
+            assert [bool(stack.graphs) for stack in get_compiled_stacks(engine.model)] == [True] * bool(backend)
             return [loss.detach() for loss in found]
 
         return max(abs(float(a - b)) for a, b in zip(losses(BACKEND), losses(""), strict=True))
@@ -394,7 +394,7 @@ def test_model_from_torch_compile_is_sharded_without_the_wrapper() -> None:
         plain = SmallModel("llama", changes={"num_hidden_layers": NUM_LAYERS})().double().train()
         model = shardformer.shard_model(torch.compile(plain, backend=BACKEND, dynamic=True), context=context)
         assert model is plain
-        (stack,) = compiled_stacks(model)
+        (stack,) = get_compiled_stacks(model)
         assert stack.options["dynamic"] is True
         assert str(stack) == "Compiled with aot_eager: 2 layers of model.layers, at their first forward pass."
         with pytest.raises(ConfigError, match=r"not what torch.compile\(model\) returned"):
@@ -410,7 +410,7 @@ def test_arguments_of_model_compile() -> None:
     def do(context: ParallelContext) -> None:
         model = model_of("llama", context)
         model.compile(disable=True)
-        assert not compiled_stacks(model)
+        assert not get_compiled_stacks(model)
         with pytest.raises(ConfigError, match="both mode='reduce-overhead' and options"):
             model.compile(mode="reduce-overhead", options={"max_autotune": True})
         with pytest.raises(ConfigError, match=r"has no argument 'fullgraf'.*fullgraph"):
@@ -445,5 +445,5 @@ def test_resharding_warns_after_model_compile() -> None:
     engine.model.compile(backend=BACKEND)
     with pytest.warns(UserWarning, match=r"Call engine.model.compile\(\) again"):
         engine.reshard({"zero_stage": 1})
-    assert not compiled_stacks(engine.model)
+    assert not get_compiled_stacks(engine.model)
     engine.train_step(RandomBatches("LlamaForCausalLM")(0))

@@ -13,7 +13,7 @@ import shardformer
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.random_state import LocalRandomState
-from shardformer.sharding.compiled_layers import compiled_stacks
+from shardformer.sharding.compiled_layers import get_compiled_stacks
 from shardformer.sharding.graph_random_state import compile_with_random_state
 from shardformer.torch_compat import get_backend_compiler
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
@@ -54,7 +54,7 @@ def gradients_of(family: str, context: ParallelContext, *, checkpointing: bool, 
         loss.backward()
         found[f"loss {step}"] = loss.detach()
     if options.get("compile"):
-        assert all(stack.graphs for stack in compiled_stacks(model))
+        assert all(stack.graphs for stack in get_compiled_stacks(model))
     found |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {**found, "next number": torch.rand((), dtype=torch.float64)}
 
@@ -97,7 +97,7 @@ def _draw_in_every_way(x: Tensor, state: LocalRandomState) -> tuple[Tensor, ...]
     outer = F.dropout(x, 0.3)
     state.enter(x)
     inner = F.dropout(x, 0.3) + torch.empty_like(x).bernoulli_(0.4) + torch.rand(3, 5)
-    with state.outside():
+    with state.use_outer_state():
         shared = torch.randn_like(x) + torch.randint(9, (3, 5))
     again = F.alpha_dropout(x, 0.2)
     state.leave()

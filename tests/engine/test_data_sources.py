@@ -154,14 +154,14 @@ def test_thread_ranks_draw_random_numbers_one_after_another() -> None:
         thread.join()
 
     own = random_state.ContinuedRandomState(1)
-    with own.drawing():
+    with own.activate():
         ask()
         first = torch.rand(3)
-    with own.drawing(), random_state.seeded(2):  # a data set that is made of another run's data
+    with own.activate(), random_state.temporarily_seed_generators(2):  # a data set that is made of another run's data
         ask()
-    with own.drawing():
+    with own.activate():
         second = torch.rand(3)
     ask()
     assert free == [False, False, True]
-    with random_state.seeded(1):
+    with random_state.temporarily_seed_generators(1):
         assert torch.equal(torch.cat([first, second]), torch.rand(6))

@@ -105,7 +105,6 @@ GRIDS: list[Layout] = [
 ]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("way", [[0, 1, 2, 0], pytest.param(None, marks=pytest.mark.full)])
 def test_reshard_between_tensor_parallel_modes(pool4: WorkerPool, way: list[int] | None) -> None:
     assert max(difference for difference, _ in pool4.run(_tour, "llama", GRIDS, way)) < 1e-6

@@ -19,7 +19,7 @@ import shardformer
 from shardformer.errors import ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.tensor_parallel.quantized_linear import MIN_BLOCK, slice_4bit
+from shardformer.tensor_parallel.quantized_linear import MIN_BLOCK, slice_4bit_weight
 from shardformer.weights.state_dict import full_state_dict
 from tests.integrations.peft_models import LAYOUTS, SMALL, VOCAB, Layout, batch_of
 from tests.integrations.peft_runs import (
@@ -179,7 +179,7 @@ def slices_of_a_weight() -> dict[str, bool]:
             torch.manual_seed(0)
             options = {"compress_statistics": nested, "quant_type": kind, "quant_storage": storage}
             full: Any = Params4bit(torch.randn(shape), **options).to("cpu")
-            local = slice_4bit(full, dim, ranges)
+            local = slice_4bit_weight(full, dim, ranges)
             values = dequantize_4bit(full.data, full.quant_state)
             expected = torch.cat([values.narrow(dim, a, b - a) for a, b in ranges], dim)
             is_equal = torch.equal(dequantize_4bit(local.data, local.quant_state), expected)

@@ -124,12 +124,12 @@ def test_every_rank_has_the_kv_heads_of_its_query_heads(kv: int, group: int, ran
     layout = HeadLayout(heads, kv, width, ranks)
     assert sum(layout.count_query_heads(r) for r in range(ranks)) == heads
     for rank in range(ranks):
-        wanted = [h // group for h in range(layout.query_bounds[rank], layout.query_bounds[rank + 1])]
-        held = layout.kv_heads_of_rank(rank)
+        wanted = [h // group for h in range(layout.query_head_bounds[rank], layout.query_head_bounds[rank + 1])]
+        held = layout.get_stored_kv_heads(rank)
         seen = [held[i] for i in layout.map_local_kv_heads(rank) or range(len(held))]
-        repeated = [h for h in seen for _ in range(layout.count_local_values(rank)["groups"])]
+        repeated = [h for h in seen for _ in range(layout.get_local_attr_values(rank)["groups"])]
         assert repeated == wanted  # what the forward pass pairs with each local query head
-    assert layout.kv_split().full == kv * width and all(c >= 1 for c in layout.kv_split().multiplicity)
+    assert layout.get_kv_split().full == kv * width and all(c >= 1 for c in layout.get_kv_split().multiplicity)
 
 
 def test_a_slice_on_two_ranks_counts_twice() -> None:

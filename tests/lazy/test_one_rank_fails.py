@@ -19,7 +19,7 @@ TWO = """
     from shardformer.errors import ConfigError, LaunchError
     from shardformer.mesh.init_distributed import launch_from_torch
     from shardformer.mesh.init_distributed import destroy_process_group
-    from shardformer.sharding.checks import check_and_make_context
+    from shardformer.sharding.checks import create_checked_context
 
     first = os.fork()
     second = os.fork() if first else 0
@@ -30,11 +30,11 @@ TWO = """
     dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
     atexit.register(destroy_process_group)
     config = ShardConfig(context=launch_from_torch())
-    check_and_make_context(config)
+    create_checked_context(config)
     if rank == 1:
         raise ConfigError("'my-model' has no config", remedy="Correct the path")
     try:
-        check_and_make_context(config)
+        create_checked_context(config)
     except LaunchError as error:
         print(error, flush=True)
 """

@@ -113,7 +113,7 @@ SEQUENCE = {"enable_sequence_parallelism": True}
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(at_most=6)
+@pytest.mark.reduced(at_most=6, keep=("llama-2x4-stage1-SGD-",))
 @pytest.mark.parametrize(
     ("job", "bound"),
     [

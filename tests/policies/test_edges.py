@@ -24,7 +24,7 @@ from shardformer.mesh import deadlock_detection, parallel_context
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies import registry
-from shardformer.policies.legacy import Argument, Col_Layer, ColumnOrEmbedding, Row_Layer
+from shardformer.policies.legacy import Argument, Col_Layer, ColumnParallelOrEmbedding, Row_Layer
 from shardformer.policies.legacy import Layer as ShardedLayer
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
@@ -522,7 +522,7 @@ def test_invalid_policy_is_refused() -> None:
         shardformer.register_policy("toy", ToyPolicy())  # type: ignore[arg-type]  # wrong on purpose
 
 
-class NoMaker(ColumnOrEmbedding):
+class NoMaker(ColumnParallelOrEmbedding):
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> Any:
         return None

@@ -23,16 +23,16 @@ def test_each_query_head_is_on_one_rank_with_its_kv_head(sizes: tuple[int, int, 
     assume(num_kv_heads * group >= ranks)
     layout = HeadLayout(num_kv_heads * group, num_kv_heads, head_dim, ranks)
 
-    assert layout.query_split().is_partition and layout.query_split().full == num_kv_heads * group * head_dim
-    assert set(layout.kv_split().multiplicity) >= {1} or num_kv_heads < ranks
-    assert layout.kv_split().full == num_kv_heads * head_dim
+    assert layout.get_query_split().is_partition and layout.get_query_split().full == num_kv_heads * group * head_dim
+    assert set(layout.get_kv_split().multiplicity) >= {1} or num_kv_heads < ranks
+    assert layout.get_kv_split().full == num_kv_heads * head_dim
     for rank in range(ranks):
-        heads = layout.query_split().length(rank) // head_dim
-        assert heads == layout.count_query_heads(rank) == layout.query_split(1).length(rank) >= 1
+        heads = layout.get_query_split().length(rank) // head_dim
+        assert heads == layout.count_query_heads(rank) == layout.get_query_split(1).length(rank) >= 1
         # The forward pass repeats each KV head for the same number of query heads, in order.
-        held, expand = layout.kv_heads_of_rank(rank), layout.map_local_kv_heads(rank)
+        held, expand = layout.get_stored_kv_heads(rank), layout.map_local_kv_heads(rank)
         seen = held if expand is None else [held[i] for i in expand]
-        values = layout.count_local_values(rank)
+        values = layout.get_local_attr_values(rank)
         assert len(seen) == layout.count_kv_heads(rank) == values["kv_heads"]
         first = sum(layout.count_query_heads(r) for r in range(rank))
         assert [seen[h // values["groups"]] for h in range(heads)] == [(first + h) // group for h in range(heads)]
@@ -41,23 +41,23 @@ def test_each_query_head_is_on_one_rank_with_its_kv_head(sizes: tuple[int, int, 
 
 def test_example_of_the_docstring() -> None:
     layout = HeadLayout(6, 2, head_dim=8, ranks=4)
-    assert [layout.kv_heads_of_rank(rank) for rank in range(4)] == [[0], [0, 1], [1], [1]]
+    assert [layout.get_stored_kv_heads(rank) for rank in range(4)] == [[0], [0, 1], [1], [1]]
     assert [layout.count_query_heads(rank) for rank in range(4)] == [2, 2, 1, 1]
     assert layout.map_local_kv_heads(1) is None  # 0 1 for heads 2 and 3: one each
-    assert layout.kv_split().multiplicity == (2,) * 8 + (3,) * 8
+    assert layout.get_kv_split().multiplicity == (2,) * 8 + (3,) * 8
 
 
 def test_kv_groups_are_not_split_if_there_are_enough() -> None:
     layout = HeadLayout(12, 4, head_dim=2, ranks=3)
-    assert [layout.kv_heads_of_rank(rank) for rank in range(3)] == [[0, 1], [2], [3]]
-    assert layout.kv_split().is_partition
+    assert [layout.get_stored_kv_heads(rank) for rank in range(3)] == [[0, 1], [2], [3]]
+    assert layout.get_kv_split().is_partition
 
 
 def test_each_partition_is_split_the_same_way() -> None:
     layout = HeadLayout(12, 6, head_dim=2, ranks=2, partitions=2)  # 0 to 5 and 6 to 11, on KV 0 1 2 and 3 4 5
-    assert layout.query_split(1).parts == (((0, 4), (6, 10)), ((4, 6), (10, 12)))
-    assert layout.kv_split(1).parts == (((0, 2), (3, 5)), ((2, 3), (5, 6)))
-    assert layout.count_local_values(0) == {"heads": 8, "kv_heads": 4, "groups": 2, "width": 16}
+    assert layout.get_query_split(1).parts == (((0, 4), (6, 10)), ((4, 6), (10, 12)))
+    assert layout.get_kv_split(1).parts == (((0, 2), (3, 5)), ((2, 3), (5, 6)))
+    assert layout.get_local_attr_values(0) == {"heads": 8, "kv_heads": 4, "groups": 2, "width": 16}
     assert HeadLayout(12, 4, 2, ranks=4, partitions=2).map_local_kv_heads(1) is None
     shared = HeadLayout(
         20, 4, 2, ranks=3, partitions=2

@@ -22,7 +22,7 @@ from shardformer.policies.module_descriptions import (
     check_field_types,
     check_type,
     describe_type,
-    type_hints_of,
+    get_cached_type_hints,
 )
 from shardformer.policies.policy import Policy
 from shardformer.policies.registry import find_registered_policy
@@ -171,7 +171,7 @@ def test_shipped_descriptions_have_valid_types(family: str) -> None:
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
     for name in RolePolicy.__annotations__:
-        check_type(family, name, getattr(policy, name), type_hints_of(RolePolicy)[name])
+        check_type(family, name, getattr(policy, name), get_cached_type_hints(RolePolicy)[name])
     descriptions = policy.module_policy()
     assert descriptions
     for key, description in descriptions.items():

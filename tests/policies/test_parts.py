@@ -176,7 +176,7 @@ def test_layouts_are_described_and_full_weights_gathered() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_norm_over_all_heads_sums_its_statistics(ranks: int) -> None:
     assert validate_policy(reference(norm=True), PartsPolicy, ranks) is None
-    with mock.patch.object(ShardedNorm, "_mean_over_ranks", lambda self, x: x.mean(-1, keepdim=True)):
+    with mock.patch.object(ShardedNorm, "_compute_mean_over_ranks", lambda self, x: x.mean(-1, keepdim=True)):
         assert validate_policy(reference(norm=True), PartsPolicy, ranks) is not None
 
 

@@ -18,7 +18,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
-from shardformer.sharding.checks import WRITTEN_OUT, check_activations, check_norms
+from shardformer.sharding.checks import WRITTEN_OUT, check_fused_activations, check_fused_norms
 from tests.policies.toy import HIDDEN, FeedForward, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
 
 
@@ -114,7 +114,7 @@ def test_unknown_norm_is_not_fused_and_reported() -> None:
 def test_model_without_a_supported_norm_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), DoubledNorm(4))
     with pytest.raises(ConfigError, match="cannot replace a DoubledNorm"):
-        check_norms(model)
+        check_fused_norms(model)
 
 
 def test_fused_activations_are_reported() -> None:
@@ -137,8 +137,8 @@ def test_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     model = nn.Sequential(nn.Linear(2, 2), nn.GELU())
     with pytest.raises(ConfigError, match="triton"):
-        check_activations(model, torch.device("cuda"))
-    check_activations(model, torch.device("cpu"))
+        check_fused_activations(model, torch.device("cuda"))
+    check_fused_activations(model, torch.device("cpu"))
 
 
 WRITTEN = {

@@ -50,7 +50,7 @@ def plan_of(policy: Policy, model: nn.Module | None = None, size: int = 2) -> Sh
     policy.set_model(model or ToyLM())
     policy.axis = Axis("tensor", size)
     plan = make_plan(policy.model, policy)
-    legacy.check_legacy(policy, policy.model)
+    legacy.check_legacy_policy(policy, policy.model)
     return plan
 
 

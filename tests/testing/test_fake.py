@@ -26,7 +26,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.transport import CollectiveEvent, CollectiveRecord
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.tensor_parallel.parallel_module import embedding_scale
+from shardformer.tensor_parallel.parallel_module import get_embedding_scale
 from shardformer.verify.small_models import RandomBatches, SmallModel
 
 SEQUENCE = {"enable_sequence_parallelism": True}
@@ -325,4 +325,4 @@ class ScaledEmbedding(torch.nn.Embedding):
 
 def test_the_factor_of_an_embedding_is_known_without_values() -> None:
     with enable_fake_tensors():
-        assert embedding_scale(ScaledEmbedding()) == 8.0
+        assert get_embedding_scale(ScaledEmbedding()) == 8.0

@@ -249,7 +249,7 @@ def batch_with_states(step: int) -> dict[str, Tensor]:
     return {**batch, "encoder_hidden_states": states, "encoder_attention_mask": mask}
 
 
-@pytest.mark.reduced(at_most=1)
+@pytest.mark.reduced(at_most=1, keep=("bert_on_states-4-sequence",))
 @in_each_mode
 @over_two_and_four
 @pytest.mark.parametrize("model_fn", [gpt2_on_states, bert_on_states])

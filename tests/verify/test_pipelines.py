@@ -89,8 +89,7 @@ def test_tensor_times_pipe(pool4: WorkerPool, family: str) -> None:
     assert any("over tensor (block)" in name for name in report.collectives)
 
 
-@pytest.mark.full
-@pytest.mark.reduced(family=("t5",))
+@pytest.mark.reduced(family=("bert",))
 @pytest.mark.parametrize("family", [family for family in SMALL_CONFIGS if family not in WITHOUT_SEQUENCE])
 def test_sequence_parallel_times_pipe(pool4: WorkerPool, family: str) -> None:
     report = check(pool4, deep(family), tensor=2, config=SEQUENCE)

@@ -130,7 +130,7 @@ def not_partial(chosen: str) -> Any:
 
         return of
 
-    return replaced(apply_tensor_parallel.ParameterRegions, "find_region", make)
+    return replaced(apply_tensor_parallel.ParameterRegionFinder, "find_region", make)
 
 
 def shared_heads_alone() -> Any:
@@ -204,11 +204,13 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "the sum at a block's exit": lambda: left_out(edges, "start_all_reduce", own, backward=False),
     "the sum of a block's input gradient": lambda: left_out(edges, "start_all_reduce", own, backward=True),
     "the sum of the head's input gradient": lambda: replaced(
-        linear, "project_single_column", lambda _: lambda column, x: column.multiply(x)
+        linear, "compute_single_column_linear", lambda _: lambda column, x: column.multiply(x)
     ),
     "the sum of the embedding": lambda: replaced(embedding, "reduce_from_tp_region", lambda _: own),
     "the sum of an embedding that a layer follows": lambda: replaced(edges, "all_reduce", lambda _: own),
-    "the sum of the gradient of another stack's states": lambda: replaced(regions, "enter_region", lambda _: own),
+    "the sum of the gradient of another stack's states": lambda: replaced(
+        regions, "prepare_extra_block_input", lambda _: own
+    ),
     "a row's bias": lambda: with_bias(lambda axis: 0),
     "a row's bias after the sum": lambda: with_bias(lambda axis: axis.size),
     "the other ranks' part of the loss": labels_of_this_rank,

@@ -3,7 +3,8 @@
 An adapter follows the linear layer that it belongs to, its ``base_layer``. Its forward pass runs on local tensors,
 between the entry and the exit of that linear layer:
 
-    x --> base.enter_adapter --> PEFT's forward of the adapter, which calls base (local product) --> base.leave_adapter
+    x --> base.prepare_adapter_input --> PEFT's forward of the adapter, which calls base (local product)
+      --> base.finalize_adapter_output
 
     base               in features                             out features
     column-parallel    replicated (A): gradients are summed    sharded like the output of base (B)
@@ -113,10 +114,10 @@ class _InsideLayerMixin:
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         base: ParallelLinear = self.get_base_layer()
-        x = base.enter_adapter(x)
+        x = base.prepare_adapter_input(x)
         with _prepare_base_layer(base, self.training):
             y = super().forward(x, *args, **kwargs)  # type: ignore[misc]  # of the adapter's class
-        return base.leave_adapter(y)
+        return base.finalize_adapter_output(y)
 
 
 @contextmanager
@@ -124,7 +125,7 @@ def _prepare_base_layer(base: ParallelLinear, training: bool) -> Iterator[None]:
     """While an adapter runs, hide a bias that is added later, and use one random state on all ranks."""
     with ExitStack() as stack:
         if training and base.block is not None:
-            stack.enter_context(base.block.shared_random_state())
+            stack.enter_context(base.block.use_shared_random_state())
         if base.bias is None or not _has_deferred_bias(base):
             yield
             return

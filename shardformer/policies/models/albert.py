@@ -30,4 +30,4 @@ class AlbertPolicy(RolePolicy):
         config, groups = self.model.config, "encoder.albert_layer_groups"
         depth, kinds = config.num_hidden_layers, config.num_hidden_groups
         units = tuple(f"{groups}.{at * kinds // depth}" for at in range(depth))
-        return LayerSequence((StackDescription(groups, layer_calls=units).within(self.base),))
+        return LayerSequence((StackDescription(groups, layer_calls=units).with_path_prefix(self.base),))

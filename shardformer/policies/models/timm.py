@@ -35,12 +35,12 @@ class TimmPolicy(RolePolicy):
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
         descriptions = dict(super().module_policy())
         if self.head_attrs:
-            stack, _ = self._find_present_stacks()[0]
+            stack, _ = self._find_existing_stacks()[0]
             layer = LayerLowering(get_module(self.model, f"{stack.layers}.0"), stack.layers, self.axis)
             first = next(block for block in stack.blocks if isinstance(block, Attention))
-            layout = self._convert_attention(first, layer).layout
+            layout = self._create_attention_lowering(first, layer).layout
             descriptions[""].parameters = {
-                path: layout.parameter_split(path, full, counted)
+                path: layout.get_parameter_split(path, full, counted)
                 for path, counted in self.head_attrs.items()
                 if (full := get_by_path(self.model, path)) is not None
             }

@@ -53,8 +53,8 @@ from shardformer.tensor_parallel.region import (
     cast_projection_operands,
     compute_bias_grad,
     compute_weight_grad,
+    get_even_split_length,
     linear_matmul,
-    local_length,
 )
 
 # B batch, b local samples, S sequence, H hidden, h local hidden features
@@ -75,65 +75,65 @@ class GridRegion:
     @property
     def num_row_features(self) -> int:
         """Number of hidden features in one row of the grid: all in 2D and 2.5D, and those of one depth layer in 3D."""
-        return local_length(self.full, self.grid.contraction)
+        return get_even_split_length(self.full, self.grid.contraction)
 
-    def num_samples_inside_block(self, x: Tensor) -> int:
+    def get_num_samples_inside_block(self, x: Tensor) -> int:
         """Return how many samples this rank has inside a block, given the activations x between the blocks."""
-        return x.shape[self._sample_dim(x)] * self.grid.batch.size // self.grid.core.size
+        return x.shape[self._get_sample_dim(x)] * self.grid.batch.size // self.grid.core.size
 
-    def _sample_dim(self, x: Tensor) -> int:
+    def _get_sample_dim(self, x: Tensor) -> int:
         return self.batch_dim if x.dim() > 2 else 0
 
-    def leading_shape(self, x: Tensor) -> tuple[int, ...]:
+    def get_local_leading_shape(self, x: Tensor) -> tuple[int, ...]:
         """Convert the shape of an activation x inside a block to its shape between blocks, without the hidden dim."""
-        dim = self._sample_dim(x)
+        dim = self._get_sample_dim(x)
         samples = x.shape[dim] * self.grid.core.size // self.grid.batch.size
         return (*x.shape[:dim], samples, *x.shape[dim + 1 : -1])
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the full block input (b, S, H) for a local activation x. It is gathered when it is first used."""
-        dim = self._sample_dim(x)
-        shape = (*x.shape[:dim], self.num_samples_inside_block(x), *x.shape[dim + 1 : -1], self.full)
+        dim = self._get_sample_dim(x)
+        shape = (*x.shape[:dim], self.get_num_samples_inside_block(x), *x.shape[dim + 1 : -1], self.full)
         return DeferredTensor.make(x, shape, self.grid.column, None, self._gather_hidden, self._reduce_gradient)
 
     def _gather_hidden(self, x: Tensor) -> Tensor:
         if not self.is_3d:
             return all_gather(x, self.grid.column, -1, self.full)
-        full = all_gather(all_gather(x, self.grid.column, self._sample_dim(x)), self.grid.depth, -1, self.full)
-        return get_local_chunk(full, self.grid.depth, self._sample_dim(full))
+        full = all_gather(all_gather(x, self.grid.column, self._get_sample_dim(x)), self.grid.depth, -1, self.full)
+        return get_local_chunk(full, self.grid.depth, self._get_sample_dim(full))
 
     def _reduce_gradient(self, grad: Tensor) -> Tensor:
         """Compute the backward pass of ``_gather_hidden``: sum over a row of the grid, and keep the local shard."""
         if not self.is_3d:
             return reduce_scatter(grad, self.grid.column, -1)
-        full = all_gather(grad, self.grid.depth, self._sample_dim(grad))
+        full = all_gather(grad, self.grid.depth, self._get_sample_dim(grad))
         local = get_local_chunk(full, self.grid.depth, full.dim() - 1)
-        return reduce_scatter(local, self.grid.column, self._sample_dim(full))
+        return reduce_scatter(local, self.grid.column, self._get_sample_dim(full))
 
     # --- communication of a compiled block, whose gathers autograd reverses
 
-    def enter_full(self, x: Tensor) -> Tensor:
+    def get_full_block_input(self, x: Tensor) -> Tensor:
         """Return the full input (b, S, H) of a compiled block for the local activation x."""
         return apply_with_backward(x, self._gather_hidden, self._reduce_gradient)
 
     def gather_input(self, x: Tensor) -> Tensor:
         """All-gather the input of the column-parallel linear layers: its features, or its samples on a 3D grid."""
-        dim = self._sample_dim(x) if self.is_3d else -1
+        dim = self._get_sample_dim(x) if self.is_3d else -1
         full = x.shape[dim] * self.grid.column.size if self.is_3d else self.full
         return gather_from_sp_region(x, self.grid.column, dim, full)
 
     def multiply(self, x: Tensor, column: ColumnParallel) -> Tensor:
         """Return the output of a column-parallel linear layer for an input from ``gather_input``."""
-        weight, dim = column.weight, hidden_dim(column.transposed)
+        weight, dim = column.weight, get_hidden_dim(column.transposed)
         weight = gather_from_sp_region(weight, self.grid.row, dim, self.num_row_features)
         y = linear_matmul(x, weight, None, column.transposed)
-        y = reduce_scatter_to_sp_region(y, self.grid.contraction, self._sample_dim(y))
+        y = reduce_scatter_to_sp_region(y, self.grid.contraction, self._get_sample_dim(y))
         return y if column.fused_bias is None else y + column.fused_bias.to(y.dtype)
 
     def multiply_and_reduce(self, x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
         """Compute a row-parallel linear layer without bias, reduce its output, and return the local activations."""
-        contraction, dim = self.grid.contraction, self._sample_dim(x)
-        weight = gather_from_sp_region(weight, self.grid.row, 1 - hidden_dim(transposed), self.num_row_features)
+        contraction, dim = self.grid.contraction, self._get_sample_dim(x)
+        weight = gather_from_sp_region(weight, self.grid.row, 1 - get_hidden_dim(transposed), self.num_row_features)
         gathered = gather_from_sp_region(x, contraction, dim, x.shape[dim] * contraction.size)
         y = linear_matmul(gathered, weight, None, transposed)
         return reduce_scatter_to_sp_region(y, self.grid.column, dim if self.is_3d else -1)
@@ -143,12 +143,12 @@ class GridRegion:
     def start_input_gather(self, x: Tensor) -> PendingCollective:
         """Start an all-gather of the hidden features of a matmul input, or of its samples on a 3D grid."""
         if self.is_3d:
-            return collectives.start_all_gather(x, self.grid.column, self._sample_dim(x))
+            return collectives.start_all_gather(x, self.grid.column, self._get_sample_dim(x))
         return collectives.start_all_gather(x, self.grid.column, -1, self.full)
 
     def start_output_scatter(self, x: Tensor) -> PendingCollective:
         """Start a reduce-scatter of the partial products x over the ranks of a row."""
-        return collectives.start_reduce_scatter(x, self.grid.column, self._sample_dim(x) if self.is_3d else -1)
+        return collectives.start_reduce_scatter(x, self.grid.column, self._get_sample_dim(x) if self.is_3d else -1)
 
     def start_weight_gather(self, weight: Tensor, dim: int) -> PendingCollective:
         """Start an all-gather of the hidden dim ``dim`` of a weight over the rows of the grid."""
@@ -159,17 +159,17 @@ class GridRegion:
 
     def reduce_partial_products(self, x: Tensor) -> Tensor:
         """Sum the partial products over the contraction axis, and return the local samples. Used only in 3D."""
-        return reduce_scatter(x, self.grid.contraction, self._sample_dim(x))
+        return reduce_scatter(x, self.grid.contraction, self._get_sample_dim(x))
 
     def gather_samples(self, x: Tensor) -> Tensor:
         """All-gather the samples of x for a matmul with a weight that is sharded over depth. Used only in 3D."""
-        return all_gather(x, self.grid.contraction, self._sample_dim(x))
+        return all_gather(x, self.grid.contraction, self._get_sample_dim(x))
 
 
 # b local samples, S sequence, H hidden, F features of one linear layer; lower case: local shard
 
 
-def project_grid_columns(
+def compute_grid_column_linears(
     x: Tensor, region: GridRegion, columns: Sequence[ColumnParallel], gathered_x: Tensor | None = None
 ) -> tuple[Tensor | None, list[Tensor]]:
     """Compute all column-parallel linear layers of a block on a tensor grid. Return the detached input and the outputs.
@@ -237,7 +237,7 @@ class _GridColumnProjections(Function):
                 if needs[2 * i] and grad is not None and full_x is not None
                 else None
             )
-            pending.append(None if w_grad is None else region.start_weight_grad_scatter(w_grad, hidden_dim(t)))
+            pending.append(None if w_grad is None else region.start_weight_grad_scatter(w_grad, get_hidden_dim(t)))
         out: list[Tensor | None] = []
         for i, (grad, w_pending) in enumerate(zip(grads, pending, strict=True)):
             out.append(None if w_pending is None else w_pending.wait())
@@ -259,7 +259,7 @@ class GridRowParallelMatmul(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, region: GridRegion) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.transposed, ctx.region, ctx.gathered = transposed, region, None
-        arriving = region.start_weight_gather(weight, 1 - hidden_dim(transposed))
+        arriving = region.start_weight_gather(weight, 1 - get_hidden_dim(transposed))
         gathered = region.gather_samples(x)
         return region.start_output_scatter(linear_matmul(gathered, arriving.wait(), None, transposed)).wait()
 
@@ -268,7 +268,7 @@ class GridRowParallelMatmul(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         region, (x, weight), t = ctx.region, ctx.saved_tensors, ctx.transposed
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        dim, gathered_x, ctx.gathered = 1 - hidden_dim(t), ctx.gathered, None
+        dim, gathered_x, ctx.gathered = 1 - get_hidden_dim(t), ctx.gathered, None
         arriving = region.start_weight_gather(weight, dim) if needs_x else None
         full_grad = region.start_input_gather(grad).wait() if gathered_x is None else gathered_x
         pending = None
@@ -284,7 +284,7 @@ class GridRowParallelMatmul(Function):
         return x_grad, None if pending is None else pending.wait(), None, None
 
 
-def hidden_dim(transposed: bool) -> int:
+def get_hidden_dim(transposed: bool) -> int:
     """Return which dim of a column-parallel weight is the hidden dim: 0 if stored transposed, otherwise 1."""
     return 0 if transposed else 1
 
@@ -293,7 +293,9 @@ def _start_weight_gathers(
     region: GridRegion, weights: Sequence[Tensor | None], transposed: Sequence[bool]
 ) -> list[PendingCollective]:
     return [
-        region.start_weight_gather(w, hidden_dim(t)) for w, t in zip(weights, transposed, strict=True) if w is not None
+        region.start_weight_gather(w, get_hidden_dim(t))
+        for w, t in zip(weights, transposed, strict=True)
+        if w is not None
     ]
 
 
@@ -304,7 +306,7 @@ class GridTensorParallelBlock(TensorParallelBlock):
         region = self.region
         assert self._source is not None and self._entered is not None
         if isinstance(region, GridRegion):
-            return project_grid_columns(self._source, region, self.columns, gathered_x)
+            return compute_grid_column_linears(self._source, region, self.columns, gathered_x)
         return None, [column.multiply(self._entered) for column in self.columns]
 
     def project(self, column: ColumnParallel, x: Tensor) -> Tensor:
@@ -333,7 +335,7 @@ class GridModule(ParallelModule):
         return self.grid.coords
 
 
-def hidden_splits(full: int, grid: TensorGrid) -> list[AnySplit]:
+def get_hidden_splits(full: int, grid: TensorGrid) -> list[AnySplit]:
     """Return how the hidden dim of a weight is split: over the contraction axis (only in 3D), then over rows."""
     size = grid.contraction.size * grid.row.size
     if full < size:
@@ -368,13 +370,13 @@ class GridLinear_Col(_GridLinear, Linear1D_Col):
     """
 
     def _make_specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
-        dim = hidden_dim(self.transposed)
+        dim = get_hidden_dim(self.transposed)
         splits: dict[int, AnySplit | list[AnySplit]] = {1 - dim: self.split}
-        splits[dim] = hidden_splits(self.in_features, self.grid)
+        splits[dim] = get_hidden_splits(self.in_features, self.grid)
         return ShardSpec(shape, splits), ShardSpec((self.out_features,), {0: self.split})
 
     def multiply(self, x: Tensor) -> Tensor:
-        weight = gather_weight(self.weight, self.grid, hidden_dim(self.transposed), self.in_features)
+        weight = gather_weight(self.weight, self.grid, get_hidden_dim(self.transposed), self.in_features)
         return linear_matmul(x, weight, self.fused_bias, self.transposed)
 
 
@@ -385,16 +387,16 @@ class GridLinear_Row(_GridLinear, Linear1D_Row):
     """
 
     def _make_specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
-        dim, grid = 1 - hidden_dim(self.transposed), self.grid
+        dim, grid = 1 - get_hidden_dim(self.transposed), self.grid
         splits: dict[int, AnySplit | list[AnySplit]] = {1 - dim: self.split}
-        splits[dim] = hidden_splits(self.out_features, grid)
+        splits[dim] = get_hidden_splits(self.out_features, grid)
         bias_split = Split.even(self.out_features, grid.hidden.size, axes=(grid.hidden.name,))
         return ShardSpec(shape, splits), ShardSpec((self.out_features,), {0: bias_split})
 
-    def _output_width(self, region: TpRegion) -> int:
+    def _get_output_width(self, region: TpRegion) -> int:
         if not isinstance(region, GridRegion):
             return self.out_features
-        return local_length(self.out_features, self.grid.hidden)
+        return get_even_split_length(self.out_features, self.grid.hidden)
 
     def _compute_reduced_product(self, x: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
         if isinstance(region, GridRegion):
@@ -402,10 +404,10 @@ class GridLinear_Row(_GridLinear, Linear1D_Row):
                 return region.multiply_and_reduce(x, weight, self.transposed)
             y: Tensor = GridRowParallelMatmul.apply(x, weight, self.transposed, region)
             return y
-        weight = gather_weight(weight, self.grid, 1 - hidden_dim(self.transposed), self.out_features)
+        weight = gather_weight(weight, self.grid, 1 - get_hidden_dim(self.transposed), self.out_features)
         return reduce_from_tp_region(linear_matmul(x, weight, None, self.transposed), self.grid.column)
 
-    def _bias_for_output(self, y: Tensor) -> Tensor | None:
+    def _get_output_bias(self, y: Tensor) -> Tensor | None:
         if self.bias is None or y.shape[-1] != self.out_features:
             return self.bias
         split = Split.even(self.out_features, self.grid.hidden.size, axes=(self.grid.hidden.name,))
@@ -414,12 +416,12 @@ class GridLinear_Row(_GridLinear, Linear1D_Row):
 
 def gather_weight(weight: Tensor, grid: TensorGrid, dim: int, full: int) -> Tensor:
     """All-gather a weight over the tensor grid along its hidden dim ``dim``. Backward: reduce-scatter its gradient."""
-    contracted = local_length(full, grid.contraction)
+    contracted = get_even_split_length(full, grid.contraction)
     return gather_from_sp_region(gather_from_sp_region(weight, grid.row, dim, contracted), grid.contraction, dim, full)
 
 
 @dataclass(frozen=True)
-class ModeLayers:
+class ParallelLayerClasses:
     """Classes of the parallel layers in one tensor-parallel mode, by the role of the layer in a model."""
 
     column: type[ParallelModule]  # the first linear layers of a block
@@ -430,7 +432,9 @@ class ModeLayers:
     head: type[ParallelModule]  # the linear layer that computes logits
 
 
-_1D = ModeLayers(Linear1D_Col, Linear1D_Row, ShardedNorm, Embedding1D, VocabParallelEmbedding1D, VocabParallelLMHead1D)
+_1D = ParallelLayerClasses(
+    Linear1D_Col, Linear1D_Row, ShardedNorm, Embedding1D, VocabParallelEmbedding1D, VocabParallelLMHead1D
+)
 LAYERS_BY_MODE = {"1d": _1D} | dict.fromkeys(GRID_MODES, replace(_1D, column=GridLinear_Col, row=GridLinear_Row))
 """``tensor_parallel_mode`` -> its layer classes."""
 

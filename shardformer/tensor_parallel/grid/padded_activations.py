@@ -96,7 +96,7 @@ class GridActivationSharding(ActivationSharding):
         grid, dim, samples, width = self.grid, self.batch_dim, self.samples, self.width
 
         def shard(x: Tensor) -> Tensor:
-            return _shard_samples_and_features(pad_with_last(x, -samples % grid.samples, dim), grid, dim)
+            return _shard_samples_and_features(pad_with_last_slice(x, -samples % grid.samples, dim), grid, dim)
 
         return apply_with_backward(
             x_BSH, shard, lambda grad: _gather_samples_and_features(grad, grid, dim, samples, width)
@@ -136,16 +136,16 @@ class GridActivationSharding(ActivationSharding):
             return x
         by_sample = x.unflatten(dim, (batch, -1))
         core = self.grid.core
-        local: Tensor = pad_with_last(by_sample, -batch % self.grid.samples, dim).chunk(core.size, dim)[core.rank]
+        local: Tensor = pad_with_last_slice(by_sample, -batch % self.grid.samples, dim).chunk(core.size, dim)[core.rank]
         return local.flatten(dim, dim + 1)
 
     def find_batch_size(self, num_local: int) -> int | None:
         """Return the batch size of the forward pass or recomputation in which this rank has ``num_local`` samples."""
-        if self.is_restored or current_graph_task_id() < 0 or self.num_local_samples(self.samples) == num_local:
+        if self.is_restored or current_graph_task_id() < 0 or self.get_num_local_samples(self.samples) == num_local:
             return self.samples
-        return next((n for n in self._batch_sizes if self.num_local_samples(n) == num_local), None)
+        return next((n for n in self._batch_sizes if self.get_num_local_samples(n) == num_local), None)
 
-    def num_local_samples(self, batch_size: int) -> int:
+    def get_num_local_samples(self, batch_size: int) -> int:
         """Return how many samples of a padded batch this rank stores between the blocks."""
         return -(-batch_size // self.grid.samples) * self.grid.samples // self.grid.batch.size
 
@@ -161,29 +161,31 @@ class GatherHiddenHook(GatherHook):
     def __init__(self, stream: GridActivationSharding, module: nn.Module, random: bool) -> None:
         self._stream, self._axis = stream, stream.grid.hidden
         self._random = LocalRandomState(self._axis.rank, partial(broadcast, axis=self._axis), enabled=random)
-        register_forward_hooks(module, HookOrder.FULL_FEATURES, self._enter, self._leave, with_kwargs=True)
+        register_forward_hooks(
+            module, HookOrder.FULL_FEATURES, self._before_forward, self._after_forward, with_kwargs=True
+        )
 
-    def _split(self) -> Split:
+    def _make_hidden_split(self) -> Split:
         return Split.even(self._stream.width, self._axis.size)
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def gather(x: Tensor) -> Tensor:
             self._stream.select_tp_region(x)
             if not self._stream.is_sharded:
                 return x
             self._random.enter(x, module.training)
-            return gather_from_region(x, self._axis, -1, self._split())
+            return gather_from_region(x, self._axis, -1, self._make_hidden_split())
 
         return map_first_tensor(args, kwargs, gather)
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._stream.is_sharded:
             return output
         self.reset_after_error()
-        return map_first_output(output, lambda x: scatter_to_region(x, self._axis, -1, self._split()))
+        return map_first_output(output, lambda x: scatter_to_region(x, self._axis, -1, self._make_hidden_split()))
 
 
-def pad_with_last(x: Tensor, num_copies: int, dim: int = 0) -> Tensor:
+def pad_with_last_slice(x: Tensor, num_copies: int, dim: int = 0) -> Tensor:
     """Pad x along ``dim`` with ``num_copies`` copies of its last slice."""
     if not num_copies:
         return x
@@ -196,5 +198,5 @@ def _shard_samples_and_features(x: Tensor, grid: TensorGrid, dim: int) -> Tensor
     return local.clone(memory_format=torch.contiguous_format)  # a view would keep all of x alive
 
 
-def _gather_samples_and_features(x: Tensor, grid: TensorGrid, dim: int, samples: int, width: int) -> Tensor:
-    return all_gather(all_gather(x, grid.hidden, -1, width), grid.batch, dim).narrow(dim, 0, samples)
+def _gather_samples_and_features(x: Tensor, grid: TensorGrid, dim: int, num_samples: int, width: int) -> Tensor:
+    return all_gather(all_gather(x, grid.hidden, -1, width), grid.batch, dim).narrow(dim, 0, num_samples)

@@ -42,7 +42,10 @@ def test_norm_over_kv_heads_equals_the_plain_norm(kind: Any, layout: HeadLayout)
         rank = context.tensor.rank
         expand = layout.map_local_kv_heads(rank)
         norm = ShardedNorm(
-            make_fused_norm(plain), layout.kv_split(), None if expand is None else (HEAD_DIM, expand), context.tensor
+            make_fused_norm(plain),
+            layout.get_kv_split(),
+            None if expand is None else (HEAD_DIM, expand),
+            context.tensor,
         )
         mine = x.detach()[..., indices[rank]].requires_grad_()
         found = norm(mine)
@@ -60,11 +63,11 @@ def test_norm_over_kv_heads_equals_the_plain_norm(kind: Any, layout: HeadLayout)
     for name, p in plain.named_parameters():
         of_param = torch.zeros_like(p)
         for rank, (_, _, of_params) in enumerate(found):
-            of_param.index_add_(0, layout.kv_split().indices(rank), of_params[name])
+            of_param.index_add_(0, layout.get_kv_split().indices(rank), of_params[name])
         torch.testing.assert_close(of_param, p.grad, rtol=0, atol=1e-12)
 
 
 def _indices(layout: HeadLayout, rank: int) -> Tensor:
     """Return the input features of a rank: its own, or one KV head for each query head."""
-    held, expand = layout.kv_split().indices(rank), layout.map_local_kv_heads(rank)
+    held, expand = layout.get_kv_split().indices(rank), layout.map_local_kv_heads(rank)
     return held if expand is None else held.view(-1, HEAD_DIM)[expand].flatten()

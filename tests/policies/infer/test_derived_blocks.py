@@ -59,7 +59,7 @@ def test_these_weights_are_sharded_by_a_derived_policy(family: str) -> None:
     described = policy()
     described.set_model(model)
     described.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
-    cut = make_plan(model, described).sharded_parameter_ids()
+    cut = make_plan(model, described).get_sharded_parameter_ids()
     for end in FOUND[family][1]:
         weights = [p for name, p in model.named_parameters() if name.removesuffix(".weight").endswith(end)]
         assert all(id(p) in cut for p in weights[1:]), end  # a first stage may have fewer heads than ranks

@@ -18,7 +18,7 @@ from shardformer.discovery.derive_policy import derive_policy
 from shardformer.discovery.reduced_model import reduce_model
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.random_state import fixed_seed, random_states
+from shardformer.random_state import fixed_seed, get_random_states
 from tests.policies.toy import ToyLM, toy_batch
 
 
@@ -104,9 +104,9 @@ def test_threads_in_turn_have_separate_random_states() -> None:
 
 def test_deriving_a_policy_keeps_the_random_states() -> None:
     model = Masked()
-    before = random_states()
+    before = get_random_states()
     reduced = reduce_model(model, {"ids": toy_batch(0)["ids"]})
     reduced.run(reduced.model)
-    after = random_states()
+    after = get_random_states()
     assert torch.equal(before[0][0], after[0][0]) and before[2] == after[2]
     assert all(numpy.array_equal(a, b) for a, b in zip(before[1], after[1], strict=True))

@@ -23,7 +23,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.experts import describe_experts
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, Experts, LayerStack
 from shardformer.shard_model_api import shard_model
-from shardformer.tensor_parallel.region import enter_region
+from shardformer.tensor_parallel.region import prepare_extra_block_input
 
 
 def test_outputs_that_are_exchanged_have_another_loss() -> None:
@@ -60,7 +60,7 @@ def test_a_policy_with_states_that_enter_twice_is_refused() -> None:
 def test_a_view_of_a_block_input_does_not_enter_again() -> None:
     def twice(context: ParallelContext) -> None:
         x = torch.ones(2, 3, 4, requires_grad=True)
-        enter_region(enter_region(x, context.tensor).transpose(0, 1), context.tensor)
+        prepare_extra_block_input(prepare_extra_block_input(x, context.tensor).transpose(0, 1), context.tensor)
 
     with pytest.raises(PolicyError, match=r"shape \(3, 2, 4\) enters a tensor-parallel block for the second time"):
         run_as_threads(twice, tensor=2)
