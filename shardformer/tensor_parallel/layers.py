@@ -239,7 +239,7 @@ class Linear1D_Row(_ParallelLinear):
         skip_bias_add: return (output, bias) without adding the bias.
 
     An adapter (PEFT) wraps a linear layer as ``finalize_adapter_output(f(prepare_adapter_input(x)))``, where f calls
-    the linear layer. With ``is_inside_adapter``, that call returns the local product, so that f can add to it before the
+    the linear layer. With ``is_inside_adapter``, that call returns the local product, and f adds to it before the
     reduction.
 
     If a module adds the outputs of two row-parallel linear layers, ``shared_exit`` of the first contains the second.
