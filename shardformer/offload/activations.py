@@ -28,7 +28,7 @@ from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, get_or_build_metadata
 from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostDeviceCopier
-from shardformer.offload.saved_tensors import (
+from shardformer.offload.saved_tensor_hooks import (
     COPYING_TO_HOST,
     FETCHED,
     PARTITIONED,

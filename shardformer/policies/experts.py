@@ -18,7 +18,7 @@ from shardformer import module_paths as paths
 from shardformer.errors import PolicyError
 from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
-from shardformer.policies.lowering import check_shardable_width
+from shardformer.policies.convert_roles import check_shardable_width
 from shardformer.policies.module_descriptions import BlockDescription, ModulePolicyDescription
 from shardformer.policies.roles import Experts
 

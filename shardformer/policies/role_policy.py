@@ -18,8 +18,13 @@ from shardformer import module_paths as paths
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.kernels.fused_ops import get_norm_kind, is_elementwise
 from shardformer.pipeline.layer_sequence import LayerSequence, StackDescription
+from shardformer.policies.convert_roles import (
+    AttentionLowering,
+    LayerLowering,
+    LayerReplacement,
+    check_output_layers_exist,
+)
 from shardformer.policies.experts import describe_experts
-from shardformer.policies.lowering import AttentionLowering, LayerLowering, LayerReplacement, check_output_layers_exist
 from shardformer.policies.module_descriptions import (
     ModuleKey,
     ModulePolicyDescription,

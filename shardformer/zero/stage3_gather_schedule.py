@@ -25,7 +25,7 @@ from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.host import HostMemory
-from shardformer.offload.saved_tensors import SavedTensorHooks, check_tensor_version
+from shardformer.offload.saved_tensor_hooks import SavedTensorHooks, check_tensor_version
 from shardformer.transformers_compat import synchronize_generation
 from shardformer.zero.config import ZeroOptions
 from shardformer.zero.flat_shards import FlatShard, UnshardOptions

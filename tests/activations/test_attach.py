@@ -17,7 +17,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.activations import PURPOSE, gather_partitions, get_local_partition, offload_activations
-from shardformer.offload.saved_tensors import ActivationStats
+from shardformer.offload.saved_tensor_hooks import ActivationStats
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.schedules import SCHEDULES
 from shardformer.pipeline.stage_manager import PipelineStageManager

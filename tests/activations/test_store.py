@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from shardformer.errors import ConfigError
 from shardformer.offload.activations import PREFETCH_COUNT, ActivationStore, _register_store_hooks, offload_activations
 from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostDeviceCopier
-from shardformer.offload.saved_tensors import FETCHED, ActivationStats
+from shardformer.offload.saved_tensor_hooks import FETCHED, ActivationStats
 
 Gradients = list[Tensor | None]
 

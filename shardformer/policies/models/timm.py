@@ -10,7 +10,7 @@ from torch import nn
 from shardformer.errors import ConfigError
 from shardformer.module_paths import get_by_path, get_module
 from shardformer.pipeline.layer_sequence import PipelineHints
-from shardformer.policies.lowering import LayerLowering
+from shardformer.policies.convert_roles import LayerLowering
 from shardformer.policies.models.swin import NO_SEQUENCE_PARALLEL
 from shardformer.policies.module_descriptions import ModuleKey, ModulePolicyDescription
 from shardformer.policies.role_policy import RolePolicy

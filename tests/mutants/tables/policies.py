@@ -20,7 +20,7 @@ MUTANTS = [
     ),
     mutant(
         "uneven-heads-in-a-fused-projection",
-        "shardformer/policies/lowering.py",
+        "shardformer/policies/convert_roles.py",
         "if any(layout.map_local_kv_heads(r) for r in range(layout.ranks)):",
         "if layout.ranks < 1:",
         "A fused projection whose KV heads do not divide is sharded wrongly instead of refused.",
