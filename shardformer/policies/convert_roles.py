@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from shardformer import module_paths as paths
 from shardformer.errors import ConfigError, PolicyError, did_you_mean
-from shardformer.layout.attention_heads import HeadLayout, get_features_per_head
-from shardformer.layout.shard_spec import Split
+from shardformer.layout.shard_spec import HeadLayout, Split, get_features_per_head
 from shardformer.mesh.parallel_context import Axis
 from shardformer.policies.module_descriptions import (
     BlockArguments,

@@ -16,8 +16,14 @@ from torch import Tensor
 from shardformer.errors import ConfigError
 from shardformer.layout import shard_spec as spec_module
 from shardformer.layout import shard_spec as split_module
-from shardformer.layout.attention_heads import HeadLayout
-from shardformer.layout.shard_spec import EvenSplit, ShardSpec, Split, count_ranks_per_range, get_even_bounds
+from shardformer.layout.shard_spec import (
+    EvenSplit,
+    HeadLayout,
+    ShardSpec,
+    Split,
+    count_ranks_per_range,
+    get_even_bounds,
+)
 
 AXES = ("tensor", "data", "column")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardformer.discovery.reduced_model import ReferenceGradients
 from shardformer.discovery.validation import validate_policy
 from shardformer.errors import ConfigError
-from shardformer.layout.attention_heads import HeadLayout
+from shardformer.layout.shard_spec import HeadLayout
 from shardformer.policies.models.llama import LlamaPolicy
 from shardformer.verify.small_models import SmallModel
 

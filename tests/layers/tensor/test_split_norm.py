@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.kernels.fused_ops import make_fused_norm
-from shardformer.layout.attention_heads import HeadLayout
+from shardformer.layout.shard_spec import HeadLayout
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.tensor_parallel.layers import ShardedNorm
