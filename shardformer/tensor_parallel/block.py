@@ -296,7 +296,7 @@ class TensorParallelBlock:
                 raise PolicyError(
                     f"{type(module).__name__} adds its input to the output of its tensor-parallel block.",
                     rule="All paths through a block end in its row-parallel linear layer, so the residual must be "
-                    "added use_outer_state the block.",
+                    "added outside the block.",
                     remedy="In the policy, name the first projection as the entry: inputs=AttentionInputs(entry=...).",
                 )
             seen.add(node)
