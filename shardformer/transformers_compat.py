@@ -244,6 +244,15 @@ def _has_unfinished_on_any_rank(self: Any, this_peer_finished: bool, *args: Any,
     return is_unfinished
 
 
+def find_embeddings(model: Any, kind: str) -> nn.Module | None:
+    """Return the "input" or "output" embeddings of a transformers model, or None if the model has none."""
+    try:
+        found: nn.Module | None = getattr(model, f"get_{kind}_embeddings")()
+    except (AttributeError, RuntimeError):  # transformers raises NotImplementedError, such as for models of images
+        return None
+    return found
+
+
 def get_uniform_field(config: Any, name: str) -> Any:
     """Return the value of a config field, or None if the field is missing or its value differs between layers."""
     try:

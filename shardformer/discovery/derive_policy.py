@@ -42,6 +42,7 @@ from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import Attention, LayerStack, Role
 from shardformer.sharding.checks import check_not_sharded
 from shardformer.sharding.plan import make_plan
+from shardformer.transformers_compat import find_embeddings
 
 WIDTH = 100
 """Width of printed policies, in characters."""
@@ -520,14 +521,11 @@ def _build_policy(
 
 def _find_vocabulary_paths(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return the paths of the token embeddings and of the heads that compute logits."""
-    try:
-        tokens = getattr(model, "get_input_embeddings", lambda: None)()
-    except RuntimeError:  # how transformers reports that there are none
-        tokens = None
+    tokens = find_embeddings(model, "input")
     if not isinstance(tokens, nn.Embedding):
         return {}
     modules = dict(model.named_modules(remove_duplicate=False))
-    output: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    output: Any = find_embeddings(model, "output")
     return {
         "embeddings": tuple(n for n, m in modules.items() if isinstance(m, nn.Embedding) and m.weight is tokens.weight),
         "head": tuple(n for n, m in modules.items() if is_linear(m) and (m is output or m.weight is tokens.weight)),

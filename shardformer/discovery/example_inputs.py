@@ -14,7 +14,7 @@ from shardformer.errors import InputError, PolicyError
 from shardformer.gradient_accumulation.micro_batches import KINDS, get_special_token_ids
 from shardformer.random_state import fixed_seed
 from shardformer.torch_compat import tolist_or_ones, tree_leaves
-from shardformer.transformers_compat import filter_forward_arguments
+from shardformer.transformers_compat import filter_forward_arguments, find_embeddings
 
 Forward = Callable[[nn.Module], Any]  # a function that calls a model with a batch
 BATCH, LENGTH, TARGET_LENGTH = 2, 9, 7
@@ -195,10 +195,7 @@ def generate_inputs(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _get_vocab_size(model: nn.Module) -> int:
-    try:
-        table: Any = model.get_input_embeddings()  # type: ignore[operator]  # a method of transformers' models
-    except (AttributeError, RuntimeError):  # "not implemented" is one of these
-        return 0
+    table = find_embeddings(model, "input")
     return table.num_embeddings if isinstance(table, nn.Embedding) else 0
 
 

@@ -143,6 +143,15 @@ def gemma() -> Any:
     return transformers.Gemma3ForCausalLM(config)
 
 
+def convnext() -> Any:
+    """A model without token embeddings."""
+    torch.manual_seed(0)
+    config = transformers.ConvNextConfig(
+        hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1], num_labels=3, image_size=32, drop_path_rate=0.0
+    )
+    return transformers.ConvNextForImageClassification(config)
+
+
 def qwen2_moe() -> Any:
     """A mixture with a replicated linear between the blocks."""
     config = transformers.Qwen2MoeConfig(
@@ -173,6 +182,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     "opt": opt,
     "mixtral": mixtral,
     "gemma": gemma,
+    "convnext": convnext,
     "qwen2_moe": qwen2_moe,
 }
 
@@ -180,6 +190,9 @@ MODELS: dict[str, Callable[..., Any]] = {
 def batch_of(model_name: str, step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
     ids = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=generator)
+    if model_name == "convnext":
+        images = torch.randn(BATCH, 3, 32, 32, generator=generator, dtype=torch.float64)
+        return {"pixel_values": images, "labels": torch.randint(0, 3, (BATCH,), generator=generator)}
     if model_name == "bert":
         return {"input_ids": ids, "labels": torch.randint(0, 3, (BATCH,), generator=generator)}
     return {"input_ids": ids, "labels": ids.clone()}

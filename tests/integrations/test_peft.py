@@ -91,6 +91,7 @@ def test_files_are_those_of_one_process(integrations: IntegrationProcess) -> Non
         ("DoRA", "tensor", "llama"),
         ("LoRA", "sequence parallel and pipeline", "llama"),
         ("modules_to_save", "tensor", "gemma"),
+        ("LoRA", "tensor", "convnext"),  # has no token embeddings
     ]
     for feature, layout, model in cases:
         found = integrations(1).run(runs.files_named, feature, layout, model)[0]

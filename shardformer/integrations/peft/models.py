@@ -26,6 +26,7 @@ from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.tensor_parallel.quantized_linear import QuantizedLinear, make_4bit_placeholder
 from shardformer.torch_compat import IncompatibleKeys
+from shardformer.transformers_compat import find_embeddings
 from shardformer.weights.state_dict import gather_state_dict, load_state_dict
 
 NEEDS_NO_VALUES = ("ADALORA", "IA3", "LOHA", "LOKR", "VERA")
@@ -316,8 +317,7 @@ def _replace_parallel_embeddings(self: Any) -> Iterator[None]:
 
 
 def _get_embeddings(model: Any) -> list[nn.Module]:
-    accessors = [getattr(model, f"get_{kind}_embeddings", lambda: None) for kind in ("input", "output")]
-    return [found for access in accessors if (found := access()) is not None]
+    return [found for kind in ("input", "output") if (found := find_embeddings(model, kind)) is not None]
 
 
 def _gather_adapters(self: Any, save_embedding_layers: Any) -> dict[str, Tensor]:
