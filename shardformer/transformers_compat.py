@@ -248,7 +248,7 @@ def find_embeddings(model: Any, kind: str) -> nn.Module | None:
     """Return the "input" or "output" embeddings of a transformers model, or None if the model has none."""
     try:
         found: nn.Module | None = getattr(model, f"get_{kind}_embeddings")()
-    except (AttributeError, RuntimeError):  # transformers raises NotImplementedError, such as for models of images
+    except (AttributeError, RuntimeError):  # how transformers reports that there are none
         return None
     return found
 

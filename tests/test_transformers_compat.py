@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import ConvNextConfig, ConvNextModel, DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from shardformer.transformers_compat import (
+    find_embeddings,
     find_kv_caches,
     get_forward_argument_names,
     has_cached_tokens,
@@ -50,6 +51,15 @@ def test_caches_are_recognized_by_type(value: Any) -> None:
 @pytest.mark.parametrize("value", [None, X, (X, X), [X], (), ((),), {"a": X}, "cache", (("a", "b"),), (X, (X, X))])
 def test_tensors_and_tuples_of_tensors_are_not_caches(value: Any) -> None:
     assert not is_cache(value)
+
+
+def test_a_model_without_embeddings_has_none() -> None:
+    """transformers raises an error instead, and other modules do not have the method."""
+    images = ConvNextModel(ConvNextConfig(hidden_sizes=[4, 4, 4, 4], depths=[1, 1, 1, 1]))
+    text = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11))
+    for kind, expected in (("input", text.transformer.wte), ("output", text.lm_head)):
+        assert find_embeddings(images, kind) is None and find_embeddings(nn.Linear(2, 2), kind) is None
+        assert find_embeddings(text, kind) is expected
 
 
 def test_a_new_cache_is_empty() -> None:
