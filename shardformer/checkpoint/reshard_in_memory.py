@@ -269,7 +269,7 @@ def _split_by_owners(
     are_disjoint: bool = False,
     owners: Sequence[Ranks] = (),
 ) -> Iterator[tuple[ChunkBounds, Ranks]]:
-    """Split ``chunk`` into smaller chunks, each of which contains only elements that the same ranks store.
+    """Split ``chunk`` into smaller chunks. The elements of a smaller chunk are all stored by the same ranks.
 
     Yields (smaller chunk, owners). The chunks in ``owned`` are inside ``chunk``. If they overlap each other, the middle
     one divides the others recursively.

@@ -113,7 +113,7 @@ class FieldMeaning(Enum):
     WIDTH = auto()  # features inside a layer only, such as those of an MLP, an expert or a low-rank projection
     ROWS = auto()  # rows of an embedding
     POSITIONS = auto()  # rows of a buffer
-    CHANNELS = auto()  # channels of the first of several convolutions, each of which multiplies the number of channels
+    CHANNELS = auto()  # channels of the first of several convolutions that each multiply the number of channels
     EXPERTS = auto()
     LAYERS = auto()  # length of a list inside a layer
 

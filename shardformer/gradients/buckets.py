@@ -1,4 +1,4 @@
-"""Gradient buckets, each of which is reduced over ranks with a single collective.
+"""Gradient buckets. A single collective reduces a bucket over the ranks.
 
 AllReduceToGrad        writes the sum into ``.grad`` on every rank     one all-reduce per bucket
 ReduceScatterToShards  gives each rank's optimizer a shard of the sum  one reduce-scatter per bucket

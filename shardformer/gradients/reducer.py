@@ -78,7 +78,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 BUCKET_BYTES = 25 * 1024 * 1024
 FIRST_BUCKET_BYTES = 1024 * 1024
 MAX_REDUCTIONS_IN_FLIGHT = 4
-"""Maximum number of buckets that are being reduced at the same time, each of which needs a second buffer."""
+"""Maximum number of buckets that are being reduced at the same time. Each needs a second buffer."""
 
 
 class GradientReducer(PausableReducer):

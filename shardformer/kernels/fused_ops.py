@@ -297,7 +297,7 @@ def _make_test_input(shape: tuple[int, ...], step: float) -> Tensor:
 
 
 def _copy_with_test_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy of a norm on the CPU with test parameters, none of which is 0 or 1."""
+    """Return a copy of a norm on the CPU with test parameters other than 0 and 1."""
     probe = copy.copy(module)
     probe._parameters = {
         name: None if p is None else nn.Parameter((1.3 + _make_test_input(tuple(p.shape), 0.9 + 0.2 * i)).to(dtype))

@@ -462,7 +462,7 @@ class HeadLayout:
 
     @cached_property
     def partition(self) -> HeadLayout:
-        """The layout of the heads within one of the partitions, each of which has equally many heads."""
+        """The layout of the heads within one partition. All partitions have the same number of heads."""
         n = self.partitions
         return replace(self, num_heads=self.num_heads // n, num_kv_heads=self.num_kv_heads // n, partitions=1)
 

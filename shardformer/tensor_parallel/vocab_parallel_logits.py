@@ -138,7 +138,7 @@ class VocabParallelLogits(ShardedTensor):
         return layout == (other.axis, other.bounds, other.shard_dim, other.full_shape)
 
     def write(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-        """Apply an in-place function to the full logits, and update the tensors of which these logits are a view.
+        """Apply an in-place function to the full logits, and update the tensors that these logits are views of.
 
         Only the local slices of the results are kept. Communicates one all-gather, unless the full logits are cached.
         """

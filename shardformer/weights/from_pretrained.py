@@ -45,7 +45,7 @@ def from_pretrained(
     ignore_mismatched_sizes: bool = False,
     **options: Any,
 ) -> nn.Module:
-    """Build a transformers model from saved weights, of which ``shard_model`` reads only each rank's own shards.
+    """Build a transformers model from saved weights. ``shard_model`` reads only the shards of each rank.
 
     Weights that the files lack, such as those of a new head, get the values that transformers' ``from_pretrained``
     produces after the same ``torch.manual_seed``. ``describe_sharding`` lists them.

@@ -473,7 +473,7 @@ class FlatShard:
         )
 
     def write(self, values: Tensor) -> None:
-        """Copy all-gathered values into those parameters of which this rank's model stores only slices."""
+        """Copy all-gathered values into the parameters that this rank's model stores only slices of."""
         for gradient, place in zip(self.gradients, self.places, strict=True):
             if gradient.is_shared:
                 gradient.param.detach().copy_(gradient.unpack(values[place]))

@@ -218,7 +218,7 @@ class RoundedWeights(WeightStore):
 
 
 def generate_random_bits(like: Tensor, first_index: int, key: int, step: int) -> Tensor:
-    """Return 16 random bits for each element of a tensor, independent of which rank stores the element.
+    """Return 16 random bits for each element of a tensor. They do not depend on the rank that stores the element.
 
     Args:
         first_index: Index of the first element in the parameter.

@@ -156,7 +156,7 @@ class ParamGroup:
         self.index, self.name, self.params = index, name, list(params)
         self.is_layer = name.rpartition(".")[2].isdecimal()
         self.shards: list[FlatShard] = []
-        self.bases: list[Tensor] = []  # gathered tensors, of which the parameters are views
+        self.bases: list[Tensor] = []  # gathered tensors. The parameters are views of them
         self.where: dict[int, tuple[ParamGroup, int]] = {}
         self.is_gathered = False
         self.size = 0  # in bytes, identical on all ranks

@@ -51,7 +51,7 @@ def net(value: float = 0.0) -> nn.Module:
 
 
 def saved(root: Path, step: int, keep: Any = None, save: Callable[..., Any] = save_checkpoint) -> list[Any]:
-    """Save a model on two ranks, all elements of which equal ``step``."""
+    """Save a model whose elements all equal ``step`` on two ranks."""
 
     def do(context: ParallelContext) -> Any:
         model = net(step)

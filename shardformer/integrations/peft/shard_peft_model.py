@@ -128,7 +128,7 @@ def wrapped_module(wrapper: nn.Module) -> nn.Module:
 
 
 def get_inner_path(path: str, wrapper: nn.Module) -> str:
-    """Return the path of the module in nested PEFT wrappers, the outermost of which is at ``path``."""
+    """Return the path of the module inside nested PEFT wrappers. The outermost wrapper is at ``path``."""
     parts, module = [path], wrapper
     while is_peft_wrapper(module):
         name = next(name for name in INNER if name in module._modules)
