@@ -345,7 +345,8 @@ def to_json(value: Any, location: str) -> Any:
         return [to_json(each, f"{location}[{i}]") for i, each in enumerate(value)]
     for kind, of in _SEQUENCES.items():
         if type(value) is of or (kind == "tuple" and isinstance(value, (tuple, torch.Size))):
-            return {KIND: kind, "of": [to_json(each, f"{location}[{i}]") for i, each in enumerate(value)]}
+            entries = [to_json(each, f"{location}[{i}]") for i, each in enumerate(value)]
+            return {KIND: kind, "of": sorted(entries, key=repr) if kind == "set" else entries}
     if type(value) in (dict, Counter, OrderedDict, defaultdict):
         pairs = [(to_json(k, f"a key of {location}"), to_json(v, f"{location}[{k!r}]")) for k, v in value.items()]
         if type(value) is Counter or KIND in value or not all(type(k) is str for k in value):
@@ -364,6 +365,13 @@ def to_json(value: Any, location: str) -> Any:
         f"(up to {MOST} elements), and lists, tuples, sets and dictionaries of these.",
         remedy="Pass its state_dict() or other supported values instead.",
     )
+
+
+def find_json_differences(one: Any, other: Any, path: str) -> list[str]:
+    """Return the paths of the values that differ between two outputs of ``to_json``."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys() and KIND not in one:
+        return [name for key in one for name in find_json_differences(one[key], other[key], f"{path}[{key!r}]")]
+    return [path] if repr(one) != repr(other) else []
 
 
 def from_json(value: Any) -> Any:

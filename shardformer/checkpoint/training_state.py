@@ -5,6 +5,7 @@ The state contains parameters, buffers, optimizer states and random states. It i
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardformer.checkpoint.chunks import FlatRegion, LocalChunks, TensorItem, drop_tensors, list_local_chunks
-from shardformer.checkpoint.file_format import CheckpointIndex, check_dtype, from_json, get_chunk_checksum, to_json
+from shardformer.checkpoint.file_format import (
+    CheckpointIndex,
+    check_dtype,
+    find_json_differences,
+    from_json,
+    get_chunk_checksum,
+    to_json,
+)
 from shardformer.comm.collective_call import gather_from_all_ranks
 from shardformer.errors import ConfigError, did_you_mean
 from shardformer.layout.shard_export_guard import to_plain_tensor
@@ -487,6 +495,8 @@ def collect_training_state(
     identical = find_identical_buffers(
         [(rank["coords"].get("data", 0), x) for rank, x in zip(ranks, sums, strict=True)]
     )
+    if world.rank == 0:
+        _warn_about_local_values(ranks)
     optimizers = zip(*(rank["optimizers"] for rank in ranks), strict=True)
     values = ranks[0] | {
         "optimizers": list(map(merge_optimizer_values, optimizers)),
@@ -496,6 +506,20 @@ def collect_training_state(
     }
     kept = [item for item in items if item.name not in identical[world.rank]]
     return list(checked), TrainingStateContents(kept, values, tuple(map(drop_tensors, chunks, identical)))
+
+
+def _warn_about_local_values(ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Warn about values that differ between ranks, although the checkpoint stores them only once."""
+    extras = [{"extra": rank["extra"], "scheduler": rank["scheduler"], **rank["extra_states"]} for rank in ranks]
+    stored = {name: value for extra in extras for name, value in extra.items()} | extras[0]
+    for path in dict.fromkeys(
+        path for extra in extras for name in extra for path in find_json_differences(stored[name], extra[name], name)
+    ):
+        warnings.warn(
+            f"{path} differs between the ranks, but a checkpoint stores one value, which all ranks load. Before you "
+            "save, reduce the value over the ranks, or remove it.",
+            stacklevel=2,
+        )
 
 
 def _collect_values(

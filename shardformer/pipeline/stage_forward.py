@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.context_parallel.sequence_sharded_tensor import to_local, wrap_shard_like
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, PolicyError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, StackDescription
 from shardformer.random_state import SPLITMIX64, RandomUseDetector, seed_random
@@ -424,6 +424,7 @@ class StageForward:
             output = original(*args, **kwargs)
         if is_first:
             stage_pass.is_computed = not any(map(has_nan, tree_leaves(output)))
+            _check_num_outputs(stack, self._chain.layer_calls[layer_index], output)
         if layer_index == self._num_layers - 1:
             if is_first:
                 self.is_last_layer_valid = stage_pass.is_computed
@@ -523,6 +524,17 @@ class _ForwardOverride:
             "A model that is split into pipeline stages cannot be copied, because the copied layers "
             "would use the original weights.",
             remedy="Copy the model before you shard it. To average weights, copy model.parameters() instead.",
+        )
+
+
+def _check_num_outputs(stack: StackDescription, path: str, output: Any) -> None:
+    """Raise PolicyError if the outputs that replace those of layers of other stages have another type."""
+    is_tuple, number = isinstance(output, tuple), stack.stages.num_outputs
+    if is_tuple != bool(number):
+        raise PolicyError(
+            f"The layer {path} returned a {type(output).__name__}, but the policy has num_outputs={number} for the "
+            f"stack {stack.layers}.",
+            remedy=f"Set stages=PipelineHints(num_outputs={len(output) if is_tuple else 0}) in its LayerStack.",
         )
 
 

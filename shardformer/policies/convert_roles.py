@@ -99,6 +99,8 @@ class LayerLowering:
         subs = description.sub_module_replacement or []
         subs += [LayerReplacement(norm, self.classes.norm, {"split": row}) for norm in norms]
         block.fuse_activation = fused == 1 and not norms
+        if mlp.shared_exit is not None:
+            paths.get_linear(self.layer, mlp.shared_exit, self.path)
         block.shared_exit = mlp.shared_exit
         return description
 

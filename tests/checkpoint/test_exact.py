@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -222,6 +223,25 @@ def test_buffers_per_data_rank_and_extra_states_are_restored(stage: int, tmp_pat
     alone = Counting()
     load_checkpoint(alone, tmp_path)
     assert alone.seen == {"calls": 2}
+
+
+def test_values_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
+    def save(context: ParallelContext) -> None:
+        model = Counting()
+        optimizer = shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1, context=context)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(model.parameters(), lr=0.1))
+        scheduler.step(float(context.rank))
+        model.seen["calls"] = context.rank
+        extra = {"step": 1, "names": {"a", "b"}, "hooks": {"Counter": {"count": context.rank}}, "nan": math.nan}
+        save_checkpoint(model, tmp_path, optimizer, scheduler=scheduler, extra=extra)
+
+    with pytest.warns(UserWarning, match="differs between the ranks") as found:
+        run_as_threads(save, data=2)
+    assert sorted(str(warning.message).partition(" differs")[0] for warning in found) == [
+        "_extra_state['calls']",
+        "extra['hooks']['Counter']['count']",
+        "scheduler",
+    ]
 
 
 def test_grad_scaler_and_nested_schedulers_resume(tmp_path: Path) -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from torch import nn
 
 from shardformer.comm.recorder import CollectiveRecorder
+from shardformer.errors import PolicyError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.policies.models.gpt import GPTJPolicy
+from shardformer.policies.roles import MLP, LayerStack
 from shardformer.shard_model_api import shard_model
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, model_loss
 
+assert isinstance(GPTJPolicy.stack, LayerStack) and isinstance(GPTJPolicy.stack.blocks[1], MLP)
+MLP_ROLE = GPTJPolicy.stack.blocks[1]
 PARALLEL = {"gptj": {}, "falcon": {}, "falcon of one KV head": {"new_decoder_architecture": False, "multi_query": True}}
 
 
@@ -47,3 +54,13 @@ def test_separate_dropout_uses_separate_exits() -> None:
 def test_separate_residuals_use_separate_exits() -> None:
     old = {"new_decoder_architecture": False, "parallel_attn": False, "num_kv_heads": None}
     assert collectives("falcon", old)["all_reduce"] == 1 + 4
+
+
+@pytest.mark.parametrize("path", [".attn.out_proj", "attn.out_proj.", "attn.out", "attn"])
+def test_a_shared_exit_that_is_no_linear_layer_is_named(path: str) -> None:
+    class Misnamed(GPTJPolicy):
+        stack = replace(GPTJPolicy.stack, blocks=[GPTJPolicy.stack.blocks[0], replace(MLP_ROLE, shared_exit=path)])
+
+    models = [SmallModel("gptj")() for _ in range(2)]
+    with pytest.raises(PolicyError, match=rf"transformer\.h\.\*\.+{re.escape(path.strip('.'))}"):
+        run_as_threads(lambda context: shard_model(models[context.rank], Misnamed, context=context), tensor=2)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +30,7 @@ from shardformer.comm.autograd_collectives import copy_to_tp_region, scatter_to_
 from shardformer.comm.collectives import all_reduce
 from shardformer.context_parallel.sequence_layout import ContextParallelState, IndexShards
 from shardformer.errors import ConfigError
+from shardformer.layout.packed_weights import add_mixins
 from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.tensor_parallel.grid.layers import GridModule
@@ -234,20 +234,6 @@ class _DequantizedBaseLayer:
         return weight
 
 
-@cache
-def _make_mixin_class(mixins: tuple[type, ...], base_class: Any) -> Any:
-    return type(
-        base_class.__name__, (*mixins, base_class), {"__module__": __name__, "__qualname__": base_class.__qualname__}
-    )
-
-
-def _add_mixins(module: nn.Module, *mixins: type) -> None:
-    new = tuple(mixin for mixin in mixins if not isinstance(module, mixin))
-    if new:
-        kind: Any = type(module)
-        module.__class__ = _make_mixin_class(new, kind)
-
-
 def shard_adapter(tuner: Any, path: str, sequence: ContextParallelState | None) -> None:
     """Shard the parameters of an adapter in place, and make its ``forward`` call the parallel base layer.
 
@@ -262,25 +248,25 @@ def shard_adapter(tuner: Any, path: str, sequence: ContextParallelState | None) 
     base = tuner.get_base_layer()
     for dora in getattr(tuner, "lora_magnitude_vector", {}).values():
         if type(dora).__name__ == "DoraLinearLayer":
-            _add_mixins(dora, _CompilableDoraMixin)
+            add_mixins(dora, _CompilableDoraMixin)
     if not isinstance(base, ParallelModule):
         _replace_dropout(tuner, None, Axis("none"), sequence)
         return
     parameters = _get_adapter_parameters(tuner, base, path)
     names = [name for name, _, _ in parameters]
     if isinstance(base, EMBEDDINGS):
-        _add_mixins(tuner, _FullDeltaWeightMixin)
+        add_mixins(tuner, _FullDeltaWeightMixin)
         vars(base).update(
             max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False
         )  # the adapter reads them
         return
     reads_all = "lora_E" in names
     if reads_all:
-        _add_mixins(tuner, _FullParametersMixin, _InsideLayerMixin, _FullDeltaWeightMixin)
+        add_mixins(tuner, _FullParametersMixin, _InsideLayerMixin, _FullDeltaWeightMixin)
     elif any(name.startswith(FULL_DELTA) for name in names):
-        _add_mixins(tuner, _InsideLayerMixin, _FullDeltaWeightMixin)
+        add_mixins(tuner, _InsideLayerMixin, _FullDeltaWeightMixin)
     elif not (isinstance(base, Linear1D_Row) and "ia3_l" in names):  # which multiplies the reduced output, or the input
-        _add_mixins(tuner, _InsideLayerMixin)
+        add_mixins(tuner, _InsideLayerMixin)
     kind, features = ("in", "in_features") if isinstance(base, Linear1D_Row) else ("out", "out_features")
     for name, owner, key in parameters:
         counted, dim = _get_feature_dim(tuner, name)
@@ -295,7 +281,7 @@ def shard_adapter(tuner: Any, path: str, sequence: ContextParallelState | None) 
     if isinstance(base, Linear1D_Row):
         _replace_dropout(tuner, base.split, base.axis, sequence)
         for dora in getattr(tuner, "lora_magnitude_vector", {}).values():
-            _add_mixins(dora, _DistributedNormMixin)
+            add_mixins(dora, _DistributedNormMixin)
             dora.axis = base.axis
     else:
         _replace_dropout(tuner, None, base.axis, sequence)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,11 +13,20 @@ from torch import Tensor, nn
 
 from shardformer.discovery.derive_policy import derive_policy, format_policy_module
 from shardformer.discovery.shrink_config import shrink_config
-from shardformer.errors import ShardFormerError
+from shardformer.errors import PolicyError, ShardFormerError
+from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.pipeline.layer_sequence import PipelineHints
+from shardformer.pipeline.pipeline import Pipeline
+from shardformer.policies.models.gpt import GPTJPolicy
+from shardformer.policies.models.llama import LlamaPolicy
 from shardformer.policies.registry import FAMILIES
+from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import LayerStack
+from shardformer.shard_model_api import shard_model
 from shardformer.verify.report import Report
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
 
@@ -102,3 +111,20 @@ def test_the_number_of_layer_outputs_is_inferred_and_printed(family: str, return
     policy = derive_policy(Small(family, CLASSES[family])())
     assert isinstance(policy.stack, LayerStack) and policy.stack.stages.num_outputs == returns
     assert (f"num_outputs={returns}" in format_policy_module(policy)) == (returns > 0)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_wrong_number_of_layer_outputs_is_named(number: int) -> None:
+    family, returned = ("gptj", "tuple") if number == 0 else ("llama", "Tensor")
+    policy: type[RolePolicy] = GPTJPolicy if number == 0 else LlamaPolicy
+    assert isinstance(policy.stack, LayerStack)
+    stack = replace(policy.stack, stages=PipelineHints(num_outputs=number))
+    wrong, models = type("Wrong", (policy,), {"stack": stack}), [SmallModel(family)() for _ in range(2)]
+
+    def step(context: ParallelContext) -> None:
+        Pipeline(shard_model(models[context.rank], wrong, context=context), micro_batches=2).step(
+            RandomBatches(DEFAULT_HEAD[family])(0)
+        )
+
+    with pytest.raises(PolicyError, match=rf"\.0 returned a {returned}, but the policy has num_outputs={number}"):
+        run_as_threads(step, pipe=2)
