@@ -27,7 +27,7 @@ from common import MB, Llama, Step, Timing
 from torch import Tensor
 
 import shardformer
-from shardformer.context_parallel.attention_kernels import ScoreOptions
+from shardformer.context_parallel.attention_kernels import AttentionScoreOptions
 from shardformer.context_parallel.masks import ChunkedMask, causal_predicate
 from shardformer.context_parallel.ring_attention import RingExchange, ring_attention
 from shardformer.context_parallel.sequence_layout import SequencePositions
@@ -101,19 +101,22 @@ def _as_step(attend: Attend) -> Step:
 def _indices(name: str, length: int, context: ParallelContext) -> Tensor:
     ranks = context.sequence.size
     positions = SequencePositions(length, 1, ranks) if name == "ulysses" else SequencePositions(length, ranks)
-    return positions.indices(context.sequence.rank)
+    return positions.get_positions_of_rank(context.sequence.rank)
 
 
 def _ours(name: str, whole: Sequence[Tensor], context: ParallelContext) -> Attend:
     axis, length = context.sequence, whole[0].shape[2]
     ranks = axis.size
     positions = SequencePositions(length, 1, ranks) if name == "ulysses" else SequencePositions(length, ranks)
-    at = positions.indices(axis.rank)
+    at = positions.get_positions_of_rank(axis.rank)
     q, k, v, grad = (x[:, :, at].contiguous() for x in whole)
     alone = ParallelContext.of({}).sequence
     ring = alone if name == "ulysses" else axis
     travel = RingExchange(
-        ring, ChunkedMask(causal_predicate, None, positions, positions, 1), ScoreOptions(WIDTH**-0.5), name == "gather"
+        ring,
+        ChunkedMask(causal_predicate, None, positions, positions, 1),
+        AttentionScoreOptions(WIDTH**-0.5),
+        name == "gather",
     )
     stretches = tuple(positions.get_group_lengths(0))
     mine = assign_query_heads(HEADS, ranks)
@@ -138,7 +141,7 @@ def _torchs(name: str, whole: Sequence[Tensor], context: ParallelContext) -> Att
     """Return torch's ring templates, which take the kernel as an argument."""
     import torch.distributed.tensor.experimental._context_parallel._attention as rings
 
-    at = SequencePositions(whole[0].shape[2], context.sequence.size).indices(context.sequence.rank)
+    at = SequencePositions(whole[0].shape[2], context.sequence.size).get_positions_of_rank(context.sequence.rank)
     q, k, v, grad = (x[:, :, at].contiguous() for x in whole)
     aten = torch.ops.aten
 

@@ -52,8 +52,8 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.module_paths import is_linear
 from shardformer.policies.policy import Policy
 from shardformer.shard_model_api import resolve_policy
-from shardformer.sharding.plan import make_plan
-from shardformer.verify.model_source import get_main_classes
+from shardformer.sharding.plan import make_sharding_plan
+from shardformer.verify.model_source import map_model_types_to_classes
 from shardformer.verify.report import Report
 from shardformer.verify.verification import verify
 
@@ -196,7 +196,11 @@ def survey(model_type: str, name: str, tell: Callable[[Record], None] = lambda r
     except Exception as error:
         return record("refused", kind, seconds=time.process_time() - start, reason=short(error))
     seconds, inferred = time.process_time() - start, isinstance(policy, DerivedPolicy)
-    problem = None if inferred else validate_policy(ReferenceGradients.of(reduced.model, reduced.run), type(policy), 2)
+    problem = (
+        None
+        if inferred
+        else validate_policy(ReferenceGradients.from_model(reduced.model, reduced.run), type(policy), 2)
+    )
     try:
         share, whole = cut(model, policy, called)
     except Exception as error:
@@ -209,7 +213,7 @@ def cut(model: nn.Module, policy: Policy, called: set[str]) -> tuple[float, list
     """Return the sharded fraction of the weights, and the names of unsharded weights outside the layers."""
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
-    parts = set(make_plan(model, policy).get_sharded_parameter_ids())
+    parts = set(make_sharding_plan(model, policy).get_sharded_parameter_ids())
     every = {anywhere(path) for path in called}
     weights: dict[int, tuple[str, int]] = {}
     for path, module in model.named_modules():
@@ -345,7 +349,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     count = len(records) if args.verify == "all" else int(args.verify)
     if not args.table and not count:
-        todo = [(t, n) for t, n in sorted(get_main_classes().items()) if args.only.fullmatch(t) and t not in records]
+        todo = [
+            (t, n)
+            for t, n in sorted(map_model_types_to_classes().items())
+            if args.only.fullmatch(t) and t not in records
+        ]
         for model_type, name in track(todo, "architectures", console=console):
             record = records[model_type] = apart(model_type, name)
             keep(asdict(record))

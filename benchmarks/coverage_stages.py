@@ -33,8 +33,8 @@ from transformers.models.auto import modeling_auto
 
 from shardformer.errors import ShardFormerError, WorkerError
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.verify.model_source import TASKS, get_main_classes
-from shardformer.verify.small_models import num_samples
+from shardformer.verify.model_source import TASKS, map_model_types_to_classes
+from shardformer.verify.small_models import count_samples
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
 
@@ -110,7 +110,7 @@ def in_stages(model_type: str, name: str, pool: WorkerPool) -> dict[str, Any]:
                 tensor=1,
                 dtype=dtype,
                 loss_fn=None if labelled else of_logits,
-                pipeline=VerifyPipeline(2, 1 if has_batch_norm else 2, {}, None if labelled else num_samples),
+                pipeline=VerifyPipeline(2, 1 if has_batch_norm else 2, {}, None if labelled else count_samples),
                 pool=pool,
             )
             verdicts.append({**record, "passed": report.passed, "said": verdict_of(report)})
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     console = Console(stderr=True)
     done = {line["type"] for line in read(args.out)}
-    todo = [(t, n) for t, n in sorted(get_main_classes().items()) if args.only.fullmatch(t) and t not in done]
+    todo = [(t, n) for t, n in sorted(map_model_types_to_classes().items()) if args.only.fullmatch(t) and t not in done]
     with WorkerPool(2, timeout_s=POOL_S) as pool:
         for model_type, name in track(todo, "architectures", console=console):
             began = time.perf_counter()

@@ -23,7 +23,7 @@ from common import Timing
 import shardformer
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatches, SmallModel
+from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatchFactory, SmallModelFactory
 
 PLAIN, EAGER = "as it comes", "eager attention"
 OPTIONS: Mapping[str, tuple[str, ...]] = {
@@ -49,7 +49,7 @@ class Setting:
     repetitions: int
     seconds: float
 
-    def sample(self) -> SmallModel:
+    def sample(self) -> SmallModelFactory:
         h, n, depth, length = self.hidden, self.heads, self.layers, self.sequence
         sizes: Mapping[str, dict[str, Any]] = {
             "bert": dict(
@@ -63,7 +63,7 @@ class Setting:
             ),
             "t5": dict(d_model=h, num_heads=n, d_kv=h // n, num_layers=depth, d_ff=4 * h),
         }  # fmt: skip
-        return SmallModel(self.family, changes={**sizes[self.family], "vocab_size": self.vocabulary})
+        return SmallModelFactory(self.family, changes={**sizes[self.family], "vocab_size": self.vocabulary})
 
     def __str__(self) -> str:
         return (
@@ -76,7 +76,7 @@ def measure(setting: Setting) -> tuple[dict[str, Timing], dict[str, str]]:
     """Measure in every process: the timings, and the reason for each unsupported option."""
     context = ParallelContext.from_world({"tensor": 2})
     sample = setting.sample()
-    make = RandomBatches(sample.head_class, setting.vocabulary, setting.batch, setting.sequence)
+    make = RandomBatchFactory(sample.head_class, setting.vocabulary, setting.batch, setting.sequence)
     batches = [make(index) for index in range(common.NUM_BATCHES)]
     steps: dict[str, common.Step | None] = {}
     refused: dict[str, str] = {}

@@ -25,8 +25,8 @@ from common import MB, Llama
 from torch import nn
 
 import shardformer
-from shardformer.comm.collectives import checksum
-from shardformer.layout.sharding_metadata import shard_specs
+from shardformer.comm.collectives import compute_numel_and_hash
+from shardformer.layout.sharding_metadata import get_shard_specs
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 
@@ -76,9 +76,9 @@ def measure(setting: Setting) -> Memory:
     seconds = time.perf_counter() - start
     peak = _status("VmHWM") - before
     share = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
-    specs = shard_specs(model)
+    specs = get_shard_specs(model)
     largest = max(torch.Size(specs[n].shape).numel() * p.element_size() for n, p in model.named_parameters())
-    return Memory(share, largest, peak, seconds, [checksum(p) for p in model.parameters()])
+    return Memory(share, largest, peak, seconds, [compute_numel_and_hash(p) for p in model.parameters()])
 
 
 def _sharded(setting: Setting, context: ParallelContext) -> nn.Module:

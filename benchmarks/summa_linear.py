@@ -18,7 +18,7 @@ from torch.autograd import Function
 
 from shardformer.comm.autograd_collectives import copy_to_tp_region, gather_from_sp_region, once_differentiable
 from shardformer.comm.collectives import PendingCollective
-from shardformer.comm.recorder import get_num_bytes, record
+from shardformer.comm.recorder import get_num_bytes, record_collective_start
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import AnySplit, ShardSpec, Split, get_even_bounds
 from shardformer.mesh.parallel_context import Axis
@@ -162,7 +162,7 @@ def start_broadcast(x: Tensor, axis: Axis, source: int, *, purpose: str) -> Pend
     """Start a broadcast of rank ``source``'s contiguous x to the other ranks."""
     if axis.size == 1:
         return PendingCollective((), lambda: x)
-    noted = record("broadcast", axis, get_num_bytes(x), purpose)
+    noted = record_collective_start("broadcast", axis, get_num_bytes(x), purpose)
     others = [r for r in range(axis.size) if r != source]
     is_source = axis.rank == source
     works = axis.transport.exchange(dict.fromkeys(others, x) if is_source else {}, {} if is_source else {source: x})
@@ -173,7 +173,7 @@ def start_reduce(x: Tensor, axis: Axis, target: int, *, purpose: str) -> Pending
     """Start a reduce of the ranks' x to rank ``target``. Other ranks keep their own x."""
     if axis.size == 1:
         return PendingCollective((), lambda: x)
-    noted = record("reduce", axis, get_num_bytes(x), purpose)
+    noted = record_collective_start("reduce", axis, get_num_bytes(x), purpose)
     mine = x.contiguous()
     if axis.rank != target:
         return PendingCollective(axis.transport.exchange({target: mine}, {}), lambda: mine, noted)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_args, get_type_
 from shardformer.errors import ConfigError, check_argument, check_bool, check_choice, check_int, check_names
 from shardformer.pipeline.partition import RENAMED_METHODS, check_partition
 from shardformer.pipeline.schedules import LOSS_AVERAGES, SCHEDULES
-from shardformer.public_names import renamed_arguments
+from shardformer.public_names import deprecate_renamed_arguments
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -50,7 +50,7 @@ class ShardOptions(TypedDict, total=False):
     activation_layout: ActivationLayout | None
 
 
-@renamed_arguments(RENAMED_SHARD_FIELDS, attributes=RENAMED_SHARD_FIELDS)
+@deprecate_renamed_arguments(RENAMED_SHARD_FIELDS, attributes=RENAMED_SHARD_FIELDS)
 @dataclass
 class ShardConfig:
     """Options that specify how a model is sharded.
@@ -90,7 +90,7 @@ class ShardConfig:
     activation_layout: ActivationLayout | None = None
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> ShardConfig:
+    def from_options(cls, options: Mapping[str, Any]) -> ShardConfig:
         """Create a ShardConfig from a dict of its fields. Raises ConfigError for an unknown field."""
         known = (*cls.__dataclass_fields__, *RENAMED_SHARD_FIELDS)
         check_names(options, known, "There is no option", "The options are the fields of ShardConfig")
@@ -169,16 +169,16 @@ class ShardConfig:
     def get_head_axis(self) -> Axis:
         """Return the mesh axis that shards attention heads: the tensor axis, or the columns of a tensor grid."""
         context = self.resolve_context()
-        return context.axes["column"] if self.is_grid and "column" in context.axes else context.tensor
+        return context.axes["column"] if self.uses_tensor_grid and "column" in context.axes else context.tensor
 
     @property
-    def is_grid(self) -> bool:
+    def uses_tensor_grid(self) -> bool:
         """Whether the tensor parallel ranks form a 2D, 2.5D or 3D grid."""
         return self.tensor_parallel_mode != "1d" and self.enable_tensor_parallelism
 
     def resolve_context(self) -> ParallelContext:
         """Return the parallel context that was passed, or create one from the tensor parallel process group."""
-        context = self._select_context()
+        context = self._get_or_create_context()
         sizes = context.sizes
         if self.tensor_parallel_mode == "1d" and "row" in sizes and sizes["tensor"] > 1:
             grid = " x ".join(str(sizes[name]) for name in ("row", "column", "depth"))
@@ -195,7 +195,7 @@ class ShardConfig:
             )
         return context
 
-    def _select_context(self) -> ParallelContext:
+    def _get_or_create_context(self) -> ParallelContext:
         from shardformer.mesh.parallel_context import ParallelContext
 
         manager, context, group = self.pipeline_stage_manager, self.context, self.tensor_parallel_process_group
@@ -209,7 +209,7 @@ class ShardConfig:
             )
         return ParallelContext.from_group(group) if context is None else context
 
-    def options(self) -> dict[str, bool | str]:
+    def get_sharding_options(self) -> dict[str, bool | str]:
         """Return the options that affect how a model is sharded, for the hash and description of a sharding plan."""
         names = [n for n in self.__dataclass_fields__ if n.startswith("enable_")]
         modes = (
@@ -239,7 +239,7 @@ RENAMED_FIELDS = {
 """Earlier name of a field of ``ParallelConfig`` -> its name."""
 
 
-@renamed_arguments(RENAMED_FIELDS, {"partition": RENAMED_METHODS}, {**RENAMED_FIELDS, "fit": "fit_to"})
+@deprecate_renamed_arguments(RENAMED_FIELDS, {"partition": RENAMED_METHODS}, {**RENAMED_FIELDS, "fit": "fit_to"})
 @dataclass(frozen=True)
 class ParallelConfig:
     """Configuration of distributed training, such as the parallel axes, the pipeline schedule and the ZeRO stage.
@@ -399,7 +399,7 @@ class ParallelConfig:
             raise ConfigError(f"{', '.join(changed)} has no effect without {needed}.", remedy=remedy)
 
     @classmethod
-    def of(cls, value: Any) -> ParallelConfig:
+    def from_value(cls, value: Any) -> ParallelConfig:
         """Convert a ParallelConfig, a dict of its fields, or None to a ParallelConfig."""
         if value is None or isinstance(value, cls):
             return value or cls()
@@ -486,27 +486,27 @@ class ParallelConfig:
             changes |= {"tensor": tensor, "tensor_parallel_mode": "1d"}  # the new size may not form a grid
         return replace(self, data=num_processes // (pipe * sequence * tensor), pipe=pipe, **changes)
 
-    def shard_options(self) -> dict[str, Any]:
+    def get_shard_config_options(self) -> dict[str, Any]:
         """Return the keyword arguments for ``ShardConfig`` that correspond to this configuration."""
         buckets = {} if self.bucket_bytes is None else {"bucket_bytes": self.bucket_bytes}
         options = {option: getattr(self, name) for name, option in _SHARD_OPTIONS.items()}
         return {**options, "extra_kwargs": {"check_inputs": self.check_inputs, **buckets}}
 
-    def stage_options(self) -> dict[str, Any]:
+    def get_stage_manager_options(self) -> dict[str, Any]:
         """Return the keyword arguments for ``PipelineStageManager`` that correspond to this configuration."""
         return {name: getattr(self, name) for name in ("schedule", *STAGE_FIELDS)}
 
-    def zero_options(self) -> dict[str, Any]:
+    def get_zero_options(self) -> dict[str, Any]:
         """Return the keyword arguments for ``shard_optimizer`` that correspond to this configuration."""
         names = ("precision", "offload", "max_grad_norm", "on_nonfinite", *_STAGE_3_FIELDS, "bucket_bytes")
         return {"stage": self.effective_zero_stage or 0, **{name: getattr(self, name) for name in names}}
 
-    def shard_config(self, context: ParallelContext) -> ShardConfig:
+    def make_shard_config(self, context: ParallelContext) -> ShardConfig:
         """Create a ``ShardConfig`` from this configuration and the mesh of ``context``."""
         from shardformer.pipeline.stage_manager import PipelineStageManager
 
-        manager = PipelineStageManager(context, **self.stage_options()) if context.pipe.size > 1 else None
-        return ShardConfig(pipeline_stage_manager=manager, context=context, **self.shard_options())
+        manager = PipelineStageManager(context, **self.get_stage_manager_options()) if context.pipe.size > 1 else None
+        return ShardConfig(pipeline_stage_manager=manager, context=context, **self.get_shard_config_options())
 
     @property
     def effective_zero_stage(self) -> int | None:

@@ -111,8 +111,8 @@ def _raise_unless_valid(name: str, value: object, is_valid: bool, problem: str, 
         raise ConfigError(f"{f'{owner}({shown})' if owner else shown} {problem}.", rule=rule, remedy=remedy)
 
 
-def check_int(name: str, value: object, least: int = 1, *, unit: str = "", example: int | None = None) -> None:
-    """Raise ConfigError unless ``value`` is an integer that is at least ``least``.
+def check_int(name: str, value: object, minimum: int = 1, *, unit: str = "", example: int | None = None) -> None:
+    """Raise ConfigError unless ``value`` is an integer that is at least ``minimum``.
 
     Args:
         name: name of the argument, or class and argument joined by a dot.
@@ -122,16 +122,22 @@ def check_int(name: str, value: object, least: int = 1, *, unit: str = "", examp
     Traceback (most recent call last):
     shardformer.errors.ConfigError: Throughput(window=0) is not an integer of at least 1 (in steps). Write window=20.
     """
-    is_valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    problem = f"is not an integer of at least {least}{unit and f' (in {unit})'}"
-    suggested = example or max(least, 1)
-    if isinstance(value, str) and value.isdecimal() and int(value) >= least:
+    is_valid = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+    problem = f"is not an integer of at least {minimum}{unit and f' (in {unit})'}"
+    suggested = example or max(minimum, 1)
+    if isinstance(value, str) and value.isdecimal() and int(value) >= minimum:
         suggested = int(value)
     _raise_unless_valid(name, value, is_valid, problem, f"Write {_get_argument_name(name)}={suggested}")
 
 
 def check_number(
-    name: str, value: object, *, least: float | None = None, below: float | None = None, unit: str = "", example: float
+    name: str,
+    value: object,
+    *,
+    minimum: float | None = None,
+    upper_bound: float | None = None,
+    unit: str = "",
+    example: float,
 ) -> None:
     """Raise ConfigError unless ``value`` is a number in the allowed range, by default any number above 0.
 
@@ -140,10 +146,10 @@ def check_number(
     shardformer.errors.ConfigError: timeout_s=0 is not a number above 0 (in seconds). Write timeout_s=600.
     """
     is_valid = isinstance(value, int | float) and not isinstance(value, bool)
-    is_valid = is_valid and (value > 0 if least is None else value >= least)  # type: ignore[operator]
-    is_valid = is_valid and (below is None or value < below)  # type: ignore[operator]
-    limits = "above 0" if least is None else f"of at least {least:g}"
-    limits += "" if below is None else f" and below {below:g}"
+    is_valid = is_valid and (value > 0 if minimum is None else value >= minimum)  # type: ignore[operator]
+    is_valid = is_valid and (upper_bound is None or value < upper_bound)  # type: ignore[operator]
+    limits = "above 0" if minimum is None else f"of at least {minimum:g}"
+    limits += "" if upper_bound is None else f" and below {upper_bound:g}"
     problem = f"is not a number {limits}{unit and f' (in {unit})'}"
     _raise_unless_valid(name, value, is_valid, problem, f"Write {_get_argument_name(name)}={example:g}")
 
@@ -161,7 +167,7 @@ def check_choice(name: str, value: object, choices: Iterable[object], rule: str 
     if is_valid:
         return
     problem = "is not valid" if rule else f"is not one of {', '.join(map(repr, known))}"
-    near = did_you_mean(value, map(str, known))
+    near = suggest_similar_names(value, map(str, known))
     numbers = [n for n in known if isinstance(n, int)]
     same_text = [n for n in known if str(n) == str(value)]
     suggested: object = next((n for n in known if n is not None), None)
@@ -190,7 +196,7 @@ def check_names(given: Iterable[object], known: Iterable[str], problem: str, rul
     names = list(known)
     for name in given:
         if name not in names:
-            raise ConfigError(f"{problem} {name!r}.", rule=rule, remedy=did_you_mean(name, names))
+            raise ConfigError(f"{problem} {name!r}.", rule=rule, remedy=suggest_similar_names(name, names))
 
 
 def check_callable(name: str, value: object, rule: str) -> None:
@@ -203,10 +209,10 @@ OLDEST_RELEASES = {"accelerate": "1.12", "lightning": "2.5", "peft": "0.18", "tr
 """Oldest supported releases of the libraries of ``shardformer.integrations``, as in pyproject.toml."""
 
 
-def check_library_version(library: str, installed: str) -> None:
+def check_minimum_library_version(library: str, installed: str) -> None:
     """Raise ConfigError if the installed release of a library is older than the oldest supported one.
 
-    >>> check_library_version("trl", "1.15")
+    >>> check_minimum_library_version("trl", "1.15")
     Traceback (most recent call last):
     shardformer.errors.ConfigError: trl 1.15 is installed, but ShardFormer needs trl 1.16 or newer. Run pip ...
     """
@@ -223,12 +229,12 @@ def _get_argument_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def get_first_line(error: BaseException) -> str:
+def get_first_message_line(error: BaseException) -> str:
     """Return the first line of an exception's message, without its full stop."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
+def suggest_similar_names(name: object, known: Iterable[str]) -> str:
     """Return a suggestion such as ``Did you mean 'tensor'?``, or the known names if none of them is similar."""
     names, text = sorted(set(known)), str(name)
     same = [n for n in names if n.lower() == text.lower()]
@@ -267,13 +273,15 @@ def _ensure_full_stop(part: str) -> str:
     return part if part.endswith((".", "\n", "!", "?")) else f"{part}."
 
 
-def import_optional(module: str, feature: str, extra: str, instead: str = "", library: str | None = None) -> Any:
+def import_optional_module(
+    module: str, feature: str, extra: str, alternative: str = "", library: str | None = None
+) -> Any:
     """Import a module of an optional dependency. Raises ConfigError if the dependency is not installed.
 
     Args:
         feature: what needs the library.
         extra: the extra of this package that installs it.
-        instead: what to do instead of installing it, as an infinitive.
+        alternative: what to do instead of installing it, as an infinitive.
         library: name of the library, if it is not the first part of ``module``.
     """
     try:
@@ -282,7 +290,7 @@ def import_optional(module: str, feature: str, extra: str, instead: str = "", li
     except ImportError as error:
         raise ConfigError(
             f"{feature} requires {library or module.partition('.')[0]}, which is not installed.",
-            remedy=f"Run pip install 'shardformer[{extra}]'" + (f", or {instead}" if instead else ""),
+            remedy=f"Run pip install 'shardformer[{extra}]'" + (f", or {alternative}" if alternative else ""),
         ) from error
 
 

@@ -119,10 +119,12 @@ def register_forward_hooks(
     for hooks, reverse in ((module._forward_pre_hooks, False), (module._forward_hooks, True)):
         if len(hooks) > 1:
             _sort_own_hooks(hooks, positions, reverse=reverse)
-    return partial(_remove, handles, positions)  # no reference to the module, which a feature may keep alive
+    return partial(
+        _remove_hook_handles, handles, positions
+    )  # no reference to the module, which a feature may keep alive
 
 
-def _remove(handles: list[RemovableHandle], positions: Positions) -> None:
+def _remove_hook_handles(handles: list[RemovableHandle], positions: Positions) -> None:
     for handle in handles:
         handle.remove()
         positions.pop(handle.id, None)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardformer.errors import PolicyError, did_you_mean
+from shardformer.errors import PolicyError, suggest_similar_names
 
 LIBRARIES = ("torch", "transformers", "timm", "shardformer")
 """Libraries whose modules are known: their dropout is a module, ``drop_prob`` or a config field."""
@@ -133,5 +133,5 @@ def get_num_features(module: nn.Module, *, out: bool) -> int:
 def make_module_not_found_error(where: str, name: str, module: nn.Module, hint: str = OPTIONAL_HINT) -> PolicyError:
     return PolicyError(
         f"The model has no module {join_path(where, name)!r}.",
-        remedy=did_you_mean(name, [n for n, _ in module.named_modules() if n]) + hint,
+        remedy=suggest_similar_names(name, [n for n, _ in module.named_modules() if n]) + hint,
     )

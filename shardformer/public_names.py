@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from shardformer.errors import ConfigError, did_you_mean
+from shardformer.errors import ConfigError, suggest_similar_names
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -67,10 +67,10 @@ def _suggest_public_names(
         spec = find_spec(full_name)
         if spec and spec.origin and name in _parse_lazy_imports(Path(spec.origin).read_text(encoding="utf-8")):
             return f"Use {full_name}.{name}"
-    return did_you_mean(name, [*public_names, *renamed])
+    return suggest_similar_names(name, [*public_names, *renamed])
 
 
-def renamed_arguments(
+def deprecate_renamed_arguments(
     names: Mapping[str, str],
     values: Mapping[str, Mapping[Any, str]] | None = None,
     attributes: Mapping[str, str] | None = None,
@@ -104,7 +104,7 @@ def renamed_arguments(
     return decorate
 
 
-def renamed_parameters(names: Mapping[str, str], earlier_order: Sequence[str] = ()) -> Callable[[F], F]:
+def deprecate_renamed_parameters(names: Mapping[str, str], earlier_order: Sequence[str] = ()) -> Callable[[F], F]:
     """Return a function decorator that accepts deprecated names and orders of arguments, with a DeprecationWarning.
 
     Args:

@@ -59,14 +59,14 @@ def seed_random(seed: int, *, cuda: bool = True) -> None:
     random.seed(seed)
 
 
-def hash_seed(*seed_parts: object) -> int:
+def hash_to_seed(*seed_parts: object) -> int:
     """Compute a seed from numbers and strings. The seed is the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(seed_parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def seed_generators(*seed_parts: object) -> None:
     """Seed the random number generators on the CPU with a hash of the arguments."""
-    seed_random(hash_seed(*seed_parts), cuda=False)
+    seed_random(hash_to_seed(*seed_parts), cuda=False)
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def restore_random_state_on_error(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def fixed_seed(seed: int) -> Iterator[None]:
+def temporarily_set_seed(seed: int) -> Iterator[None]:
     """Seed the random number generators on the CPU, and restore their states at the end of the ``with`` block."""
     with fork_random_state():
         seed_random(seed, cuda=False)
@@ -99,7 +99,7 @@ def fixed_seed(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def restore_cpu_generators() -> Iterator[None]:
+def preserve_cpu_random_states() -> Iterator[None]:
     """Restore the random states of the CPU at the end of the ``with`` block, except in a DataLoader worker.
 
     A DataLoader worker uses random numbers only for samples. A lock that another thread of its parent held during the
@@ -115,7 +115,7 @@ def restore_cpu_generators() -> Iterator[None]:
 @contextmanager
 def temporarily_seed_generators(*seed_parts: object) -> Iterator[None]:
     """Seed the CPU's random generators with a hash of the arguments, and restore them after the ``with`` block."""
-    with restore_cpu_generators():
+    with preserve_cpu_random_states():
         seed_generators(*seed_parts)
         yield
 
@@ -176,7 +176,7 @@ class LocalRandomState:
         self.is_in_graph = False  # whether the layers of the model are compiled with their random state
         self._outer: list[tuple[torch.Generator, Tensor]] = []
 
-    def enter(self, x: Tensor, training: bool = True) -> None:
+    def enter_local_state(self, x: Tensor, training: bool = True) -> None:
         if not (self.is_enabled and training):
             return
         if self.is_in_graph and torch.compiler.is_compiling():
@@ -189,7 +189,7 @@ class LocalRandomState:
         for g, _ in self._outer:
             g.manual_seed(derive_local_seed(int(tolist_or_ones(seed)), rank))
 
-    def leave(self) -> None:
+    def leave_local_state(self) -> None:
         if self.is_in_graph and torch.compiler.is_compiling():
             torch.ops.shardformer.leave_random_state()
             return
@@ -218,7 +218,7 @@ class LocalRandomState:
                 generator.set_state(state)
 
 
-class ContinuedRandomState:
+class ResumableRandomState:
     """Separate random state that is used in ``with`` blocks, and that continues from one block to the next."""
 
     def __init__(self, *seed_parts: object) -> None:
@@ -227,7 +227,7 @@ class ContinuedRandomState:
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        with restore_cpu_generators():
+        with preserve_cpu_random_states():
             if self._states is None:
                 seed_generators(*self._seed_parts)
             else:
@@ -243,13 +243,13 @@ class SharedEpochRandomness:
 
     def __init__(self, source: Any, epoch: int, seed: int) -> None:
         parts = {id(p): p for p in (source, *(getattr(source, name, None) for name in ("sampler", "dataset")))}
-        self._own = ContinuedRandomState(seed, epoch, "sampler")
+        self._own = ResumableRandomState(seed, epoch, "sampler")
         self._generators: list[tuple[Any, torch.Generator]] = []
         for i, part in enumerate(parts.values()):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
             if isinstance(getattr(part, "generator", None), torch.Generator):
-                own = torch.Generator().manual_seed(hash_seed(seed, epoch, "sampler", i))
+                own = torch.Generator().manual_seed(hash_to_seed(seed, epoch, "sampler", i))
                 self._generators.append((part, own))
 
     @contextmanager

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, Unpack, cast
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collective_call import collective_call
+from shardformer.comm.collective_call import run_and_compare_across_ranks
 from shardformer.config import ShardConfig, ShardOptions
 from shardformer.consistency.initial_weights import check_same_weight_files
 from shardformer.context_parallel.method import choose_ring_sizes, is_explicit_method
@@ -25,23 +25,23 @@ from shardformer.discovery.derive_policy import (
 )
 from shardformer.discovery.user_policy_validation import check_registered_policy, validate_user_policy
 from shardformer.discovery.validation import validate_context_parallel, validate_tensor_grid
-from shardformer.errors import ConfigError, PolicyError, get_first_line
-from shardformer.integrations.peft import PEFT_ENTRY_POINTS, has_adapters, shard_with_adapters
+from shardformer.errors import ConfigError, PolicyError, get_first_message_line
+from shardformer.integrations.peft import PEFT_ENTRY_POINTS, has_adapters, shard_model_with_adapters
 from shardformer.layout.packed_weights import find_packed_weights
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.layer_sequence import make_no_layers_error, measure_layer_costs
 from shardformer.policies.policy import EmptyPolicy, Policy
 from shardformer.policies.registry import find_registered_policy, has_user_policy
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.public_names import renamed_parameters
+from shardformer.public_names import deprecate_renamed_parameters
 from shardformer.random_state import fork_random_state
-from shardformer.sharding.apply import ResolvedPolicy, Sharder, bind_policy_and_plan
+from shardformer.sharding.apply import ResolvedPolicy, Sharder, create_resolved_policy
 from shardformer.sharding.checks import check_can_be_sharded, check_no_integer_weights, runs_user_code
 from shardformer.sharding.compiled_layers import compile_model
 from shardformer.sharding.describe import sharded_extra_repr
 from shardformer.sharding.plan import ShardingPlan
-from shardformer.tensor_parallel.quantized_linear import replace_with_plain_linears
-from shardformer.torch_compat import unwrap_compiled, without_fake_tensors
+from shardformer.tensor_parallel.quantized_linear import temporarily_use_plain_linears
+from shardformer.torch_compat import unwrap_compiled_module, without_fake_tensors
 from shardformer.torch_patches import call_after_import
 from shardformer.weights.save_pretrained import (
     num_parameters,
@@ -58,12 +58,12 @@ Example = Callable[[], Mapping[str, Any] | None]
 """Function that returns a small batch, identical on all ranks, or None."""
 
 
-def shard_in_place(
+def shard_model_in_place(
     model: nn.Module,
     config: ShardConfig,
     policy: Policy | type[Policy] | None = None,
-    finish: Callable[[nn.Module], object] = lambda _: None,
-    example: Example = lambda: None,
+    on_sharded: Callable[[nn.Module], object] = lambda _: None,
+    get_example_batch: Example = lambda: None,
 ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
     """Shard a model in place with its policy, which is validated first.
 
@@ -73,8 +73,8 @@ def shard_in_place(
     Args:
         model: the plain model, identical on every rank. If weights differ, rank 0's are used.
         policy: your policy, as an instance or a class. None uses the registered or derived policy.
-        finish: called with the sharded model. If it raises, the model is restored.
-        example: returns a small batch, to derive a policy for a model whose inputs cannot be generated.
+        on_sharded: called with the sharded model. If it raises, the model is restored.
+        get_example_batch: returns a small batch, to derive a policy for a model whose inputs cannot be generated.
 
     Returns:
         The sharded model, and the parameters that several pipeline stages share (see ``Sharder.shard``).
@@ -82,11 +82,11 @@ def shard_in_place(
     Raises:
         ShardFormerError: on every rank, if the model cannot be sharded. The model is unchanged.
     """
-    model, compiler = unwrap_compiled(model)
-    shard = partial(_shard_without_adapters, config=config, policy=policy, example=example, compiler=compiler)
+    model, compiler = unwrap_compiled_module(model)
+    shard = partial(_shard_without_adapters, config=config, policy=policy, example=get_example_batch, compiler=compiler)
     if "peft" in sys.modules and has_adapters(model):
-        return shard_with_adapters(model, shard, finish)
-    return shard(model, finish=finish)
+        return shard_model_with_adapters(model, shard, on_sharded)
+    return shard(model, finish=on_sharded)
 
 
 def _shard_without_adapters(
@@ -103,16 +103,16 @@ def _shard_without_adapters(
     def plan() -> ShardingPlan:
         check_can_be_sharded(model)
         check_no_integer_weights(model, sharder.context.sizes)
-        with replace_with_plain_linears(model) if find_packed_weights(model) else nullcontext():
+        with temporarily_use_plain_linears(model) if find_packed_weights(model) else nullcontext():
             resolved = _find_and_bind_policy(sharder, policy, example)
             if resolved.source != NO_POLICY:
                 _validate_layout(sharder, resolved, is_user_policy=policy is not None or has_user_policy(model))
-        return sharder.plan(resolved)
+        return sharder.complete_and_check_plan(resolved)
 
     with sharder.restore_model_on_error():
         explain = partial(check_same_weight_files, model, sharder.context)
         shared_params = sharder.shard(
-            collective_call(sharder.context, plan, sharder.describe_for_comparison, explain=explain)
+            run_and_compare_across_ranks(sharder.context, plan, sharder.describe_for_comparison, explain=explain)
         )
         _install_method_overrides(sharder.model)
         call_after_import(*PEFT_ENTRY_POINTS)
@@ -149,7 +149,9 @@ def _install_method_overrides(model: nn.Module) -> None:
 NO_POLICY, DERIVED = "no policy", "a derived and validated policy"
 
 
-def _find_and_bind_policy(sharder: Sharder, policy: Policy | type[Policy] | None, example: Example) -> ResolvedPolicy:
+def _find_and_bind_policy(
+    sharder: Sharder, policy: Policy | type[Policy] | None, get_example_batch: Example
+) -> ResolvedPolicy:
     """Find the policy of a model, and create the plan to shard the model with it.
 
     Returns a policy without rules if none is found and only data parallelism is used.
@@ -158,14 +160,14 @@ def _find_and_bind_policy(sharder: Sharder, policy: Policy | type[Policy] | None
     is_needed = sharder.needs_policy or policy is not None
     try:
         size = sharder.context.tensor.size
-        batch = example if is_needed else lambda: None
-        found = resolve_policy(sharder.model, policy, tensor=size, may_run_copy=is_needed, example=batch)
-        return bind_policy_and_plan(sharder, *found, applies_rules=applies_rules)
+        batch = get_example_batch if is_needed else lambda: None
+        found = resolve_policy(sharder.model, policy, tensor_size=size, may_run_copy=is_needed, get_example_batch=batch)
+        return create_resolved_policy(sharder, *found, applies_rules=applies_rules)
     except Exception as error:  # a family's policy can fail in any way on a model that the user changed
         if is_needed:
             raise
-        notes = [f"The model has no policy. Data parallelism needs none. {get_first_line(error)}"]
-        return bind_policy_and_plan(sharder, EmptyPolicy(), NO_POLICY, notes=notes)
+        notes = [f"The model has no policy. Data parallelism needs none. {get_first_message_line(error)}"]
+        return create_resolved_policy(sharder, EmptyPolicy(), NO_POLICY, notes=notes)
 
 
 def _validate_layout(sharder: Sharder, resolved: ResolvedPolicy, *, is_user_policy: bool) -> None:
@@ -223,7 +225,7 @@ class ModelSharder:
 
     def shard(self) -> list[dict[int, Tensor]]:
         """Shard the model, and return the parameters that several pipeline stages share (see ``Sharder.shard``)."""
-        self.model, shared_params = shard_in_place(self.model, self.shard_config, self._policy)
+        self.model, shared_params = shard_model_in_place(self.model, self.shard_config, self._policy)
         return shared_params
 
 
@@ -270,7 +272,7 @@ class ShardFormer:
             ShardFormerError: on every rank, if the model cannot be sharded. The model is unchanged.
             LaunchError: if no launcher started this process.
         """
-        return ShardedModel(shard_in_place(model, self.shard_config, policy))
+        return ShardedModel(shard_model_in_place(model, self.shard_config, policy))
 
 
 def shard_model(
@@ -311,11 +313,11 @@ def shard_model(
             f"shard_model received both config and {', '.join(options) or 'context'}.",
             remedy="Pass all options in the ShardConfig, or omit config.",
         )
-    config = config or ShardConfig.of({"context": context, **options})
-    return cast(M, shard_in_place(model, _require_shard_config(config), policy)[0])
+    config = config or ShardConfig.from_options({"context": context, **options})
+    return cast(M, shard_model_in_place(model, _require_shard_config(config), policy)[0])
 
 
-@renamed_parameters({"rounds": "repeats"})
+@deprecate_renamed_parameters({"rounds": "repeats"})
 def measure_pipeline_costs(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -335,7 +337,7 @@ def measure_pipeline_costs(
         policy: your policy. None uses the registered or derived policy.
         repeats: number of timed forward passes.
     """
-    chosen, _ = resolve_policy(model, policy, tensor=1)
+    chosen, _ = resolve_policy(model, policy, tensor_size=1)
     chosen.set_model(model)
     chosen.set_shard_config(ShardConfig(context=ParallelContext.from_group(Axis("tensor"))))
     chain = chosen.layer_sequence()
@@ -355,16 +357,16 @@ def resolve_policy(
     model: nn.Module,
     policy: Policy | type[Policy] | None,
     *,
-    tensor: int | None = None,
+    tensor_size: int | None = None,
     may_run_copy: bool = False,
-    example: Example = lambda: None,
+    get_example_batch: Example = lambda: None,
 ) -> tuple[Policy, str]:
     """Find the policy to shard a model with. Return the policy and a description of its origin.
 
     Args:
-        tensor: the tensor parallel size, if known. With size 1 every model has a policy.
+        tensor_size: the tensor parallel size, if known. With size 1 every model has a policy.
         may_run_copy: whether the layers of a user-defined module may be found by running a copy of it.
-        example: returns a small batch, which is used if the model cannot be run with generated inputs.
+        get_example_batch: returns a small batch, which is used if the model cannot be run with generated inputs.
 
     Raises PolicyError for a model of an unknown family.
     """
@@ -380,38 +382,38 @@ def resolve_policy(
         chosen.find_submodel_policy = _find_submodel_policy
         is_derived = isinstance(chosen, DerivedPolicy)
         return chosen, DERIVED if is_derived else f"the user's policy {type(chosen).__name__}"
-    if (known := find_registered_policy(model)) is not None and not _is_only_for_submodel(model, known[0]):
+    if (known := find_registered_policy(model)) is not None and not _fits_only_submodel(model, known[0]):
         known[0].find_submodel_policy = _find_submodel_policy
-        if tensor not in (None, 1) and not has_user_policy(model) and runs_user_code(model, known[0]):
+        if tensor_size not in (None, 1) and not has_user_policy(model) and runs_user_code(model, known[0]):
             check_registered_policy(model, known[0])
         return known
     try:
         with without_fake_tensors():  # the policy is derived on a reduced model
-            derived = _derive_policy(model, example)
-        if tensor == 1 and derived.no_pipeline:
+            derived = _derive_policy(model, get_example_batch)
+        if tensor_size == 1 and derived.no_pipeline:
             stacks_only = derive_layer_stacks(model)
             derived = stacks_only if stacks_only.stack and not stacks_only.no_pipeline else derived
         return derived, DERIVED
     except PolicyError as error:
-        if tensor == 1:
+        if tensor_size == 1:
             return derive_layer_stacks(model, allow_copy=may_run_copy), "the order of its layers"
         problem = error
-    raise make_no_policy_error(model, problem, tensor)
+    raise make_no_policy_error(model, problem, tensor_size)
 
 
-def _derive_policy(model: nn.Module, example: Example) -> RolePolicy:
+def _derive_policy(model: nn.Module, get_example_batch: Example) -> RolePolicy:
     try:
         return derive_policy(model)
     except NothingShardedError:
         raise
     except PolicyError:
-        batch = example()
+        batch = get_example_batch()
         if batch is None:
             raise
         return derive_policy(model, batch)
 
 
-def _is_only_for_submodel(model: nn.Module, policy: Policy) -> bool:
+def _fits_only_submodel(model: nn.Module, policy: Policy) -> bool:
     """Return whether a policy fits only a transformers model inside ``model``, and not ``model`` itself."""
     config, library = getattr(model, "config", None), type(model).__module__.partition(".")[0]
     has_submodel = any(module is not model and getattr(module, "config", None) is config for module in model.modules())

@@ -75,7 +75,7 @@ push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
-def top_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+def get_innermost_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """Return the (pack, unpack) functions of the innermost ``saved_tensors_hooks`` context, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
@@ -131,7 +131,9 @@ def call_with_state_dict_hooks(optimizer: Any, make_state_dict: Callable[[], dic
     return found
 
 
-def call_with_load_hooks(optimizer: Any, state_dict: dict[str, Any], load_fn: Callable[[dict[str, Any]], None]) -> None:
+def call_with_load_state_dict_hooks(
+    optimizer: Any, state_dict: dict[str, Any], load_fn: Callable[[dict[str, Any]], None]
+) -> None:
     """Load a state dict with ``load_fn``, and run an optimizer's ``load_state_dict`` hooks before and after it."""
     for hook in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):
         other = hook(optimizer, state_dict)
@@ -141,7 +143,7 @@ def call_with_load_hooks(optimizer: Any, state_dict: dict[str, Any], load_fn: Ca
         hook(optimizer)
 
 
-def get_wrapped_module_attribute(module: nn.Module) -> str | None:
+def get_wrapped_module_attribute_name(module: nn.Module) -> str | None:
     """Return the name of the attribute in which a torch wrapper stores its module, or None for any other module.
 
     The wrappers are those of activation checkpointing, activation offload and ``torch.compile``. Their classes are
@@ -159,7 +161,7 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
     return _is_instance_of_loaded_class(module, "torch._dynamo.eval_frame", "OptimizedModule")
 
 
-def unwrap_compiled(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
+def unwrap_compiled_module(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
     """Return the module inside a wrapper of ``torch.compile(module)``, and the arguments of ``torch.compile``.
 
     The arguments are those of ``module.compile()``: the backend, which includes the mode and the options, and
@@ -187,7 +189,7 @@ def is_compiled(module: nn.Module) -> bool:
     return is_compiled_in_place(module) or is_compiled_wrapper(module)
 
 
-def count_started_collectives() -> dict[str, int]:
+def count_collectives_by_group() -> dict[str, int]:
     """Return how many collectives this process has started on each gloo process group, by the name of the group.
 
     Only gloo counts all collectives. Point-to-point messages are not counted.
@@ -283,16 +285,16 @@ def get_gradient_shape(edge: GradientEdge) -> tuple[int, ...]:
     return tuple(node._input_metadata[edge.output_nr].shape)
 
 
-def copy_sequence_number(node: Node, other: Node) -> None:
+def copy_sequence_number(target_node: Node, source_node: Node) -> None:
     """Make an autograd node run at the same position in the backward pass as another node."""
-    node._set_sequence_nr(other._sequence_nr())
+    target_node._set_sequence_nr(source_node._sequence_nr())
 
 
 def as_tuple(value: Any) -> Any:
     return value if isinstance(value, tuple | list) else (value,)
 
 
-def get_autograd_function(node: Node) -> Any:
+def get_autograd_function_class(node: Node) -> Any:
     """Return the ``torch.autograd.Function`` that created an autograd node, or None for a built-in operation."""
     return getattr(node, "_forward_cls", None)
 
@@ -320,12 +322,12 @@ def release_saved_tensors(nodes: Iterable[Node]) -> None:
     for node in nodes:
         for saved in iter_saved_tensors(node):
             try:
-                saved.register_hooks(lambda _: None, raise_released_error)
+                saved.register_hooks(lambda _: None, raise_saved_tensors_freed_error)
             except RuntimeError:  # no tensor is saved, or a hook has packed it
                 pass
 
 
-def raise_released_error(_: object) -> Tensor:
+def raise_saved_tensors_freed_error(_: object) -> Tensor:
     raise RuntimeError("Trying to backward through a graph whose saved tensors run_input_backward has already freed.")
 
 
@@ -343,7 +345,7 @@ def get_recompile_limit_error_class() -> type[Exception]:
     return FailOnRecompileLimitHit
 
 
-def get_backend_compiler(
+def resolve_compile_backend(
     backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
 ) -> Callable[..., Any]:
     """Return the function with which a backend of ``torch.compile`` compiles a graph. Raises for an unknown backend."""
@@ -356,7 +358,7 @@ def get_backend_compiler(
     return backend
 
 
-def get_backend_name(backend: str | Callable[..., Any]) -> str:
+def get_compile_backend_name(backend: str | Callable[..., Any]) -> str:
     """Return the name of a backend of ``torch.compile``, which may be a name or a function."""
     if isinstance(backend, str):
         return backend

@@ -54,12 +54,12 @@ def installed() -> tuple[Patch, ...]:
         return tuple(_INSTALLED)
 
 
-def install(patch: Patch, apply: Apply) -> None:
+def install_patch(patch: Patch, apply: Apply) -> None:
     """Install a patch in this process, unless it is already installed."""
-    install_all({patch: apply})
+    install_patches({patch: apply})
 
 
-def install_all(patches: Mapping[Patch, Apply]) -> None:
+def install_patches(patches: Mapping[Patch, Apply]) -> None:
     """Install all patches that are not yet installed in this process."""
     with _LOCK:
         for patch, apply in patches.items():
@@ -85,7 +85,7 @@ def uninstall() -> None:
 def temporary_patch(patch: Patch, apply: Apply) -> Iterator[None]:
     """Install a patch for the duration of a ``with`` block. Threads share the patch, and the last block removes it."""
     with _LOCK:
-        install(patch, apply)
+        install_patch(patch, apply)
         _BLOCKS[patch] = _BLOCKS.get(patch, 0) + 1
     try:
         yield
@@ -97,13 +97,13 @@ def temporary_patch(patch: Patch, apply: Apply) -> Iterator[None]:
                 _INSTALLED.pop(patch)()
 
 
-def replace_attribute(owner: Any, name: str, new: Any) -> Undo:
+def replace_attribute(owner: Any, name: str, new_value: Any) -> Undo:
     """Replace an attribute of a module or class, and return a function that restores the original."""
     original = getattr(owner, name)
-    setattr(owner, name, new)
+    setattr(owner, name, new_value)
 
     def undo() -> None:
-        if getattr(owner, name) is not new:
+        if getattr(owner, name) is not new_value:
             where = f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
             raise ConfigError(
                 f"{where} cannot be restored, because another library has patched it later: {getattr(owner, name)!r}.",
@@ -114,7 +114,7 @@ def replace_attribute(owner: Any, name: str, new: Any) -> Undo:
     return undo
 
 
-class ImportFinder(MetaPathFinder):
+class PostImportHook(MetaPathFinder):
     """Import hook for ``sys.meta_path`` that calls a function after the import of a module.
 
     Args:
@@ -145,23 +145,23 @@ class ImportFinder(MetaPathFinder):
         return spec
 
 
-def call_after_import(name: str, patch: Patch, callback: Callable[[], object]) -> None:
+def call_after_import(module_name: str, patch: Patch, callback: Callable[[], object]) -> None:
     """Call a function after the import of a module, or immediately if the module is already imported.
 
     Args:
-        name: the module.
+        module_name: the module.
         patch: description of the entry that ``sys.meta_path`` gets in the second case.
     """
-    if name in sys.modules:
+    if module_name in sys.modules:
         callback()
         return
 
     def apply() -> Undo:
-        finder = ImportFinder(name, callback)
+        finder = PostImportHook(module_name, callback)
         sys.meta_path.insert(0, finder)
         return lambda: sys.meta_path.remove(finder)
 
-    install(patch, apply)
+    install_patch(patch, apply)
 
 
 def replace_decorated_function(

@@ -18,7 +18,7 @@ from typing import Any, Unpack, get_args, get_origin
 import torch
 from torch import Tensor, nn
 
-from shardformer.torch_patches import Patch, chain_undo_functions, install, replace_attribute
+from shardformer.torch_patches import Patch, chain_undo_functions, install_patch, replace_attribute
 
 
 def load_transformers() -> Any:
@@ -74,7 +74,7 @@ def _disable_auto_docstring() -> None:
     utils = importlib.import_module("transformers.utils")
     importlib.import_module("transformers.utils.auto_docstring")
     modules = utils, sys.modules["transformers.utils.auto_docstring"]  # utils has the function of that name
-    install(
+    install_patch(
         DOCSTRING_PATCH,
         lambda: chain_undo_functions(*(replace_attribute(m, "auto_docstring", _skip_docstring) for m in modules)),
     )
@@ -85,7 +85,7 @@ def _skip_docstring(decorated: Any = None, **options: Any) -> Any:
     return (lambda later: later) if decorated is None else decorated
 
 
-def is_cache(value: Any) -> bool:
+def is_kv_cache(value: Any) -> bool:
     """Return whether an argument or output of a model is a key-value cache.
 
     A cache is a transformers ``Cache``, an object with its methods, or, in older models, one tuple of tensors per
@@ -103,7 +103,7 @@ def _is_tuple_of_tensors(layer: tuple[Any, ...]) -> bool:
 
 def find_kv_caches(values: Iterable[Any]) -> list[Any]:
     """Return all arguments of a forward pass that are key-value caches."""
-    return [value for value in values if is_cache(value)]
+    return [value for value in values if is_kv_cache(value)]
 
 
 def has_cached_tokens(cache: Any) -> bool:
@@ -134,7 +134,7 @@ def get_forward_argument_names(model: nn.Module) -> frozenset[str]:
     return frozenset(inspect.signature(model.forward).parameters)
 
 
-def get_accepted_keywords(model: nn.Module) -> frozenset[str] | None:
+def get_accepted_forward_keywords(model: nn.Module) -> frozenset[str] | None:
     """Return the names of all keyword arguments that a model's ``forward`` accepts, or None if it accepts any name.
 
     transformers declares the content of ``**kwargs`` by a ``TypedDict``. Wrappers such as adapters accept the arguments
@@ -152,7 +152,7 @@ def get_accepted_keywords(model: nn.Module) -> frozenset[str] | None:
             takes_more = True
     unwrap: Any = getattr(model, "get_base_model", None)
     inner = unwrap() if takes_more and unwrap is not None else None
-    known = get_accepted_keywords(inner) if isinstance(inner, nn.Module) and inner is not model else None
+    known = get_accepted_forward_keywords(inner) if isinstance(inner, nn.Module) and inner is not model else None
     if takes_more and known is None:
         return None
     return frozenset(named | (known or frozenset()))
@@ -160,7 +160,7 @@ def get_accepted_keywords(model: nn.Module) -> frozenset[str] | None:
 
 def filter_forward_arguments(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Return the entries of a batch that a model's ``forward`` accepts as keyword arguments."""
-    names = get_accepted_keywords(model)
+    names = get_accepted_forward_keywords(model)
     return {name: value for name, value in batch.items() if names is None or name in names}
 
 
@@ -190,38 +190,41 @@ def prepare_batch_without_cache(batch: Mapping[str, Any], model: nn.Module, *, i
     return new
 
 
-def remove_kv_caches(output: Any, arguments: Collection[str]) -> Any:
+def remove_kv_caches(output: Any, argument_names: Collection[str]) -> Any:
     """Return a copy of a model's output without key-value caches, or None if the output has no cache.
 
     Args:
         output: the output of the forward pass.
-        arguments: names of the forward pass's arguments. A field with one of these names that is not a single tensor
-            (``mems``, ``state``) is passed to a later forward pass, and is removed as well.
+        argument_names: names of the forward pass's arguments. A field with one of these names that is not a single
+            tensor (``mems``, ``state``) is passed to a later forward pass, and is removed as well.
     """
     if not isinstance(output, Mapping):
         return None
     kept = {
         name: value
         for name, value in output.items()
-        if not is_cache(value) and (name not in arguments or isinstance(value, Tensor))
+        if not is_kv_cache(value) and (name not in argument_names or isinstance(value, Tensor))
     }
     make: Any = type(output)
     return None if len(kept) == len(output) else make(**kept)
 
 
-def synchronize_generation(model: nn.Module, begin: Callable[[], None], any_rank: Callable[[bool], bool]) -> None:
+def synchronize_generation(
+    model: nn.Module, before_generate: Callable[[], None], is_true_on_any_rank: Callable[[bool], bool]
+) -> None:
     """Make a model's ``generate`` method continue on every rank until the sequences of all ranks are finished.
 
     transformers has a mode for this (``synced_gpus``), in which a finished rank continues with forward passes whose
-    tokens are discarded. The mode checks all processes of torch.distributed. Here it calls ``any_rank`` instead.
+    tokens are discarded. The mode checks all processes of torch.distributed. Here it calls ``is_true_on_any_rank``
+    instead.
 
     Args:
-        begin: called before each ``generate``.
-        any_rank: (whether this rank has unfinished sequences) -> whether any rank has.
+        before_generate: called before each ``generate``.
+        is_true_on_any_rank: (whether this rank has unfinished sequences) -> whether any rank has.
     """
     for module in model.modules():
         if hasattr(type(module), "_has_unfinished_sequences"):  # a PEFT wrapper has the attributes of its model
-            module.__dict__[_DECODE_HOOKS] = begin, any_rank
+            module.__dict__[_DECODE_HOOKS] = before_generate, is_true_on_any_rank
             for name, method in (
                 ("generate", _generate_synchronized),
                 ("_has_unfinished_sequences", _has_unfinished_on_any_rank),
@@ -253,7 +256,7 @@ def find_embeddings(model: Any, kind: str) -> nn.Module | None:
     return found
 
 
-def get_uniform_field(config: Any, name: str) -> Any:
+def get_uniform_config_field(config: Any, name: str) -> Any:
     """Return the value of a config field, or None if the field is missing or its value differs between layers."""
     try:
         return getattr(config, name, None)

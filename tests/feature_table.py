@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from shardformer.errors import ConfigError, did_you_mean
+from shardformer.errors import ConfigError, suggest_similar_names
 
 PAGE = "docs/features.md"
 EMPTY, NOT_YET, NOT_RUN = "–", "not yet", "not run"
@@ -132,7 +132,7 @@ def case_of(item: pytest.Item) -> Case | None:
     if unknown or not columns:
         raise pytest.UsageError(
             f"{item.nodeid}: feature({', '.join(map(repr, unknown))}). The features are {', '.join(COLUMNS)}. "
-            + (did_you_mean(unknown[0], COLUMNS) if unknown else "Name one.")
+            + (suggest_similar_names(unknown[0], COLUMNS) if unknown else "Name one.")
         )
     if not isinstance(family, str):
         raise pytest.UsageError(

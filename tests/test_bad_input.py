@@ -33,7 +33,7 @@ from shardformer.policies.roles import MLP, LayerStack
 from shardformer.shard_model_api import ShardFormer, shard_model
 from shardformer.sharding import checks as agree
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
-from shardformer.verify.small_models import RandomBatches, SmallModel
+from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 from tests.policies.toy import ToyLM, ToyPolicy, toy_batch, toy_loss
 from tests.scripts import SHARDFORMER
 
@@ -126,12 +126,12 @@ def narrow() -> nn.Module:
 
 
 def one_head() -> nn.Module:
-    return SmallModel("gpt2", changes={"n_head": 1})()
+    return SmallModelFactory("gpt2", changes={"n_head": 1})()
 
 
 def meta() -> nn.Module:
     with torch.device("meta"):
-        return SmallModel("gpt2")()
+        return SmallModelFactory("gpt2")()
 
 
 def unknown() -> nn.Module:
@@ -577,8 +577,8 @@ def test_sharding_a_model_twice_raises(pool2: WorkerPool, wrap: bool, ranks: int
 
 def _use(how: str) -> Refusal:
     options: dict[str, Any] = SEQUENCE if how == "hidden states" else {}
-    model = shard_model(SmallModel("gpt2")(), **options)
-    batch: dict[str, Any] = RandomBatches("GPT2LMHeadModel")(0)
+    model = shard_model(SmallModelFactory("gpt2")(), **options)
+    batch: dict[str, Any] = RandomBatchFactory("GPT2LMHeadModel")(0)
     if how == "token":
         batch["input_ids"][1, 2] = 127
     elif how == "negative token":
@@ -588,9 +588,9 @@ def _use(how: str) -> Refusal:
     elif how == "negative label":
         batch["labels"][0, 4] = -2
     elif how == "different batches":
-        batch = RandomBatches("GPT2LMHeadModel")(dist.get_rank())
+        batch = RandomBatchFactory("GPT2LMHeadModel")(dist.get_rank())
     elif how == "different shapes":
-        batch = RandomBatches("GPT2LMHeadModel", sequence=13 + dist.get_rank())(0)
+        batch = RandomBatchFactory("GPT2LMHeadModel", sequence=13 + dist.get_rank())(0)
     elif how == "attentions":
         batch["output_attentions"] = True
     elif how == "hidden states":
@@ -624,11 +624,11 @@ def test_an_invalid_batch_or_call_raises(pool2: WorkerPool, how: str, kind: Any,
 
 
 def _after_a_bad_batch() -> tuple[float, float]:
-    plain = SmallModel("gpt2")()
-    model = SmallModel("gpt2")()
+    plain = SmallModelFactory("gpt2")()
+    model = SmallModelFactory("gpt2")()
     model.load_state_dict(plain.state_dict())
     shard_model(model)
-    batch = RandomBatches("GPT2LMHeadModel")(0)
+    batch = RandomBatchFactory("GPT2LMHeadModel")(0)
     bad = {**batch, "labels": batch["labels"].clone().fill_(500)}
     assert refusal_of(lambda: model(**bad)).kind == "InputError"
     return float(model(**batch).loss.detach()), float(plain(**batch).loss.detach())
@@ -644,12 +644,12 @@ DYING = """
     import torch
     from torch import nn
     import shardformer
-    from shardformer.verify.small_models import RandomBatches, SmallModel
+    from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 
     context = shardformer.launch_from_torch(tensor={tensor})
     torch.manual_seed(0)
-    model = shardformer.shard_model(SmallModel("gpt2")(), context=context)
-    batches = RandomBatches("GPT2LMHeadModel")
+    model = shardformer.shard_model(SmallModelFactory("gpt2")(), context=context)
+    batches = RandomBatchFactory("GPT2LMHeadModel")
     for step in range(1000):
         if step == 2 and int(os.environ["RANK"]) == 1:
             open(sys.argv[1], "w").write(str(time.time()))

@@ -24,7 +24,7 @@ from shardformer.errors import ConfigError
 from shardformer.layout.sharding_metadata import get_metadata
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.offload.host import OffloadConfig
-from shardformer.verify.small_models import SmallModel
+from shardformer.verify.small_models import SmallModelFactory
 from shardformer.verify.training_options import VerifyTraining
 from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 
@@ -155,7 +155,7 @@ def default_layouts() -> dict[str, dict[str, int]]:
     """Return the sizes of the axes above 1 for each entry point that creates a mesh."""
 
     def model() -> nn.Module:
-        return SmallModel("gpt2")()
+        return SmallModelFactory("gpt2")()
 
     def sizes(sharded: Any) -> dict[str, int]:
         return {name: n for name, n in get_metadata(sharded).context.sizes.items() if n > 1}

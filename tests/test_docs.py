@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.verify.small_models import RandomBatches, SmallModel
+from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 from tests.scripts import SHARDFORMER
 
 ROOT = Path(__file__).parents[1]
@@ -27,20 +27,20 @@ CONCEPTS = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
 def _run_block(source: str, folder: Path) -> float:
     import shardformer
 
-    sample = SmallModel("gpt2")
+    sample = SmallModelFactory("gpt2")
     torch.manual_seed(0)
     names: dict[str, Any] = {
         "model": sample(),
         "torch": torch,
         "shardformer": shardformer,
         "context": shardformer.launch_from_torch(),
-        "ids": RandomBatches(sample.head_class)(0)["input_ids"],
+        "ids": RandomBatchFactory(sample.head_class)(0)["input_ids"],
     }
     if ("describe" in source and "shard_model" not in source) or "Pipeline(" in source:
         names["model"] = shardformer.shard_model(names["model"])
     with chdir(folder):
         exec(compile(source, str(README), "exec"), names)
-    loss = names["model"](**RandomBatches(sample.head_class)(0)).loss
+    loss = names["model"](**RandomBatchFactory(sample.head_class)(0)).loss
     loss.backward()
     return float(loss.detach())
 
@@ -67,8 +67,12 @@ def test_the_block_of_the_first_api_runs(pool4: WorkerPool, tmp_path: Path) -> N
 def test_the_verify_block_runs() -> None:
     page = (ROOT / "docs" / "in-your-script.md").read_text(encoding="utf-8")
     (block,) = [b for b in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "verify(model_fn" in b]
-    sample = SmallModel("gpt2")
-    names: dict[str, Any] = {"__name__": "__main__", "model_fn": sample, "batch_fn": RandomBatches(sample.head_class)}
+    sample = SmallModelFactory("gpt2")
+    names: dict[str, Any] = {
+        "__name__": "__main__",
+        "model_fn": sample,
+        "batch_fn": RandomBatchFactory(sample.head_class),
+    }
     exec(compile(block, "in-your-script.md", "exec"), names)
     assert names["report"].passed
 

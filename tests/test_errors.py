@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardformer.errors import ConfigError, check_choice, check_int, did_you_mean
+from shardformer.errors import ConfigError, check_choice, check_int, suggest_similar_names
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from shardformer.errors import ConfigError, check_choice, check_int, did_you_mea
     ],
 )
 def test_only_similar_names_are_suggested(name: str, known: list[str], suggestion: str) -> None:
-    assert did_you_mean(name, known) == suggestion
+    assert suggest_similar_names(name, known) == suggestion
 
 
 @pytest.mark.parametrize(

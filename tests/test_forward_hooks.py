@@ -17,7 +17,7 @@ from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.forward_hooks import POSITIONS_ATTRIBUTE, HookOrder, register_forward_hooks
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import SmallModel
+from shardformer.verify.small_models import SmallModelFactory
 
 OUTSIDE = [order for order in HookOrder if order < HookOrder.CHECKS]
 
@@ -105,7 +105,7 @@ def installed_in(order: tuple[str, ...], context: ParallelContext, plain: nn.Mod
 
 
 def test_features_installed_in_any_order_train_identically() -> None:
-    plain = SmallModel("llama")()
+    plain = SmallModelFactory("llama")()
     ways = list(permutations(["stage 3", "offload", "recorder"]))
     runs = [
         run_as_threads(lambda context, way=way: installed_in(way, context, plain), data=2, in_turn=True) for way in ways

@@ -14,7 +14,7 @@ from torch import Tensor
 import shardformer
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "in-your-script.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -26,7 +26,7 @@ PLAIN_STATE = "weights = shardformer.full_state_dict(model)"
 
 def first(family: str) -> Any:
     torch.manual_seed(0)
-    return SmallModel(family)().train()
+    return SmallModelFactory(family)().train()
 
 
 def ran(piece: str, model: Any, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def ran(piece: str, model: Any, batches: list[dict[str, Tensor]]) -> dict[str, A
 
 
 def batches_of(rank: int = 0) -> list[dict[str, Tensor]]:
-    return [RandomBatches(DEFAULT_HEAD["llama"])(10 * step + rank) for step in range(4)]
+    return [RandomBatchFactory(DEFAULT_HEAD["llama"])(10 * step + rank) for step in range(4)]
 
 
 @pytest.mark.reduced(at_most=10)

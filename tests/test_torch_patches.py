@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 import shardformer
 from shardformer import torch_patches
-from shardformer.context_parallel.attention import register_context_attention
+from shardformer.context_parallel.attention import register_context_parallel_attention
 from shardformer.errors import ConfigError
 from shardformer.kernels.attention_registration import ATTENTION_NAME, attention, register_attention
 from shardformer.local_ranks.fake_rank import enable_fake_tensors
@@ -26,7 +26,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.torch_patches import Patch
 from shardformer.transformers_compat import DOCSTRING_PATCH
-from shardformer.verify.train_both import ForceFp64
+from shardformer.verify.train_both import ForceFp64Mode
 from tests.policies.toy import ToyLM, ToyPolicy
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reliability.md"
@@ -69,10 +69,10 @@ def install_all() -> set[Patch]:
     """Install every patch. Return them, and those that are installed for the duration of a block."""
     shard()
     register_attention(ATTENTION_NAME, attention, None)
-    register_context_attention()
+    register_context_parallel_attention()
     with LazyInit(), enable_fake_tensors():
         during = set(torch_patches.installed())
-    with ForceFp64():
+    with ForceFp64Mode():
         x = torch.ones(2, requires_grad=True)
         x.register_hook(lambda grad: during.update(torch_patches.installed()))
         x.sum().backward()
@@ -116,7 +116,7 @@ def test_the_documentation_lists_all_patches(nothing_installed: dict[str, Any]) 
 
 def test_later_patches_of_other_libraries_are_not_overwritten() -> None:
     library, patch = SimpleNamespace(function=max), Patch("library.function", "test", "a test")
-    torch_patches.install(patch, lambda: torch_patches.replace_attribute(library, "function", min))
+    torch_patches.install_patch(patch, lambda: torch_patches.replace_attribute(library, "function", min))
     library.function = sum
     with pytest.raises(
         ConfigError,
@@ -179,5 +179,5 @@ def test_a_function_is_called_after_the_import_of_a_module(tmp_path: Path, monke
     torch_patches.call_after_import("imported_later", patch, call)
     assert calls == [1, 1]
     torch_patches.uninstall()
-    assert not any(isinstance(finder, torch_patches.ImportFinder) for finder in sys.meta_path)
+    assert not any(isinstance(finder, torch_patches.PostImportHook) for finder in sys.meta_path)
     install_all()

@@ -24,14 +24,14 @@ from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.config import ShardConfig
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, get_metadata, shard_specs
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, get_metadata, get_shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.shard_model_api import shard_model
 from shardformer.tensor_parallel import region
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits
-from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatches, SmallModel
+from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatchFactory, SmallModelFactory
 from shardformer.weights.state_dict import full_state_dict
 from tests.ops import seeing_parts
 from tests.pairwise import pairwise
@@ -54,7 +54,7 @@ def gradients(model: nn.Module) -> Values:
     """Return the full gradients. Parameters without a gradient are omitted."""
     if not is_sharded(model):
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    axis, specs = get_metadata(model).context.tensor, shard_specs(model)
+    axis, specs = get_metadata(model).context.tensor, get_shard_specs(model)
     return {
         n: gather_full_tensor(p.grad, specs[n], lambda _: axis)
         for n, p in model.named_parameters()
@@ -80,7 +80,7 @@ def paused(model: nn.Module) -> Any:
 
 def loss_of(model: nn.Module, family: str, step: int = 0, sequence: int = 13) -> Tensor:
     """Return the mean loss over the data ranks' shards, or on a sharded model the loss of this rank's shard."""
-    batch = RandomBatches(LANGUAGE_MODEL[family], sequence=sequence)(step)
+    batch = RandomBatchFactory(LANGUAGE_MODEL[family], sequence=sequence)(step)
     if is_sharded(model):
         data = get_metadata(model).context.data
         each = len(batch["input_ids"]) // data.size
@@ -91,7 +91,7 @@ def loss_of(model: nn.Module, family: str, step: int = 0, sequence: int = 13) ->
 
 def build(family: str, **changes: Any) -> nn.Module:
     torch.manual_seed(0)
-    return SmallModel(family, changes=changes)().double().train()
+    return SmallModelFactory(family, changes=changes)().double().train()
 
 
 def side_by_side(
@@ -630,10 +630,10 @@ def test_autocast_halves_the_traffic_and_keeps_the_overlap(pool2: WorkerPool, mo
 
 # untied and with large weights, because a small tied model only repeats tokens
 GENERATING = {
-    "gpt2": SmallModel("gpt2", changes={"tie_word_embeddings": False, "initializer_range": 0.3}),
-    "llama": SmallModel("llama", changes={"initializer_range": 0.3}),
-    "t5": SmallModel("t5", changes={"tie_word_embeddings": False, "initializer_factor": 8.0}),
-    "bert": SmallModel("bert", "BertLMHeadModel", {"tie_word_embeddings": False, "initializer_range": 0.3}),
+    "gpt2": SmallModelFactory("gpt2", changes={"tie_word_embeddings": False, "initializer_range": 0.3}),
+    "llama": SmallModelFactory("llama", changes={"initializer_range": 0.3}),
+    "t5": SmallModelFactory("t5", changes={"tie_word_embeddings": False, "initializer_factor": 8.0}),
+    "bert": SmallModelFactory("bert", "BertLMHeadModel", {"tie_word_embeddings": False, "initializer_range": 0.3}),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -647,7 +647,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def to_generate(family: str) -> Any:
     sample = GENERATING[family]
     torch.manual_seed(0)
-    return SmallModel(sample.family, sample.head, {**sample.changes, **DROPOUT[family]})().double().eval()
+    return SmallModelFactory(sample.family, sample.head, {**sample.changes, **DROPOUT[family]})().double().eval()
 
 
 def generated(model: Any, length: int) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from shardformer.transformers_compat import (
     find_kv_caches,
     get_forward_argument_names,
     has_cached_tokens,
-    is_cache,
+    is_kv_cache,
     remove_kv_caches,
     synchronize_generation,
 )
@@ -44,13 +44,13 @@ def filled() -> DynamicCache:
 
 @pytest.mark.parametrize("value", [DynamicCache(), filled(), ((X, X), (X, X)), [(X, X, None)]])
 def test_caches_are_recognized_by_type(value: Any) -> None:
-    assert is_cache(value)
+    assert is_kv_cache(value)
     assert find_kv_caches([X, None, value, "eager", 3]) == [value]
 
 
 @pytest.mark.parametrize("value", [None, X, (X, X), [X], (), ((),), {"a": X}, "cache", (("a", "b"),), (X, (X, X))])
 def test_tensors_and_tuples_of_tensors_are_not_caches(value: Any) -> None:
-    assert not is_cache(value)
+    assert not is_kv_cache(value)
 
 
 def test_a_model_without_embeddings_has_none() -> None:

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
-from shardformer.layout.sharding_metadata import shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import ParallelContext
 
@@ -85,7 +85,7 @@ def start(args: argparse.Namespace) -> ParallelContext:
 def report(model: nn.Module, recorder: CollectiveRecorder, num_steps: int, context: ParallelContext) -> None:
     """Print the local number of parameters and the communication per step, on rank 0."""
     if context.tensor.rank == 0:
-        specs = shard_specs(model)
+        specs = get_shard_specs(model)
         whole = sum(prod(specs[name].shape) for name, _ in model.named_parameters())
         held = sum(param.numel() for param in model.parameters())
         rows = [("weights", f"{whole:,}"), ("on this rank", f"{held:,} ({held / whole:.0%})")]

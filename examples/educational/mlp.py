@@ -21,7 +21,7 @@ from torch.profiler import record_function
 
 from shardformer.comm.collectives import gather_full_tensor
 from shardformer.comm.recorder import CollectiveRecorder
-from shardformer.layout.sharding_metadata import shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 
@@ -70,7 +70,7 @@ def build(args: argparse.Namespace, context: ParallelContext) -> MLP:
 
 def train(model: MLP, x_BH: Tensor, context: ParallelContext) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    spec = shard_specs(model)["fc1.weight"]
+    spec = get_shard_specs(model)["fc1.weight"]
     for step in range(1, NUM_STEPS + 1):
         with record_function(f"step {step}"):
             loss = model(x_BH).sum()

@@ -51,7 +51,7 @@ class LocalChunk:
     def bounds(self) -> ChunkBounds:
         return self.start, tuple(self.values.shape)
 
-    def view(self, start: Offsets, size: Offsets) -> Tensor:
+    def get_subview(self, start: Offsets, size: Offsets) -> Tensor:
         """Return a view of a rectangular part of this chunk, which begins at the index ``start`` of the full tensor."""
         return self.values[tuple(slice(a - o, a - o + n) for a, o, n in zip(start, self.start, size, strict=True))]
 
@@ -94,7 +94,7 @@ class FlatRegion:
     @property
     def local_shape(self) -> Offsets:
         """Shape of this rank's shard of the full tensor, before ``flat_range`` is applied."""
-        return self.shape if self.spec is None else self.spec.local_shape(self.coords)
+        return self.shape if self.spec is None else self.spec.get_local_shape(self.coords)
 
     @property
     def numel(self) -> int:
@@ -104,15 +104,15 @@ class FlatRegion:
     def is_full(self) -> bool:
         return self.numel == prod(self.shape)
 
-    def allocate(self, dtype: torch.dtype) -> Tensor:
+    def allocate_buffer(self, dtype: torch.dtype) -> Tensor:
         """Allocate an uninitialized CPU tensor with as many elements as this region."""
         return torch.empty(self.local_shape if self.flat_range is None else self.numel, dtype=dtype)
 
-    def item(self, name: str, buffer: Tensor) -> TensorItem:
+    def make_tensor_item(self, name: str, buffer: Tensor) -> TensorItem:
         """Return a ``TensorItem`` whose chunks are views of ``buffer``, the buffer that holds this region."""
-        return TensorItem(name, self.shape, buffer.dtype, self.views(buffer))
+        return TensorItem(name, self.shape, buffer.dtype, self.split_into_chunks(buffer))
 
-    def views(self, buffer: Tensor) -> list[LocalChunk]:
+    def split_into_chunks(self, buffer: Tensor) -> list[LocalChunk]:
         """Split the buffer ``buffer``, which holds this region, into rectangular chunks of the full tensor."""
         origin = (0,) * len(self.shape)
         boxes = (Box(origin, origin, self.shape),) if self.spec is None else self.spec.boxes(self.coords)
@@ -125,7 +125,7 @@ class FlatRegion:
             for (start, size), flat in zip(bounds, values, strict=True):
                 if (common := intersect_chunks((box.local, box.size), (start, size))) is not None:
                     full = tuple(f + a - o for f, a, o in zip(box.full, common[0], box.local, strict=True))
-                    chunks.append(LocalChunk(full, LocalChunk(start, flat.view(size)).view(*common)))
+                    chunks.append(LocalChunk(full, LocalChunk(start, flat.view(size)).get_subview(*common)))
         return chunks
 
 

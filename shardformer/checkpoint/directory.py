@@ -23,12 +23,12 @@ from weakref import ref
 
 from torch import nn
 
-from shardformer.checkpoint.file_format import INDEX_FILE, CheckpointIndex, read_number_and_time
+from shardformer.checkpoint.file_format import INDEX_FILE, CheckpointIndex, read_save_number_and_time
 from shardformer.checkpoint.retention import (
     STEP_NAME,
     delete_hidden_folder,
     list_checkpoint_folders,
-    list_checkpoints,
+    list_checkpoints_with_save_times,
     move_user_files,
 )
 from shardformer.errors import ConfigError
@@ -38,10 +38,10 @@ from shardformer.filesystem.atomic_write import (
     make_temporary_path,
     move_into_place,
     parse_temporary_name,
-    remove,
-    replace_text,
+    remove_file_or_folder,
+    replace_text_atomically,
 )
-from shardformer.filesystem.lock import check_lock_is_held, hold
+from shardformer.filesystem.lock import acquire_folder_lock, check_folder_lock_is_held
 
 LATEST = "latest"
 SEEN_WITHIN_S = 15.0
@@ -61,18 +61,18 @@ def get_step_folder(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
-def make_hidden_path(root: Path, step: int) -> Path:
+def make_hidden_checkpoint_path(root: Path, step: int) -> Path:
     """Return a new hidden path at which a checkpoint is stored until it is complete."""
     return make_temporary_path(get_step_folder(root, step))
 
 
-def lock_directory(root: Path, step: int, owner: nn.Module) -> bool:
-    """Lock a checkpoint directory for the model ``owner``, and delete unfinished checkpoints of killed processes.
+def lock_checkpoint_directory(root: Path, step: int, model: nn.Module) -> bool:
+    """Lock a checkpoint directory for the model ``model``, and delete unfinished checkpoints of killed processes.
 
-    Called on the first rank before a save. The lock is released when ``owner`` is deleted.
+    Called on the first rank before a save. The lock is released when ``model`` is deleted.
 
     Returns:
-        True if the lock is new, False if ``owner`` already had it.
+        True if the lock is new, False if ``model`` already had it.
 
     Raises:
         OSError: the process cannot write to the directory.
@@ -91,12 +91,12 @@ def lock_directory(root: Path, step: int, owner: nn.Module) -> bool:
             rule="A save replaces only an older checkpoint of the same step.",
             remedy="Rename or delete it, or save into another directory.",
         )
-    if _is_saved_by_another_model(named, owner):
+    if _is_saved_by_another_model(named, model):
         raise ConfigError(
             f"Cannot replace the checkpoint {named}, because another model of this process saved it.",
             remedy="Save each model into its own directory.",
         )
-    is_new = hold(root, owner)
+    is_new = acquire_folder_lock(root, model)
     for path in root.glob(".*"):
         found = parse_temporary_name(path)
         if found is None or not (STEP_NAME.fullmatch(found.name) or found.name == LATEST):
@@ -104,10 +104,10 @@ def lock_directory(root: Path, step: int, owner: nn.Module) -> bool:
         if not (found.owner.is_dead or not found.owner.is_on_this_machine):
             continue  # in use by this process; the lock excludes processes of other hosts
         if found.kind == SAVING:
-            remove(path)
+            remove_file_or_folder(path)
         elif found.kind == DROPPED:
             delete_hidden_folder(path, root / found.name)
-    _SAVED[os.path.realpath(named)] = ref(owner)
+    _SAVED[os.path.realpath(named)] = ref(model)
     return is_new
 
 
@@ -131,9 +131,9 @@ def get_model_directories(model: nn.Module) -> set[str]:
     return own | set(model.__dict__.get(_RESUMED_FROM, ()))
 
 
-def mark_resumed_from(model: nn.Module, roots: Iterable[str]) -> None:
-    """Allow the model to replace checkpoints in the directories ``roots``, from which it was resumed."""
-    model.__dict__[_RESUMED_FROM] = {*model.__dict__.get(_RESUMED_FROM, ()), *map(os.path.realpath, roots)}
+def mark_resumed_from(model: nn.Module, directories: Iterable[str]) -> None:
+    """Allow the model to replace checkpoints in the directories ``directories``, from which it was resumed."""
+    model.__dict__[_RESUMED_FROM] = {*model.__dict__.get(_RESUMED_FROM, ()), *map(os.path.realpath, directories)}
 
 
 def wait_for_hidden_folder(hidden: Path) -> None:
@@ -157,11 +157,13 @@ def publish_checkpoint(folder: Path, root: Path, index: CheckpointIndex, *, to_d
     """
     named = get_step_folder(root, index.step)
     with _RENAME_LOCK:
-        check_lock_is_held(root)
-        index.number = 1 + max((read_number_and_time(each)[0] for each in list_checkpoint_folders(root)), default=0)
+        check_folder_lock_is_held(root)
+        index.number = 1 + max(
+            (read_save_number_and_time(each)[0] for each in list_checkpoint_folders(root)), default=0
+        )
         index.write(folder, to_disk=to_disk)
         move_user_files(move_into_place(folder, named), named)
-        replace_text(root / LATEST, f"{named.name}\n", to_disk=to_disk)
+        replace_text_atomically(root / LATEST, f"{named.name}\n", sync_to_disk=to_disk)
     return named
 
 
@@ -173,19 +175,19 @@ def find_checkpoints(path: Path) -> Iterator[Path]:
     if (path / INDEX_FILE).exists() or STEP_NAME.fullmatch(path.name):
         yield path
         return
-    pairs = list_checkpoints(path) if path.is_dir() else []
+    pairs = list_checkpoints_with_save_times(path) if path.is_dir() else []
     if not pairs:
         what = "does not exist" if not path.exists() else "is a file" if not path.is_dir() else "contains no checkpoint"
         raise ConfigError(
             f"Cannot load a checkpoint, because {path} {what}.",
             rule="Pass the directory that you passed to save_checkpoint, or one of its step-... folders that contain "
             f"{INDEX_FILE}.",
-            remedy=_suggest_path(path),
+            remedy=_suggest_checkpoint_path(path),
         )
     yield from (folder for folder, _ in pairs)
 
 
-def _suggest_path(path: Path) -> str:
+def _suggest_checkpoint_path(path: Path) -> str:
     above = next((p for p in path.parents if p.is_dir()), Path())
     inside = (
         sorted(p.parent for p in above.glob(f"*/{INDEX_FILE}"))[:4]

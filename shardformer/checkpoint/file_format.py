@@ -30,7 +30,7 @@ from torch import Tensor
 
 from shardformer.checkpoint.chunks import ChunkBounds, intersect_chunks
 from shardformer.errors import ConfigError, InputError
-from shardformer.filesystem.atomic_write import create_file, write_all, write_new
+from shardformer.filesystem.atomic_write import create_new_file, write_all_bytes, write_new_file
 from shardformer.layout.shard_spec import Offsets
 from shardformer.random_state import SPLITMIX64
 from shardformer.torch_compat import view_as_bytes
@@ -38,7 +38,7 @@ from shardformer.torch_compat import view_as_bytes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def get_chunk_checksum(values: Tensor, start: Offsets) -> int:
+def compute_chunk_checksum(values: Tensor, start: Offsets) -> int:
     """Compute the contribution of one chunk to the checksum of its tensor, an integer from 0 to 2^64 - 1."""
     if values.numel() == 0:
         return 0
@@ -47,7 +47,10 @@ def get_chunk_checksum(values: Tensor, start: Offsets) -> int:
         numbers = torch.view_as_real(numbers)
         start = (*start, 0)
     numbers = numbers.view(_INTEGERS[numbers.element_size()]).numpy()
-    factors = [_compute_factors(dim, first, n) for dim, (first, n) in enumerate(zip(start, numbers.shape, strict=True))]
+    factors = [
+        _compute_checksum_factors(dim, first, n)
+        for dim, (first, n) in enumerate(zip(start, numbers.shape, strict=True))
+    ]
     with numpy.errstate(over="ignore"):
         return int(_compute_weighted_sum(numbers, factors)) % 2**64
 
@@ -62,7 +65,7 @@ def _compute_weighted_sum(numbers: Any, factors: Sequence[Any]) -> Any:
     return sums.reshape(())
 
 
-def _compute_factors(dim: int, first: int, count: int) -> Any:
+def _compute_checksum_factors(dim: int, first: int, count: int) -> Any:
     """Return the odd checksum factors of ``count`` consecutive indices in the dimension ``dim`` of a tensor."""
     x = numpy.arange(first + 1, first + count + 1, dtype=numpy.uint64) * numpy.uint64(SPLITMIX64[0])
     x += numpy.uint64(_get_checksum_seed(dim))
@@ -145,9 +148,9 @@ class CheckpointIndex:
         content = json.dumps({"format": FORMAT, **vars(self), "tensors": tensors})
         head = {"sha256": _sha256(content), "saved_at": self.saved_at, "number": self.number}
         text = f'{json.dumps(head)[:-1]}, "content":\n{content}\n}}\n'
-        write_new(folder / INDEX_FILE, text.encode(), to_disk=to_disk)
+        write_new_file(folder / INDEX_FILE, text.encode(), sync_to_disk=to_disk)
         if to_disk:
-            sync(folder)
+            flush_path_to_disk(folder)
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointIndex:
@@ -182,7 +185,7 @@ class CheckpointIndex:
                 remedy="Load it with the version of shardformer that saved it.",
             )
         tensors = {
-            name: IndexEntry(dtype, tuple(shape), [chunk_from_json(box) for box in boxes])
+            name: IndexEntry(dtype, tuple(shape), [decode_saved_chunk(box) for box in boxes])
             for name, (dtype, shape, boxes) in values.pop("tensors").items()
         }
         for name, entry in tensors.items():
@@ -204,7 +207,7 @@ def _check_index_entry(name: str, entry: IndexEntry) -> None:
             raise ValueError(f"the tensor {name} has the invalid chunk {tuple(box)!r:.200}")
 
 
-def read_number_and_time(folder: Path) -> tuple[int, float]:
+def read_save_number_and_time(folder: Path) -> tuple[int, float]:
     """Return a checkpoint's number in the order of saves and its save time, or zeros if its index is unreadable."""
     try:
         with (folder / INDEX_FILE).open("rb") as file:
@@ -214,7 +217,7 @@ def read_number_and_time(folder: Path) -> tuple[int, float]:
         return 0, 0.0
 
 
-def chunk_from_json(values: Sequence[Any]) -> SavedChunk:
+def decode_saved_chunk(values: Sequence[Any]) -> SavedChunk:
     """Create a ``SavedChunk`` from its JSON representation in the index."""
     start, size, file, total = values
     return SavedChunk(tuple(start), tuple(size), file, total)
@@ -224,7 +227,7 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def sync(path: Path) -> None:
+def flush_path_to_disk(path: Path) -> None:
     """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -257,7 +260,7 @@ class TensorToWrite(NamedTuple):
     load: Callable[[], Tensor]
 
 
-def make_header_entry(dtype: torch.dtype, shape: Offsets) -> tuple[str, Offsets]:
+def get_safetensors_dtype_and_shape(dtype: torch.dtype, shape: Offsets) -> tuple[str, Offsets]:
     """Return the dtype name and the shape of a tensor as the header of a safetensors file lists them."""
     return DTYPE_NAMES[dtype], (*shape, 2) if dtype == torch.complex128 else tuple(shape)
 
@@ -273,18 +276,18 @@ def write_safetensors_file(
     at = 0
     for key, dtype, shape, _ in tensors:
         end = at + prod(shape) * dtype.itemsize
-        kind, size = make_header_entry(dtype, shape)
+        kind, size = get_safetensors_dtype_and_shape(dtype, shape)
         found[key] = {"dtype": kind, "shape": list(size), "data_offsets": [at, end]}
         at = end
     text = json.dumps(found).encode()
     text += b" " * (-len(text) % HEADER_BYTES)
-    with create_file(path) as file:
-        write_all(file, len(text).to_bytes(HEADER_BYTES, "little") + text)
+    with create_new_file(path) as file:
+        write_all_bytes(file, len(text).to_bytes(HEADER_BYTES, "little") + text)
         for written in tensors:
             values = written.load()
             if values.numel():
                 data: Any = view_as_bytes(values).numpy()
-                write_all(file, data)
+                write_all_bytes(file, data)
         if to_disk:
             os.fsync(file.fileno())
 
@@ -298,7 +301,7 @@ def write_chunks(path: Path, chunks: Sequence[tuple[str, Offsets, Tensor]], *, t
 
     def copy_to_host(values: Tensor, start: Offsets) -> Tensor:
         here = values.detach().cpu().contiguous()
-        sums.append(get_chunk_checksum(here, start))
+        sums.append(compute_chunk_checksum(here, start))
         return here
 
     write_safetensors_file(
@@ -312,7 +315,7 @@ def write_chunks(path: Path, chunks: Sequence[tuple[str, Offsets, Tensor]], *, t
     return sums
 
 
-def check_dtype(name: str, dtype: torch.dtype) -> None:
+def check_dtype_can_be_saved(name: str, dtype: torch.dtype) -> None:
     """Raise ConfigError if tensors of this dtype cannot be saved in a checkpoint."""
     if dtype not in DTYPE_NAMES:
         raise ConfigError(
@@ -334,7 +337,7 @@ KIND, MOST = "$", 2**12
 _SEQUENCES = {"tuple": tuple, "set": set, "deque": deque, "list": list}
 
 
-def to_json(value: Any, location: str) -> Any:
+def encode_json_value(value: Any, location: str) -> Any:
     """Convert a Python value to JSON, and raise InputError if its type is not supported.
 
     ``location`` is the name of the value in the error message.
@@ -342,13 +345,16 @@ def to_json(value: Any, location: str) -> Any:
     if value is None or (isinstance(value, (bool, int, float, str)) and type(value).__module__ == "builtins"):
         return value
     if type(value) is list:
-        return [to_json(each, f"{location}[{i}]") for i, each in enumerate(value)]
+        return [encode_json_value(each, f"{location}[{i}]") for i, each in enumerate(value)]
     for kind, of in _SEQUENCES.items():
         if type(value) is of or (kind == "tuple" and isinstance(value, (tuple, torch.Size))):
-            entries = [to_json(each, f"{location}[{i}]") for i, each in enumerate(value)]
+            entries = [encode_json_value(each, f"{location}[{i}]") for i, each in enumerate(value)]
             return {KIND: kind, "of": sorted(entries, key=repr) if kind == "set" else entries}
     if type(value) in (dict, Counter, OrderedDict, defaultdict):
-        pairs = [(to_json(k, f"a key of {location}"), to_json(v, f"{location}[{k!r}]")) for k, v in value.items()]
+        pairs = [
+            (encode_json_value(k, f"a key of {location}"), encode_json_value(v, f"{location}[{k!r}]"))
+            for k, v in value.items()
+        ]
         if type(value) is Counter or KIND in value or not all(type(k) is str for k in value):
             return {KIND: "Counter" if type(value) is Counter else "dict", "of": [list(pair) for pair in pairs]}
         return dict(pairs)

@@ -40,10 +40,10 @@ from shardformer.checkpoint.training_state import (
 )
 from shardformer.comm.collective_call import run_on_all_ranks, run_on_first_rank, wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_objects, all_reduce
-from shardformer.errors import ConfigError, did_you_mean
+from shardformer.errors import ConfigError, suggest_similar_names
 from shardformer.filesystem.atomic_write import to_absolute_path
 from shardformer.mesh.parallel_context import Axis
-from shardformer.public_names import renamed_parameters
+from shardformer.public_names import deprecate_renamed_parameters
 from shardformer.zero.flat_shards import FlatShard, ParamSlice
 from shardformer.zero.optimizer_state_view import rollback_on_error
 
@@ -60,16 +60,16 @@ class ChunkReader:
         self._files: dict[int, _ShardFile] = {}
         self.num_bytes = 0
 
-    def read(self, name: str, saved: SavedChunk, chunk: ChunkBounds, out: Tensor) -> None:
-        """Read the part of a saved chunk inside the bounds ``chunk`` into ``out``, or raise CorruptCheckpointError."""
+    def read_chunk_part(self, name: str, saved_chunk: SavedChunk, bounds: ChunkBounds, out: Tensor) -> None:
+        """Read the part of a saved chunk inside the bounds ``bounds`` into ``out``, or raise CorruptCheckpointError."""
         path, key = (
-            self._folder / file_format.get_rank_file_name(saved.file),
-            file_format.get_chunk_key(name, saved.start),
+            self._folder / file_format.get_rank_file_name(saved_chunk.file),
+            file_format.get_chunk_key(name, saved_chunk.start),
         )
         try:
-            if saved.file not in self._files:
-                self._files[saved.file] = _ShardFile(path)
-            self._files[saved.file].read(key, saved, chunk[0], out)
+            if saved_chunk.file not in self._files:
+                self._files[saved_chunk.file] = _ShardFile(path)
+            self._files[saved_chunk.file].read_chunk_part(key, saved_chunk, bounds[0], out)
         except FileNotFoundError:
             raise make_corruption_error(f"{path} is missing") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -103,7 +103,7 @@ class _ShardFile:
         self._data_offset = HEADER_BYTES + length
         self._mapped: Tensor | None = None
 
-    def read(self, key: str, saved: SavedChunk, start: tuple[int, ...], out: Tensor) -> None:
+    def read_chunk_part(self, key: str, saved_chunk: SavedChunk, start: tuple[int, ...], out: Tensor) -> None:
         """Read part of the saved chunk ``key`` into ``out``, beginning at the index ``start`` of the full tensor.
 
         Raises KeyError if the chunk is missing, ValueError if its dtype, shape or size differs from the index.
@@ -111,24 +111,27 @@ class _ShardFile:
         entry = self._header[key]
         low, high = entry["data_offsets"]
         found = entry["dtype"], tuple(entry["shape"]), high - low
-        expected = (*file_format.make_header_entry(out.dtype, saved.size), prod(saved.size) * out.dtype.itemsize)
+        expected = (
+            *file_format.get_safetensors_dtype_and_shape(out.dtype, saved_chunk.size),
+            prod(saved_chunk.size) * out.dtype.itemsize,
+        )
         if found != expected or low < 0:
             raise ValueError(f"its dtype, shape and size in bytes are {found}, but the index lists {expected}")
         offset = self._data_offset + int(low)
-        start = tuple(a - o for a, o in zip(start, saved.start, strict=True))
+        start = tuple(a - o for a, o in zip(start, saved_chunk.start, strict=True))
         row, dim = out.element_size(), out.dim() - 1
-        while dim > 0 and out.shape[dim] == saved.size[dim]:
-            row *= saved.size[dim]
+        while dim > 0 and out.shape[dim] == saved_chunk.size[dim]:
+            row *= saved_chunk.size[dim]
             dim -= 1
         # elements are contiguous in the chunk from dim on, and in ``out`` if it is contiguous
         run = row * (out.shape[dim] if out.dim() else 1)
         if run < LONG and out.nbytes > run:
-            out.copy_(self._read_short_rows(out, offset, start, saved))
+            out.copy_(self._read_short_rows(out, offset, start, saved_chunk))
             return
         target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
         numbers: Any = target.reshape(-1).view(torch.uint8).numpy()
         data = memoryview(numbers)
-        strides = [out.element_size() * prod(saved.size[dim + 1 :]) for dim in range(out.dim())]
+        strides = [out.element_size() * prod(saved_chunk.size[dim + 1 :]) for dim in range(out.dim())]
         outer = torch.cartesian_prod(*(torch.arange(n) for n in out.shape[:dim])).view(-1, dim) if dim > 0 else [()]
         for number, index in enumerate(outer):
             place = [a + int(i) for a, i in zip(start, index, strict=False)] + list(start[max(dim, 0) :])
@@ -144,20 +147,20 @@ class _ShardFile:
                 raise ValueError("the file is truncated")
             data, offset = data[count:], offset + count
 
-    def _read_short_rows(self, out: Tensor, offset: int, start: tuple[int, ...], saved: SavedChunk) -> Tensor:
+    def _read_short_rows(self, out: Tensor, offset: int, start: tuple[int, ...], saved_chunk: SavedChunk) -> Tensor:
         """Read many short rows through a memory-mapped file, so that only the required pages are loaded."""
         if self._mapped is None:
             memory = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_COPY)
             self._mapped = torch.frombuffer(memory, dtype=torch.uint8)
         width = out.element_size()
-        num_bytes = prod(saved.size) * width
-        rows = self._mapped[offset : offset + num_bytes].view(*saved.size[:-1], saved.size[-1] * width)
+        num_bytes = prod(saved_chunk.size) * width
+        rows = self._mapped[offset : offset + num_bytes].view(*saved_chunk.size[:-1], saved_chunk.size[-1] * width)
         inner = slice(start[-1] * width, (start[-1] + out.shape[-1]) * width)
         outer = tuple(slice(a, a + n) for a, n in zip(start[:-1], out.shape[:-1], strict=True))
         return rows[(*outer, inner)].clone(memory_format=torch.contiguous_format).view(out.dtype)
 
 
-def read_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem], world: Axis) -> int:
+def read_tensor_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem], world: Axis) -> int:
     """Read this rank's shards of all tensors from a checkpoint, and verify the checksums of the tensors.
 
     Returns the number of bytes read. Each rank reads only its own chunks. For each element, one rank adds its
@@ -177,7 +180,7 @@ def read_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem]
             for chunk in item.chunks:
                 count = 0
                 for number, bounds in file_format.find_overlapping_chunks(index.tensors[item.name], chunk.bounds):
-                    reader.read(item.name, saved[number], bounds, chunk.view(*bounds))
+                    reader.read_chunk_part(item.name, saved[number], bounds, chunk.get_subview(*bounds))
                     count += prod(bounds[1])
                 if count != chunk.values.numel():
                     raise make_corruption_error(
@@ -187,7 +190,9 @@ def read_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem]
                 for box in assigned.get((item.name, *chunk.bounds), ()) if item.is_checked else ():
                     for number, bounds in file_format.find_overlapping_chunks(index.tensors[item.name], box):
                         row = sums[rows[item.name, number]]
-                        total = (int(row[0]) + file_format.get_chunk_checksum(chunk.view(*bounds), bounds[0])) % BITS
+                        total = (
+                            int(row[0]) + file_format.compute_chunk_checksum(chunk.get_subview(*bounds), bounds[0])
+                        ) % BITS
                         row[0] = total - BITS if total >= BITS // 2 else total
                         row[1] += prod(bounds[1])
 
@@ -257,9 +262,9 @@ class LoadPlan:
         run_on_all_ranks(plan, tensors.world, f"Loading {where}")
         self._check_no_unused_weights()
 
-    def _add_item(self, name: str, region: FlatRegion, *, is_checked: bool = True) -> Tensor:
-        memory = region.allocate(getattr(torch, self.index.tensors[name].dtype))
-        self.items.append(replace(region.item(name, memory), is_checked=is_checked))
+    def _add_tensor_to_read(self, name: str, region: FlatRegion, *, is_checked: bool = True) -> Tensor:
+        memory = region.allocate_buffer(getattr(torch, self.index.tensors[name].dtype))
+        self.items.append(replace(region.make_tensor_item(name, memory), is_checked=is_checked))
         return memory
 
     # --- the model
@@ -271,7 +276,8 @@ class LoadPlan:
                 raise ConfigError(
                     f"{self._where} was saved from a {self.index.values['model']} and does not contain {name}, which "
                     f"this {self._kind} has.",
-                    remedy=f"{did_you_mean(name, self._saved)} Build the model from the config of the saved run.",
+                    remedy=f"{suggest_similar_names(name, self._saved)} Build the model from the config of the saved "
+                    "run.",
                 )
             if self._saved[name].shape != shape:
                 raise ConfigError(
@@ -286,7 +292,7 @@ class LoadPlan:
             raise ConfigError(
                 f"{self._where} was saved from a {self.index.values['model']} and contains {len(unused)} weights that "
                 f"this {self._kind} does not have, such as {unused[0]}.",
-                remedy=f"{did_you_mean(unused[0], names)} Build the model from the config of the saved run.",
+                remedy=f"{suggest_similar_names(unused[0], names)} Build the model from the config of the saved run.",
             )
 
     def _add_model_tensors(self) -> None:
@@ -297,13 +303,13 @@ class LoadPlan:
                 buffer = get_buffer_key(data, name)
                 is_saved = self._has_same_data_axis and buffer in self.index.tensors
                 source = buffer if is_saved else self._choose_weight_source(name, tensor.dtype)
-                self._values[name] = source, self._add_item(source, self._tensors.get_region(tensor))
+                self._values[name] = source, self._add_tensor_to_read(source, self._tensors.get_region(tensor))
                 self._copy_values.append(partial(tensor.detach().copy_, self._values[name][1]))
         trained = {id(shard) for shard in (zero.shards if zero is not None else ())}
         for shard in self._tensors.iterate_zero_shards():
             for piece in shard.slices:
                 if shard.full is None or shard.has_masters or shard.rounded is not None:
-                    self._add_zero_slice(shard, piece, trains=id(shard) in trained)
+                    self._add_zero_slice(shard, piece, is_trained=id(shard) in trained)
 
     def _choose_weight_source(self, name: str, dtype: torch.dtype) -> str:
         """Choose whether to load a parameter from its saved weights or from its saved master weights.
@@ -314,24 +320,24 @@ class LoadPlan:
         is_wider = dtype.is_floating_point and dtype.itemsize > saved_dtype.itemsize
         return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{name}"
 
-    def _add_zero_slice(self, shard: FlatShard, piece: ParamSlice, *, trains: bool) -> None:
-        name, region = self._tensors.get_slice_name(piece), self._tensors.get_slice_region(piece)
-        source = self._choose_weight_source(name, shard.wide if trains else shard.dtype)
+    def _add_zero_slice(self, shard: FlatShard, param_slice: ParamSlice, *, is_trained: bool) -> None:
+        name, region = self._tensors.get_slice_name(param_slice), self._tensors.get_slice_region(param_slice)
+        source = self._choose_weight_source(name, shard.wide_dtype if is_trained else shard.dtype)
         read, values = self._values.get(name, ("", None))
-        if read == source and values is not None and not piece.gradient.is_shared:
-            memory = values.reshape(-1)[piece.param_range]
+        if read == source and values is not None and not param_slice.gradient.is_shared:
+            memory = values.reshape(-1)[param_slice.param_range]
         else:
-            memory = self._add_item(source, region, is_checked=read != source)
+            memory = self._add_tensor_to_read(source, region, is_checked=read != source)
         residual_name = f"{KAHAN_RESIDUALS}/{name}"
-        has_residual = trains and residual_name in self.index.tensors
-        residual = self._add_item(residual_name, region) if has_residual else None
+        has_residual = is_trained and residual_name in self.index.tensors
+        residual = self._add_tensor_to_read(residual_name, region) if has_residual else None
 
         def copy_values() -> None:
-            wide = memory if residual is None else memory.to(shard.wide) + residual.to(shard.wide)
-            if trains:
-                piece.value.copy_(wide.view(piece.value.shape))
-            if not trains or not shard.has_masters or shard.rounded is not None:
-                shard.local[piece.shard_range] = memory.reshape(-1).to(shard.local)
+            wide = memory if residual is None else memory.to(shard.wide_dtype) + residual.to(shard.wide_dtype)
+            if is_trained:
+                param_slice.value.copy_(wide.view(param_slice.value.shape))
+            if not is_trained or not shard.has_masters or shard.rounded is not None:
+                shard.local[param_slice.shard_range] = memory.reshape(-1).to(shard.local)
 
         self._copy_values.append(copy_values)
 
@@ -350,7 +356,7 @@ class LoadPlan:
         for each, values in zip(optimizers, saved if optimizers else (), strict=True):
             each.check_saved_state(values)
             read = [
-                (slot, key, self._add_item(name, region))
+                (slot, key, self._add_tensor_to_read(name, region))
                 for slot, key, name, region in each.find_saved_states(self.index)
             ]
             self._load_states.append(partial(each.load_saved_values, values, read, exact=has_saved_dtypes))
@@ -379,7 +385,7 @@ class LoadPlan:
         for name in get_random_state_tensors(self._tensors.device)[0]:
             key = get_random_state_key(rank, name)
             if key in self.index.tensors:
-                memory[name] = self._add_item(key, FlatRegion(self.index.tensors[key].shape, None, {}))
+                memory[name] = self._add_tensor_to_read(key, FlatRegion(self.index.tensors[key].shape, None, {}))
         numbers = self.index.values["random"][rank]
         self._copy_values.append(lambda: set_random_state_tensors(memory, numbers, self._tensors.device))
 
@@ -396,7 +402,11 @@ class LoadPlan:
         zero, values = self._tensors.zero, self.index.values
         with zero.writable_state() if zero is not None else nullcontext():
             with rollback_on_error(self._optimizers, self._schedulers), self._restore_extra_states_on_error():
-                run_on_all_ranks(lambda: self._apply_states(on_loaded), self._tensors.world, f"Loading {self._where}")
+                run_on_all_ranks(
+                    lambda: self._load_optimizer_and_extra_states(on_loaded),
+                    self._tensors.world,
+                    f"Loading {self._where}",
+                )
             for copy_values in self._copy_values:
                 copy_values()
         if zero is not None and self._has_optimizer and "loss_scale" in values:
@@ -404,28 +414,31 @@ class LoadPlan:
                 setattr(zero.loss_scale, name, value)
             zero.rounding_counts = [values["rounds"]] * len(zero.rounding_counts)
 
-    def _apply_states(self, on_loaded: Callable[[], object]) -> None:
+    def _load_optimizer_and_extra_states(self, on_loaded: Callable[[], object]) -> None:
         values = self.index.values
         for load_states in self._load_states:
             load_states()
         for name in self._tensors.extra_states.keys() & values["extra_states"].keys():
-            self._find_module(name).set_extra_state(file_format.from_json(values["extra_states"][name]))
+            self._get_module_of_extra_state(name).set_extra_state(file_format.from_json(values["extra_states"][name]))
         for scheduler, saved in zip(self._schedulers, values["scheduler"], strict=False):
             scheduler.load_state_dict(file_format.from_json(saved["state"]))
         on_loaded()
 
-    def _find_module(self, extra_state: str) -> nn.Module:
-        return self._tensors.model.get_submodule(extra_state.removesuffix(EXTRA_STATE).removesuffix("."))
+    def _get_module_of_extra_state(self, extra_state_name: str) -> nn.Module:
+        return self._tensors.model.get_submodule(extra_state_name.removesuffix(EXTRA_STATE).removesuffix("."))
 
     @contextmanager
     def _restore_extra_states_on_error(self) -> Iterator[None]:
-        before = {name: copy.deepcopy(self._find_module(name).get_extra_state()) for name in self._tensors.extra_states}
+        before = {
+            name: copy.deepcopy(self._get_module_of_extra_state(name).get_extra_state())
+            for name in self._tensors.extra_states
+        }
         try:
             yield
         except BaseException:
             for name, state in before.items():
                 with suppress(Exception):  # set_extra_state itself may have failed before
-                    self._find_module(name).set_extra_state(state)
+                    self._get_module_of_extra_state(name).set_extra_state(state)
             raise
 
 
@@ -450,7 +463,7 @@ class LoadedCheckpoint:
     has_random: bool = True
 
 
-@renamed_parameters({"folder": "directory"}, ("directory", "model", "optimizer"))
+@deprecate_renamed_parameters({"folder": "directory"}, ("directory", "model", "optimizer"))
 def load_checkpoint(
     model: nn.Module, directory: str | os.PathLike[str], optimizer: Any = None, *, scheduler: Any = None
 ) -> LoadedCheckpoint:
@@ -474,10 +487,10 @@ def load_checkpoint(
 
     If one rank raises, all ranks raise, and the model is not modified.
     """
-    return load_with_callback(directory, model, optimizer, scheduler)
+    return load_checkpoint_with_callback(directory, model, optimizer, scheduler)
 
 
-def load_with_callback(
+def load_checkpoint_with_callback(
     folder: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Any,
@@ -506,7 +519,7 @@ def load_with_callback(
             loaded = Path(name)
             index = run_on_all_ranks(partial(CheckpointIndex.read, loaded), tensors.world, f"Loading {loaded}")
             loading = LoadPlan(index, loaded, tensors, states, as_object_list(scheduler))
-            num_bytes = read_items(loaded, index, loading.items, tensors.world)
+            num_bytes = read_tensor_items(loaded, index, loading.items, tensors.world)
             break
         except file_format.CorruptCheckpointError as error:
             tried.append(error.what)

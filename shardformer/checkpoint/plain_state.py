@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardformer.checkpoint.chunks import FlatRegion
-from shardformer.checkpoint.file_format import CheckpointIndex, from_json, to_json
+from shardformer.checkpoint.file_format import CheckpointIndex, encode_json_value, from_json
 from shardformer.checkpoint.load import ChunkReader
 from shardformer.checkpoint.save import prepare_save
 from shardformer.checkpoint.training_state import (
@@ -31,8 +31,8 @@ from shardformer.checkpoint.training_state import (
 from shardformer.comm.collective_call import run_on_all_ranks
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import ConfigError
-from shardformer.filesystem.atomic_write import remove
-from shardformer.filesystem.lock import release
+from shardformer.filesystem.atomic_write import remove_file_or_folder
+from shardformer.filesystem.lock import release_folder_lock
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 Groups = list[list[str]]
@@ -51,12 +51,12 @@ def get_full_optimizer_state(model: nn.Module, optimizer: Optimizer, directory: 
         directory: an existing directory that all ranks can write to.
     """
     tensors, place = ModelTensors(model), Path(directory) / FOLDER
-    _, groups = _gather_param_groups(optimizer, tensors)
+    _, groups = _collect_states_and_param_groups(optimizer, tensors)
     with prepare_save(place, model, optimizer) as job:
         snapshot = job.snapshot
         snapshot.entries = {name: entry for name, entry in snapshot.entries.items() if name.startswith(PREFIX)}
         snapshot.chunks = [chunk for chunk in snapshot.chunks if chunk[0].startswith(PREFIX)]
-        path = job.run_or_clean_up(partial(job.write, to_disk=False))
+        path = job.run_or_clean_up(partial(job.write_checkpoint, to_disk=False))
 
     def read() -> Any:
         if tensors.world.rank > 0:
@@ -64,8 +64,8 @@ def get_full_optimizer_state(model: nn.Module, optimizer: Optimizer, directory: 
         try:
             return _read_optimizer_state_dict(path, groups)
         finally:
-            release(place, tensors.model)
-            remove(place)
+            release_folder_lock(place, tensors.model)
+            remove_file_or_folder(place)
 
     return run_on_all_ranks(read, tensors.world, f"Saving the optimizer into {directory}")
 
@@ -82,7 +82,7 @@ def _read_optimizer_state_dict(path: Path, groups: Groups) -> dict[str, Any]:
             _, key, name = full_name.split("/", 2)
             full = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
             for box in entry.boxes:
-                reader.read(full_name, box, (box.start, box.size), full[_slices(box.start, box.size)])
+                reader.read_chunk_part(full_name, box, (box.start, box.size), full[_make_slices(box.start, box.size)])
             state.setdefault(numbers[name], {})[unquote(key)] = full
     options = [{key: from_json(value) for key, value in each["options"].items()} for each in values["groups"]]
     param_groups = [
@@ -101,7 +101,7 @@ def load_full_optimizer_state(model: nn.Module, optimizer: Optimizer, state_dict
         ConfigError: the state dict has different parameter groups. Raised on all ranks.
     """
     tensors = ModelTensors(model)
-    states, groups = _gather_param_groups(optimizer, tensors)
+    states, groups = _collect_states_and_param_groups(optimizer, tensors)
 
     def load() -> None:
         saved, tensors_of = _split_optimizer_state(state_dict, groups, states.kind)
@@ -111,7 +111,7 @@ def load_full_optimizer_state(model: nn.Module, optimizer: Optimizer, state_dict
         run_on_all_ranks(load, tensors.world, WHAT)
 
 
-def _gather_param_groups(optimizer: Optimizer, tensors: ModelTensors) -> tuple[OptimizerStates, Groups]:
+def _collect_states_and_param_groups(optimizer: Optimizer, tensors: ModelTensors) -> tuple[OptimizerStates, Groups]:
     """Return the state of an optimizer, and the names of all parameters in each of its parameter groups."""
 
     def collect() -> tuple[OptimizerStates, Groups]:
@@ -146,13 +146,13 @@ def _gather_param_groups(optimizer: Optimizer, tensors: ModelTensors) -> tuple[O
 
 
 def _split_optimizer_state(
-    state_dict: Mapping[str, Any], groups: Groups, kind: str
+    state_dict: Mapping[str, Any], groups: Groups, optimizer_name: str
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     """Split an optimizer's state dict into plain values and the state tensors of each parameter."""
     passed = [len(group["params"]) for group in state_dict["param_groups"]]
     if passed != [len(names) for names in groups]:
         raise ConfigError(
-            f"The parameter groups of the state dict have {passed} parameters, but those of this {kind} have "
+            f"The parameter groups of the state dict have {passed} parameters, but those of this {optimizer_name} have "
             f"{[len(names) for names in groups]}.",
             remedy="Create the optimizer with the same parameter groups as in the saved run.",
         )
@@ -160,14 +160,18 @@ def _split_optimizer_state(
     tensors: dict[str, dict[str, Tensor]] = {}
     saved = []
     for group, names in zip(state_dict["param_groups"], groups, strict=True):
-        options = {key: to_json(value, f"{kind}: {key!r}") for key, value in group.items() if key != "params"}
+        options = {
+            key: encode_json_value(value, f"{optimizer_name}: {key!r}")
+            for key, value in group.items()
+            if key != "params"
+        }
         saved.append({"options": options, "names": list(names)})
         for number, name in zip(group["params"], names, strict=True):
             for key, value in state_dict["state"].get(number, {}).items():
                 if isinstance(value, Tensor) and value.dim() > 0:
                     tensors.setdefault(name, {})[key] = value
                 else:
-                    scalars.setdefault(name, {})[key] = to_json(value, f"{kind}: {key!r} of {name}")
+                    scalars.setdefault(name, {})[key] = encode_json_value(value, f"{optimizer_name}: {key!r} of {name}")
     return {"groups": saved, "scalars": scalars}, tensors
 
 
@@ -181,9 +185,9 @@ def _iterate_local_states(
 
 
 def _copy_local_part(full: Tensor, region: FlatRegion) -> Tensor:
-    memory = region.allocate(full.dtype)
-    for chunk in region.views(memory):
-        chunk.values.copy_(full[_slices(*chunk.bounds)])
+    memory = region.allocate_buffer(full.dtype)
+    for chunk in region.split_into_chunks(memory):
+        chunk.values.copy_(full[_make_slices(*chunk.bounds)])
     return memory
 
 
@@ -220,5 +224,5 @@ def load_into_zero_shards(model: nn.Module, state_dict: Mapping[str, Any]) -> tu
     return [name for name in names if name not in state_dict], [name for name in state_dict if name not in names]
 
 
-def _slices(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+def _make_slices(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))

@@ -38,8 +38,8 @@ from shardformer.checkpoint.file_format import CheckpointIndex, IndexEntry, get_
 from shardformer.checkpoint.load import LoadPlan
 from shardformer.checkpoint.training_state import ModelTensors, collect_optimizer_states, collect_training_state
 from shardformer.comm.collectives import PendingCollective, all_gather_objects
-from shardformer.comm.recorder import get_num_bytes, record
-from shardformer.errors import ConfigError, did_you_mean
+from shardformer.comm.recorder import get_num_bytes, record_collective_start
+from shardformer.errors import ConfigError, suggest_similar_names
 from shardformer.layout.shard_spec import Offsets
 from shardformer.mesh.parallel_context import Axis, get_local_device
 
@@ -78,7 +78,7 @@ class ChunkTransfer(NamedTuple):
 TransferBatch = list[ChunkTransfer]  # the chunks in one message
 
 
-class ItemListing(NamedTuple):
+class TensorItemMetadata(NamedTuple):
     """A description of a ``TensorItem`` without its values, which is sent to other ranks."""
 
     name: str
@@ -87,21 +87,25 @@ class ItemListing(NamedTuple):
     chunks: list[ChunkBounds]
 
     @classmethod
-    def of(cls, item: TensorItem) -> ItemListing:
+    def from_item(cls, item: TensorItem) -> TensorItemMetadata:
         chunks = [chunk.bounds for chunk in item.chunks if chunk.values.numel()]
         return cls(item.name, item.shape, item.dtype, chunks)
 
 
-class RankListing(NamedTuple):
+class StoredAndRequestedTensors(NamedTuple):
     """The tensors that one rank stores, and those that it needs to receive."""
 
-    have: list[ItemListing]
-    want: list[ItemListing]
+    have: list[TensorItemMetadata]
+    want: list[TensorItemMetadata]
     uses_gpu: bool = False
 
 
 def redistribute_items(
-    available: Sequence[TensorItem], requested: Sequence[TensorItem], world: Axis, *, chunk_bytes: int = TRANSFER_BYTES
+    available: Sequence[TensorItem],
+    requested: Sequence[TensorItem],
+    world: Axis,
+    *,
+    max_message_bytes: int = TRANSFER_BYTES,
 ) -> ReshardStats:
     """Redistribute tensors between ranks by filling the chunks in ``requested`` from the chunks in ``available``.
 
@@ -109,13 +113,13 @@ def redistribute_items(
     element is sent to it once by the owner with the least to send, in the narrower of the source and target dtypes. If
     a rank lists an element several times in ``available`` or ``requested``, the copy in the widest dtype is used.
 
-    Communicates the names, shapes and bounds of all chunks, then point-to-point messages of at most ``chunk_bytes``.
-    Needs up to 2 * chunk_bytes of memory for each peer. With NCCL, this memory is on the GPU.
+    Communicates the names, shapes and bounds of all chunks, then point-to-point messages of at most
+    ``max_message_bytes``. Needs up to 2 * chunk_bytes of memory for each peer. With NCCL, this memory is on the GPU.
 
     Args:
         available: this rank's source chunks. Chunks of different ranks may overlap; any owner may send an element.
         requested: this rank's target chunks, which are overwritten and must not share memory with ``available``.
-        chunk_bytes: maximum size of a message, identical on all ranks. A message has at least one element.
+        max_message_bytes: maximum size of a message, identical on all ranks. A message has at least one element.
 
     Raises:
         ConfigError: a rank requests a tensor or a chunk that no rank has, or ranks report different shapes of a tensor.
@@ -125,8 +129,12 @@ def redistribute_items(
         (chunk.values.device for item in (*available, *requested) for chunk in item.chunks if chunk.values.is_cuda),
         None,
     )
-    listing = RankListing([*map(ItemListing.of, available)], [*map(ItemListing.of, requested)], gpu is not None)
-    listings: list[RankListing] = all_gather_objects(listing, world)
+    listing = StoredAndRequestedTensors(
+        [*map(TensorItemMetadata.from_item, available)],
+        [*map(TensorItemMetadata.from_item, requested)],
+        gpu is not None,
+    )
+    listings: list[StoredAndRequestedTensors] = all_gather_objects(listing, world)
     outgoing: list[TransferBatch] = [[] for _ in listings]
     incoming: list[TransferBatch] = [[] for _ in listings]
     for send in plan_transfers(listings):  # may raise, so it is consumed before anything is written
@@ -143,7 +151,7 @@ def redistribute_items(
             # both ends of a message use the same device type: the GPU if a rank uses one and the transport is NCCL
             on_gpu = any(each.uses_gpu for each in listings) and world.transport.serializes_sends(torch.device("cuda"))
             device = gpu or get_local_device() if on_gpu else torch.device("cpu")
-            out, into = ([batch_transfers(sends, chunk_bytes) for sends in each] for each in (outgoing, incoming))
+            out, into = ([batch_transfers(sends, max_message_bytes) for sends in each] for each in (outgoing, incoming))
             _send_and_receive(memory, out, into, world, device)
     return ReshardStats(
         sum(map(_count_transfer_bytes, outgoing)),
@@ -156,7 +164,7 @@ def _count_transfer_bytes(transfers: Iterable[ChunkTransfer]) -> int:
     return sum(send.num_bytes for send in transfers)
 
 
-def plan_transfers(listings: Sequence[RankListing]) -> Iterator[ChunkTransfer]:
+def plan_transfers(listings: Sequence[StoredAndRequestedTensors]) -> Iterator[ChunkTransfer]:
     """Decide which rank sends each requested chunk, and yield the transfers in the same order on all ranks.
 
     Chunks with a single owner come first. The others follow by increasing number of owners and decreasing size. Each
@@ -164,7 +172,7 @@ def plan_transfers(listings: Sequence[RankListing]) -> Iterator[ChunkTransfer]:
     """
     load = [0] * len(listings)
     shared: list[tuple[int, int, str, ChunkBounds, Ranks, Ranks]] = []
-    for name, tensor in _collect_tensors(listings).items():
+    for name, tensor in _collect_chunks_by_tensor(listings).items():
         for chunk, owners, targets in tensor.split_by_owners(name):
             if len(owners) == 1:
                 yield from _plan_sends(name, chunk, owners, targets, load)
@@ -175,14 +183,14 @@ def plan_transfers(listings: Sequence[RankListing]) -> Iterator[ChunkTransfer]:
 
 
 def _plan_sends(
-    name: str, chunk: ChunkBounds, owners: Ranks, targets: Ranks, load: list[int]
+    name: str, chunk: ChunkBounds, owners: Ranks, targets: Ranks, bytes_to_send: list[int]
 ) -> Iterator[ChunkTransfer]:
     """Yield a transfer of ``chunk`` to each target rank from the owner with the fewest bytes to send so far."""
     for target, dtype in targets.items():
-        source = target if target in owners else min(owners, key=load.__getitem__)
+        source = target if target in owners else min(owners, key=bytes_to_send.__getitem__)
         send = ChunkTransfer(name, *chunk, min(owners[source], dtype, key=WIDTH), source, target)
         if source != target:
-            load[source] += send.num_bytes
+            bytes_to_send[source] += send.num_bytes
         yield send
 
 
@@ -205,7 +213,7 @@ class _TensorChunks:
             over[chunk].append((common, self.sources[source]))
         are_disjoint = _are_disjoint(list(self.sources))
         for chunk, ranks in self.targets.items():
-            for cell, owners in _split_by_owners(chunk, over[chunk], are_disjoint):
+            for cell, owners in _split_chunk_by_owners(chunk, over[chunk], are_disjoint):
                 if not owners:
                     what = f"the chunk of shape {list(cell[1])} at {list(cell[0])} of {name}"
                     raise _make_missing_source_error(what, min(ranks))
@@ -231,7 +239,7 @@ def _find_overlapping_pairs(
         yield chunks[i], others[j], (tuple(common), tuple(length))
 
 
-def _collect_tensors(listings: Sequence[RankListing]) -> dict[str, _TensorChunks]:
+def _collect_chunks_by_tensor(listings: Sequence[StoredAndRequestedTensors]) -> dict[str, _TensorChunks]:
     tensors: dict[str, _TensorChunks] = {}
     for rank, listing in enumerate(listings):
         for name, shape, dtype, chunks in listing.have:
@@ -244,7 +252,7 @@ def _collect_tensors(listings: Sequence[RankListing]) -> dict[str, _TensorChunks
         listed: dict[str, list[ChunkBounds]] = {}
         for name, shape, dtype, chunks in sorted(listing.want, key=lambda item: -item.dtype.itemsize):
             if name not in names:
-                raise _make_missing_source_error(name, rank, f"{did_you_mean(name, names)} ")
+                raise _make_missing_source_error(name, rank, f"{suggest_similar_names(name, names)} ")
             targets, before = _get_or_add_tensor(tensors, name, shape, rank).targets, listed.setdefault(name, [])
             for chunk in chunks:
                 for box in subtract_chunks(chunk, before):
@@ -263,29 +271,29 @@ def _get_or_add_tensor(tensors: dict[str, _TensorChunks], name: str, shape: Offs
     return tensor
 
 
-def _split_by_owners(
+def _split_chunk_by_owners(
     chunk: ChunkBounds,
-    owned: Sequence[tuple[ChunkBounds, Ranks]],
+    owned_chunks: Sequence[tuple[ChunkBounds, Ranks]],
     are_disjoint: bool = False,
     owners: Sequence[Ranks] = (),
 ) -> Iterator[tuple[ChunkBounds, Ranks]]:
     """Split ``chunk`` into smaller chunks. The elements of a smaller chunk are all stored by the same ranks.
 
-    Yields (smaller chunk, owners). The chunks in ``owned`` are inside ``chunk``. If they overlap each other, the middle
-    one divides the others recursively.
+    Yields (smaller chunk, owners). The chunks in ``owned_chunks`` are inside ``chunk``. If they overlap each other, the
+    middle one divides the others recursively.
     """
-    owners = [*owners, *(ranks for part, ranks in owned if part == chunk)]
-    owned = [(part, ranks) for part, ranks in owned if part != chunk]
-    parts = [part for part, _ in owned]
+    owners = [*owners, *(ranks for part, ranks in owned_chunks if part == chunk)]
+    owned_chunks = [(part, ranks) for part, ranks in owned_chunks if part != chunk]
+    parts = [part for part, _ in owned_chunks]
     if are_disjoint or _are_disjoint(parts):
-        yield from ((part, _merge_owners(ranks, *owners)) for part, ranks in owned)
+        yield from ((part, _merge_owners(ranks, *owners)) for part, ranks in owned_chunks)
         if sum(prod(size) for _, size in parts) < prod(chunk[1]):
             yield from ((cell, _merge_owners(*owners)) for cell in subtract_chunks(chunk, parts))
         return
     middle = parts[len(parts) // 2]
     for cell in (middle, *subtract_chunks(chunk, [middle])):
-        yield from _split_by_owners(
-            cell, [(c, ranks) for part, ranks in owned if (c := intersect_chunks(cell, part))], False, owners
+        yield from _split_chunk_by_owners(
+            cell, [(c, ranks) for part, ranks in owned_chunks if (c := intersect_chunks(cell, part))], False, owners
         )
 
 
@@ -312,13 +320,15 @@ class _LocalChunks:
 
     def read_chunk(self, transfer: ChunkTransfer) -> Tensor:
         bounds = transfer.start, transfer.size
-        return next(c for c in self._have[transfer.name] if intersect_chunks(c.bounds, bounds) == bounds).view(*bounds)
+        return next(c for c in self._have[transfer.name] if intersect_chunks(c.bounds, bounds) == bounds).get_subview(
+            *bounds
+        )
 
     def write_chunk(self, transfer: ChunkTransfer, values: Tensor) -> None:
         received = LocalChunk(transfer.start, values)
         for chunk in self._want[transfer.name]:
             if (common := intersect_chunks(chunk.bounds, (transfer.start, transfer.size))) is not None:
-                chunk.view(*common).copy_(received.view(*common))
+                chunk.get_subview(*common).copy_(received.get_subview(*common))
 
 
 def _group_chunks_by_name(items: Sequence[TensorItem]) -> dict[str, list[LocalChunk]]:
@@ -347,13 +357,13 @@ def _send_and_receive(
             if batch:
                 buffer = torch.empty(_count_transfer_bytes(batch), dtype=torch.uint8, device=device)
                 if sends:
-                    for send, values in _split_message(batch, buffer):
+                    for send, values in _iterate_message_chunks(batch, buffer):
                         values.copy_(local_chunks.read_chunk(send))
                     sent.append(_start_send_or_receive("send", buffer, peer, world))
                 else:
                     received.append((batch, _start_send_or_receive("receive", buffer, peer, world)))
         for batch, pending in received:
-            for send, values in _split_message(batch, pending.wait()):
+            for send, values in _iterate_message_chunks(batch, pending.wait()):
                 local_chunks.write_chunk(send, values)
         for pending in sent:
             pending.wait()
@@ -376,20 +386,20 @@ def order_sends_and_receives(rank: int, size: int) -> Iterator[tuple[int, bool]]
             yield peer, rank > peer
 
 
-def batch_transfers(transfers: Iterable[ChunkTransfer], chunk_bytes: int) -> Iterator[TransferBatch]:
-    """Combine the transfers between two ranks into messages of at most ``chunk_bytes``.
+def batch_transfers(transfers: Iterable[ChunkTransfer], max_message_bytes: int) -> Iterator[TransferBatch]:
+    """Combine the transfers between two ranks into messages of at most ``max_message_bytes``.
 
     A message has at least one element. Wide dtypes come first, which aligns all elements without padding.
     """
     batch: TransferBatch = []
-    free = chunk_bytes
+    free = max_message_bytes
     for send in sorted(transfers, key=lambda send: -send.dtype.itemsize):
         done, numel = 0, prod(send.size)
         while done < numel:
             count = min(free // send.dtype.itemsize, numel - done)
             if count < 1 and batch:
                 yield batch
-                batch, free = [], chunk_bytes
+                batch, free = [], max_message_bytes
                 continue
             count = max(count, 1)
             for start, size in flat_range_to_chunks(send.size, done, done + count):
@@ -400,7 +410,7 @@ def batch_transfers(transfers: Iterable[ChunkTransfer], chunk_bytes: int) -> Ite
         yield batch
 
 
-def _split_message(batch: TransferBatch, buffer: Tensor) -> Iterator[tuple[ChunkTransfer, Tensor]]:
+def _iterate_message_chunks(batch: TransferBatch, buffer: Tensor) -> Iterator[tuple[ChunkTransfer, Tensor]]:
     offset = 0
     for send in batch:
         yield send, buffer[offset : offset + send.num_bytes].view(send.dtype).view(send.size)
@@ -408,13 +418,13 @@ def _split_message(batch: TransferBatch, buffer: Tensor) -> Iterator[tuple[Chunk
 
 
 def _start_send_or_receive(op: Literal["send", "receive"], x: Tensor, peer: int, world: Axis) -> PendingCollective:
-    record_wait = record(op, world, get_num_bytes(x), "move", ranks=2)
+    record_wait = record_collective_start(op, world, get_num_bytes(x), "move", ranks=2)
     return PendingCollective([getattr(world.transport, op)(x, peer, TAG)], lambda: x, record_wait)
 
 
-def _make_missing_source_error(what: str, rank: int, hint: str = "") -> ConfigError:
+def _make_missing_source_error(requested: str, rank: int, hint: str = "") -> ConfigError:
     return ConfigError(
-        f"Rank {rank} requests {what}, but no rank stores it.",
+        f"Rank {rank} requests {requested}, but no rank stores it.",
         remedy=f"{hint}Pass it in have= on at least one rank.",
     )
 
@@ -439,7 +449,7 @@ class ReshardSource:
         self._index = CheckpointIndex(0, time.time(), tensors.sizes, entries, self._state.values)
 
     @property
-    def groups(self) -> list[list[list[str]]]:
+    def param_names_by_group(self) -> list[list[list[str]]]:
         """Parameter names of the unsharded model, grouped by optimizer and parameter group."""
         return [[group["names"] for group in each["groups"]] for each in self._index.values["optimizers"]]
 

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardformer.checkpoint.file_format import INDEX_FILE, read_number_and_time
+from shardformer.checkpoint.file_format import INDEX_FILE, read_save_number_and_time
 from shardformer.errors import ConfigError
-from shardformer.filesystem.atomic_write import DROPPED, make_temporary_path, remove
+from shardformer.filesystem.atomic_write import DROPPED, make_temporary_path, remove_file_or_folder
 
 STEP_NAME = re.compile(r"step-(\d{8,})")
 _REPLACED_NAME = re.compile(r"\.replaced-step-\d{8,}.*")
@@ -50,7 +50,7 @@ class CheckpointRetention:
                 )
 
     @classmethod
-    def of(cls, value: CheckpointRetention | int | None) -> CheckpointRetention:
+    def from_value(cls, value: CheckpointRetention | int | None) -> CheckpointRetention:
         return value if isinstance(value, CheckpointRetention) else cls(value)
 
 
@@ -76,36 +76,38 @@ def delete_checkpoint(folder: Path) -> None:
             delete_hidden_folder(hidden, folder)
 
 
-def delete_hidden_folder(hidden: Path, folder: Path) -> None:
-    """Delete a hidden checkpoint folder, after moving the files that you have added back to ``folder``."""
+def delete_hidden_folder(hidden: Path, user_files_folder: Path) -> None:
+    """Delete a hidden checkpoint folder, after moving the files that you have added back to ``user_files_folder``."""
     for path in _list_user_files(hidden):
-        folder.mkdir(exist_ok=True)
-        path.rename(folder / path.name)
-    remove(hidden)
+        user_files_folder.mkdir(exist_ok=True)
+        path.rename(user_files_folder / path.name)
+    remove_file_or_folder(hidden)
 
 
-def delete_old_checkpoints(root: Path, keep: CheckpointRetention, newest: Path) -> None:
-    """Delete replaced checkpoints and those that the rule ``keep`` does not retain, but never ``newest``."""
+def delete_old_checkpoints(root: Path, retention: CheckpointRetention, newest: Path) -> None:
+    """Delete replaced checkpoints and those that the rule ``retention`` does not retain, but never ``newest``."""
     for left in _list_replaced_folders(root):
         if (root / _get_step_folder_name(left)).exists():
             delete_checkpoint(left)
-    if keep.last is None:
+    if retention.last is None:
         return
     now = time.time()
-    for place, (folder, at) in enumerate(list_checkpoints(root)):
+    for place, (folder, at) in enumerate(list_checkpoints_with_save_times(root)):
         step = int(match[1]) if (match := STEP_NAME.fullmatch(folder.name)) else None
-        is_kept = step in keep.steps or (keep.every is not None and step is not None and step % keep.every == 0)
-        is_young = keep.younger_than is not None and now - at < keep.younger_than
-        if place >= keep.last and folder != newest and not is_kept and not is_young:
+        is_kept = step in retention.steps or (
+            retention.every is not None and step is not None and step % retention.every == 0
+        )
+        is_young = retention.younger_than is not None and now - at < retention.younger_than
+        if place >= retention.last and folder != newest and not is_kept and not is_young:
             delete_checkpoint(folder)
 
 
-def list_checkpoints(root: Path) -> list[tuple[Path, float]]:
+def list_checkpoints_with_save_times(root: Path) -> list[tuple[Path, float]]:
     """Return the folder and the save time of each checkpoint in a directory, newest first.
 
     Replaced checkpoints are included until they are deleted.
     """
-    ordered = [(read_number_and_time(folder), folder) for folder in list_checkpoint_folders(root)]
+    ordered = [(read_save_number_and_time(folder), folder) for folder in list_checkpoint_folders(root)]
     ordered.sort(key=lambda pair: (*pair[0], _get_step_folder_name(pair[1])), reverse=True)
     return [(folder, at) for (_, at), folder in ordered]
 

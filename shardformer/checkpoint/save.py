@@ -27,23 +27,23 @@ from shardformer.checkpoint import directory as checkpoint_directory
 from shardformer.checkpoint import file_format
 from shardformer.checkpoint.chunks import ChunkBounds, NamedChunk, TensorItem, select_chunks_to_write
 from shardformer.checkpoint.directory import SAVE
-from shardformer.checkpoint.file_format import CheckpointIndex, get_rank_file_name, sync, write_chunks
+from shardformer.checkpoint.file_format import CheckpointIndex, flush_path_to_disk, get_rank_file_name, write_chunks
 from shardformer.checkpoint.retention import CheckpointRetention, delete_old_checkpoints
 from shardformer.checkpoint.training_state import ModelTensors, collect_training_state
 from shardformer.comm.collective_call import run_on_all_ranks, wait_for_all_ranks
 from shardformer.errors import ConfigError, InputError, check_int
-from shardformer.filesystem.atomic_write import remove, to_absolute_path, write_new
-from shardformer.filesystem.lock import release
+from shardformer.filesystem.atomic_write import remove_file_or_folder, to_absolute_path, write_new_file
+from shardformer.filesystem.lock import release_folder_lock
 from shardformer.layout.shard_spec import Offsets
 from shardformer.mesh.parallel_context import Axis
-from shardformer.public_names import renamed_parameters
+from shardformer.public_names import deprecate_renamed_parameters
 
 LOOK_EVERY_S, PATIENCE_S = 0.005, 1800.0
 """How often the first rank looks for the chunk lists of other ranks, and how long it waits for each of them."""
 
 
 @dataclass(eq=False)
-class Snapshot:
+class RankSnapshot:
     """The data that one rank writes into a checkpoint: chunks of tensors and entries of the index.
 
     Args:
@@ -59,14 +59,14 @@ class Snapshot:
     entries: dict[str, tuple[str, Offsets]] = field(default_factory=dict)
     chunks: list[tuple[str, Offsets, Tensor]] = field(default_factory=list)
 
-    def add(self, item: TensorItem, assigned: dict[NamedChunk, list[ChunkBounds]]) -> None:
+    def add_chunks_to_write(self, item: TensorItem, chunks_to_write: dict[NamedChunk, list[ChunkBounds]]) -> None:
         """Add those chunks of a tensor that this rank must write. An empty tensor gets only an index entry."""
-        boxes = [(chunk, box) for chunk in item.chunks for box in assigned.get((item.name, *chunk.bounds), ())]
+        boxes = [(chunk, box) for chunk in item.chunks for box in chunks_to_write.get((item.name, *chunk.bounds), ())]
         if boxes or prod(item.shape) == 0:
             self.entries[item.name] = file_format.get_dtype_name(item.dtype), item.shape
-        self.chunks += [(item.name, box[0], chunk.view(*box)) for chunk, box in boxes]
+        self.chunks += [(item.name, box[0], chunk.get_subview(*box)) for chunk, box in boxes]
 
-    def copy_into(self, buffers: dict[tuple[str, Offsets], Tensor]) -> None:
+    def copy_to_host_buffers(self, buffers: dict[tuple[str, Offsets], Tensor]) -> None:
         """Copy the chunks to host memory, into buffers from ``buffers`` that have the required shape and dtype."""
         for number, (name, start, values) in enumerate(self.chunks):
             copy = buffers.get((name, start))
@@ -78,7 +78,9 @@ class Snapshot:
             torch.cuda.synchronize()
 
 
-def write_snapshot(snapshot: Snapshot, hidden: Path, root: Path, keep: CheckpointRetention, *, to_disk: bool) -> Path:
+def write_snapshot(
+    snapshot: RankSnapshot, hidden_folder: Path, root: Path, retention: CheckpointRetention, *, to_disk: bool
+) -> Path:
     """Write this rank's chunks into a hidden folder, which the first rank renames once all ranks are done.
 
     Args:
@@ -93,26 +95,28 @@ def write_snapshot(snapshot: Snapshot, hidden: Path, root: Path, keep: Checkpoin
         InputError: another rank failed. Only the first rank waits for the others.
     """
     try:
-        _write_local_chunks(snapshot, hidden, to_disk)
+        _write_local_chunks(snapshot, hidden_folder, to_disk)
     except BaseException:
         with suppress(OSError):
-            write_new(_get_rank_record_path(hidden, snapshot.rank, "failed"), b"")  # empty: succeeds on a full disk
+            write_new_file(
+                _get_rank_record_path(hidden_folder, snapshot.rank, "failed"), b""
+            )  # empty: succeeds on a full disk
         raise
     finally:
         snapshot.chunks.clear()
     path = checkpoint_directory.get_step_folder(root, snapshot.index.step)
     if snapshot.rank == 0:
-        _merge_rank_records(snapshot, hidden)
+        _merge_rank_records(snapshot, hidden_folder)
         if to_disk:
-            sync(hidden)
-        path = checkpoint_directory.publish_checkpoint(hidden, root, snapshot.index, to_disk=to_disk)
+            flush_path_to_disk(hidden_folder)
+        path = checkpoint_directory.publish_checkpoint(hidden_folder, root, snapshot.index, to_disk=to_disk)
         if to_disk:
-            sync(root)
-            delete_old_checkpoints(root, keep, path)
+            flush_path_to_disk(root)
+            delete_old_checkpoints(root, retention, path)
     return path
 
 
-def sync_to_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRetention) -> None:
+def flush_checkpoint_to_disk(snapshot: RankSnapshot, path: Path, root: Path, retention: CheckpointRetention) -> None:
     """Sync the files of a complete checkpoint to the disk, and then delete older checkpoints.
 
     If syncing fails, the older checkpoints are kept and InputError is raised.
@@ -120,8 +124,8 @@ def sync_to_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRet
     try:
         files = [*map(get_rank_file_name, range(snapshot.size)), file_format.INDEX_FILE]
         for name in (*(path / file for file in files), path, root):
-            sync(name)
-        delete_old_checkpoints(root, keep, path)
+            flush_path_to_disk(name)
+        delete_old_checkpoints(root, retention, path)
     except FileNotFoundError:
         return  # the checkpoint was removed
     except OSError as error:
@@ -131,7 +135,7 @@ def sync_to_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRet
         ) from error
 
 
-def _write_local_chunks(snapshot: Snapshot, hidden: Path, to_disk: bool) -> None:
+def _write_local_chunks(snapshot: RankSnapshot, hidden: Path, to_disk: bool) -> None:
     sums = write_chunks(hidden / get_rank_file_name(snapshot.rank), snapshot.chunks, to_disk=to_disk)
     boxes = [
         (name, file_format.SavedChunk(start, tuple(values.shape), snapshot.rank, total))
@@ -139,11 +143,11 @@ def _write_local_chunks(snapshot: Snapshot, hidden: Path, to_disk: bool) -> None
     ]
     note = _get_rank_record_path(hidden, snapshot.rank, "json")
     unfinished = note.with_suffix(".begun")
-    write_new(unfinished, json.dumps({"entries": snapshot.entries, "boxes": boxes}).encode())
+    write_new_file(unfinished, json.dumps({"entries": snapshot.entries, "boxes": boxes}).encode())
     unfinished.rename(note)
 
 
-def _merge_rank_records(snapshot: Snapshot, hidden: Path) -> None:
+def _merge_rank_records(snapshot: RankSnapshot, hidden: Path) -> None:
     tensors = snapshot.index.tensors
     for rank in range(snapshot.size):
         note = _wait_for_rank_record(rank, hidden)
@@ -152,7 +156,7 @@ def _merge_rank_records(snapshot: Snapshot, hidden: Path) -> None:
         for name, (dtype, shape) in share["entries"].items():
             tensors.setdefault(name, file_format.IndexEntry(dtype, tuple(shape)))
         for name, box in share["boxes"]:
-            tensors[name].boxes.append(file_format.chunk_from_json(box))
+            tensors[name].boxes.append(file_format.decode_saved_chunk(box))
     for name, entry in tensors.items():
         if (covered := sum(prod(box.size) for box in entry.boxes)) != prod(entry.shape):
             raise InputError(
@@ -177,8 +181,8 @@ def _wait_for_rank_record(rank: int, hidden: Path) -> Path:
     return note
 
 
-def _get_rank_record_path(hidden: Path, rank: int, ending: str) -> Path:
-    return hidden / f".{get_rank_file_name(rank)}.{ending}"
+def _get_rank_record_path(hidden: Path, rank: int, suffix: str) -> Path:
+    return hidden / f".{get_rank_file_name(rank)}.{suffix}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +193,7 @@ class SaveJob:
     """
 
     model: nn.Module
-    snapshot: Snapshot
+    snapshot: RankSnapshot
     hidden: Path
     root: Path
     keep: CheckpointRetention
@@ -197,13 +201,13 @@ class SaveJob:
     hosts: int
     is_first: bool = False
 
-    def write(self, *, to_disk: bool = True) -> Path:
+    def write_checkpoint(self, *, to_disk: bool = True) -> Path:
         """Write this rank's chunks, and sync the file to the disk if ``to_disk`` is True. Communicates nothing."""
         return write_snapshot(self.snapshot, self.hidden, self.root, self.keep, to_disk=to_disk)
 
-    def sync(self, path: Path) -> Path:
+    def flush_to_disk(self, path: Path) -> Path:
         """Sync the files of the checkpoint to the disk. Communicates nothing."""
-        sync_to_disk(self.snapshot, path, self.root, self.keep)
+        flush_checkpoint_to_disk(self.snapshot, path, self.root, self.keep)
         return path
 
     def run_or_clean_up(self, write_fn: Callable[[], Path]) -> Path:
@@ -212,9 +216,9 @@ class SaveJob:
             return run_on_all_ranks(write_fn, self.world, f"Saving into {self.root}")
         except Exception:
             if self.world.rank == 0:
-                remove(self.hidden)
+                remove_file_or_folder(self.hidden)
                 if self.is_first:
-                    release(self.root, self.model)
+                    release_folder_lock(self.root, self.model)
             raise
 
 
@@ -232,10 +236,10 @@ class AsyncSave:
         self.was_waited_for = is_complete
         self._path = job.root
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name="shardformer-save", daemon=False)
+        self._thread = threading.Thread(target=self._run_in_thread, args=(work,), name="shardformer-save", daemon=False)
         self.start, self.join = self._thread.start, self._thread.join
 
-    def _run(self, save_fn: Callable[[], Path]) -> None:
+    def _run_in_thread(self, save_fn: Callable[[], Path]) -> None:
         try:
             self._path = save_fn()
         except Exception as error:
@@ -267,7 +271,7 @@ class AsyncSave:
         return type(None), ()  # a copy of the model has no save in progress
 
 
-@renamed_parameters({"folder": "directory", "keep": "retention"}, ("directory", "model", "optimizer"))
+@deprecate_renamed_parameters({"folder": "directory", "keep": "retention"}, ("directory", "model", "optimizer"))
 def save_checkpoint(
     model: nn.Module,
     directory: str | os.PathLike[str],
@@ -310,13 +314,13 @@ def save_checkpoint(
     """
     wait_for_all_ranks("save_checkpoint", ModelTensors(model).world)
     with prepare_save(directory, model, optimizer, step, scheduler, extra, retention) as job:
-        path = job.run_or_clean_up(partial(job.write, to_disk=job.hosts > 1))
+        path = job.run_or_clean_up(partial(job.write_checkpoint, to_disk=job.hosts > 1))
     if job.hosts == 1 and job.world.rank == 0:
-        _start_async_save(AsyncSave(job, partial(job.sync, path), is_complete=True), job.model)
+        _start_async_save(AsyncSave(job, partial(job.flush_to_disk, path), is_complete=True), job.model)
     return path
 
 
-@renamed_parameters({"folder": "directory", "keep": "retention"}, ("directory", "model", "optimizer"))
+@deprecate_renamed_parameters({"folder": "directory", "keep": "retention"}, ("directory", "model", "optimizer"))
 def async_save_checkpoint(
     model: nn.Module,
     directory: str | os.PathLike[str],
@@ -335,9 +339,9 @@ def async_save_checkpoint(
     """
     wait_for_all_ranks("async_save_checkpoint", ModelTensors(model).world)
     with prepare_save(directory, model, optimizer, step, scheduler, extra, retention) as job:
-        saving = AsyncSave(job, job.write)
+        saving = AsyncSave(job, job.write_checkpoint)
         before: AsyncSave | None = job.model.__dict__.get(SAVE)
-        job.snapshot.copy_into(saving.memory if before is None else before.memory)
+        job.snapshot.copy_to_host_buffers(saving.memory if before is None else before.memory)
     _start_async_save(saving, job.model)
     return saving
 
@@ -378,14 +382,19 @@ def prepare_save(
         nonlocal root
         root = to_absolute_path(folder)
         check_int("step", step, 0, unit="training steps")
-        CheckpointRetention.of(keep)
+        CheckpointRetention.from_value(keep)
         _check_no_pending_save(tensors.model.__dict__.get(SAVE))
-        return str(Path(folder)), step, platform.node(), checkpoint_directory.make_hidden_path(root, step).name
+        return (
+            str(Path(folder)),
+            step,
+            platform.node(),
+            checkpoint_directory.make_hidden_checkpoint_path(root, step).name,
+        )
 
     def lock_directory() -> None:
         nonlocal is_new
         if world.rank == 0:
-            is_new = checkpoint_directory.lock_directory(root, step, tensors.model)
+            is_new = checkpoint_directory.lock_checkpoint_directory(root, step, tensors.model)
             hidden.mkdir()  # the name is unique: a rank that sees it shares the file system
 
     def check_folder() -> None:
@@ -407,31 +416,31 @@ def prepare_save(
             run_on_all_ranks(lock_directory, world, f"Saving into {root}")
             run_on_all_ranks(check_folder, world, f"Saving into {root}")
             index = CheckpointIndex(step, time.time(), tensors.sizes, values=state.values)
-            snapshot = Snapshot(world.rank, world.size, index)
+            snapshot = RankSnapshot(world.rank, world.size, index)
             assigned = select_chunks_to_write(state.chunks_by_rank, world)
             for item in state.items:
-                snapshot.add(item, assigned)
-            retention, num_hosts = CheckpointRetention.of(keep), len(set(hosts))
+                snapshot.add_chunks_to_write(item, assigned)
+            retention, num_hosts = CheckpointRetention.from_value(keep), len(set(hosts))
             yield SaveJob(tensors.model, snapshot, hidden, root, retention, world, num_hosts, is_new)
         except BaseException:
             if world.rank == 0:
-                remove(hidden)
+                remove_file_or_folder(hidden)
             if is_new:
-                release(root, tensors.model)
+                release_folder_lock(root, tensors.model)
             raise
 
 
-def _check_no_pending_save(before: AsyncSave | None) -> None:
+def _check_no_pending_save(previous_save: AsyncSave | None) -> None:
     """Raise an error if ``wait()`` was not called on the previous asynchronous save, or if that save failed.
 
     Waits until the previous checkpoint is on the disk.
     """
-    if before is None:
+    if previous_save is None:
         return
-    if not before.was_waited_for:
+    if not previous_save.was_waited_for:
         raise InputError(
             "Cannot save yet, because wait() was not called on the previous asynchronous save, which "
-            f"{'has finished' if before.is_done else 'is still in progress'}.",
+            f"{'has finished' if previous_save.is_done else 'is still in progress'}.",
             remedy="Call wait() on the result of async_save_checkpoint before you save again.",
         )
-    before.result()
+    previous_save.result()

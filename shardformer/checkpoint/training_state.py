@@ -22,14 +22,14 @@ from torch.optim import Optimizer
 from shardformer.checkpoint.chunks import FlatRegion, LocalChunks, TensorItem, drop_tensors, list_local_chunks
 from shardformer.checkpoint.file_format import (
     CheckpointIndex,
-    check_dtype,
+    check_dtype_can_be_saved,
+    compute_chunk_checksum,
+    encode_json_value,
     find_json_differences,
     from_json,
-    get_chunk_checksum,
-    to_json,
 )
 from shardformer.comm.collective_call import gather_from_all_ranks
-from shardformer.errors import ConfigError, did_you_mean
+from shardformer.errors import ConfigError, suggest_similar_names
 from shardformer.layout.shard_export_guard import to_plain_tensor
 from shardformer.layout.sharding_metadata import get_or_build_metadata, get_sharded_module
 from shardformer.mesh.parallel_context import Axis
@@ -69,7 +69,9 @@ class ModelTensors:
         self._names: dict[int, str] = {}
         self.tensors: dict[str, Tensor] = {}
         self.extra_states: dict[str, Any] = {}
-        plain = {} if state.stages is None else state.stages.get_first_names(get_sharded_module(self.model, state)[1])
+        plain = (
+            {} if state.stages is None else state.stages.get_canonical_names(get_sharded_module(self.model, state)[1])
+        )
         self.plain_names = list(plain)
         registered = {id(x) for x in (*self.model.parameters(), *self.model.buffers())}
         for name, value in self.model.state_dict(keep_vars=True).items():
@@ -138,7 +140,7 @@ class ModelTensors:
     def compute_buffer_checksums(self) -> dict[str, int]:
         """Compute a checksum of each buffer on this rank."""
         buffers = {n: x.detach() for n, x in self.tensors.items() if not isinstance(x, nn.Parameter)}
-        return {name: get_chunk_checksum(x, (0,) * x.dim()) for name, x in buffers.items()}
+        return {name: compute_chunk_checksum(x, (0,) * x.dim()) for name, x in buffers.items()}
 
     def items(self) -> Iterator[TensorItem]:
         """Yield the parameters, master weights and buffers that this rank saves. Must be called inside ``readable()``.
@@ -152,18 +154,18 @@ class ModelTensors:
             if id(tensor) in gathered:
                 continue
             if isinstance(tensor, nn.Parameter) or (is_front and data == 0):
-                yield self.get_region(tensor).item(f"{WEIGHTS}/{name}", tensor.detach())
+                yield self.get_region(tensor).make_tensor_item(f"{WEIGHTS}/{name}", tensor.detach())
             elif is_front:
-                yield self.get_region(tensor).item(get_buffer_key(data, name), tensor.detach())
+                yield self.get_region(tensor).make_tensor_item(get_buffer_key(data, name), tensor.detach())
         for shard in self.iterate_zero_shards():
             for piece in shard.slices:
                 name, region = self.get_slice_name(piece), self.get_slice_region(piece)
                 if shard.keeps:
-                    yield region.item(f"{WEIGHTS}/{name}", shard.local[piece.shard_range])
+                    yield region.make_tensor_item(f"{WEIGHTS}/{name}", shard.local[piece.shard_range])
                 if shard.rounded is not None and shard.rounded.rest is not None:
-                    yield region.item(f"{KAHAN_RESIDUALS}/{name}", shard.rounded.rest[piece.shard_range])
-                elif shard.rounded is None and shard.wide != shard.dtype and piece.value.requires_grad:
-                    yield region.item(f"{MASTER_WEIGHTS}/{name}", piece.value.detach().reshape(-1))
+                    yield region.make_tensor_item(f"{KAHAN_RESIDUALS}/{name}", shard.rounded.rest[piece.shard_range])
+                elif shard.rounded is None and shard.wide_dtype != shard.dtype and piece.value.requires_grad:
+                    yield region.make_tensor_item(f"{MASTER_WEIGHTS}/{name}", piece.value.detach().reshape(-1))
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -284,7 +286,7 @@ class OptimizerStates:
                 x = to_plain_tensor(value.detach())  # a script may insert a tensor of model.state_dict()
                 x = x.to_dense() if x.is_sparse else x  # such as the momentum of sparse gradients
                 x = x.reshape(-1) if region.flat_range is not None else x
-                yield region.item(f"optimizer.{self._number}/{quote(str(key), safe='')}/{slot.name}", x)
+                yield region.make_tensor_item(f"optimizer.{self._number}/{quote(str(key), safe='')}/{slot.name}", x)
 
     def _get_full_region(self, key: str, shape: tuple[int, ...], slot: OptimizerTensor) -> FlatRegion:
         """Return the region of an optimizer state tensor that does not have the shape of its parameter.
@@ -306,12 +308,12 @@ class OptimizerStates:
         where = f"optimizer {self.kind}"
         groups = []
         for group, slots in zip(self.optimizer.param_groups, self.groups, strict=True):
-            options = {k: to_json(v, f"{where}: {k!r}") for k, v in group.items() if k != "params"}
+            options = {k: encode_json_value(v, f"{where}: {k!r}") for k, v in group.items() if k != "params"}
             groups.append({"options": options, "names": list(dict.fromkeys(slot.name for slot in slots))})
         scalars: dict[str, Any] = {}
         for slot, key, value, is_item in self._iterate_states():
             if not is_item:
-                scalars.setdefault(slot.name, {})[key] = to_json(value, f"{where}: {key!r} of {slot.name}")
+                scalars.setdefault(slot.name, {})[key] = encode_json_value(value, f"{where}: {key!r} of {slot.name}")
         return {"kind": self.kind, "groups": groups, "scalars": scalars}
 
     # --- loading
@@ -339,7 +341,7 @@ class OptimizerStates:
                         f"{f'group {before}' if is_known else 'no group'} when it was saved.",
                         remedy="Create the parameter groups as in the saved run."
                         if is_known
-                        else did_you_mean(slot.name, saved["groups"][i]["names"]),
+                        else suggest_similar_names(slot.name, saved["groups"][i]["names"]),
                     )
 
     def find_saved_states(self, index: CheckpointIndex) -> Iterator[tuple[OptimizerTensor, str, str, FlatRegion]]:
@@ -484,10 +486,11 @@ def collect_training_state(
         items.extend(tensors.items())
         items.extend(item for each in optimizers for item in each.items())
         items.extend(
-            FlatRegion(tuple(x.shape), None, {}).item(get_random_state_key(world.rank, n), x) for n, x in random.items()
+            FlatRegion(tuple(x.shape), None, {}).make_tensor_item(get_random_state_key(world.rank, n), x)
+            for n, x in random.items()
         )
         for item in items:
-            check_dtype(item.name, item.dtype)
+            check_dtype_can_be_saved(item.name, item.dtype)
         values = _collect_values(tensors, optimizers, scheduler, extra) | {"random": numbers}
         return checked, values, list_local_chunks(items), tensors.compute_buffer_checksums()
 
@@ -529,12 +532,12 @@ def _collect_values(
         "model": type(tensors.model).__name__,
         "optimizers": [each.collect_values() for each in optimizers],
         "scheduler": [
-            {"kind": type(s).__name__, "state": to_json(s.state_dict(), f"the state of {type(s).__name__}")}
+            {"kind": type(s).__name__, "state": encode_json_value(s.state_dict(), f"the state of {type(s).__name__}")}
             for s in as_object_list(scheduler)
         ],
-        "extra": to_json(extra, "extra"),
+        "extra": encode_json_value(extra, "extra"),
         "coords": tensors.coords,
-        "extra_states": {name: to_json(x, f"the state {name}") for name, x in tensors.extra_states.items()},
+        "extra_states": {name: encode_json_value(x, f"the state {name}") for name, x in tensors.extra_states.items()},
     }
     if tensors.zero is not None:
         values["loss_scale"] = asdict(tensors.zero.loss_scale)

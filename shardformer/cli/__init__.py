@@ -91,7 +91,7 @@ class CommandGroup(TyperGroup):
         print_help("shardformer COMMAND [OPTIONS]", self.help or "", [*sections, ("Options", options)], WORKFLOW)
 
 
-def _make_command_class(renamed: Mapping[str, str], groups: Groups) -> type[TyperCommand]:
+def _make_command_class(renamed_options: Mapping[str, str], groups: Groups) -> type[TyperCommand]:
     """Create a Typer command class that shows options in groups, and that raises ConfigError for renamed options."""
 
     class Command(TyperCommand):
@@ -110,8 +110,10 @@ def _make_command_class(renamed: Mapping[str, str], groups: Groups) -> type[Type
             ctx.meta[ARGUMENTS] = list(args)
             for word in args:
                 old = word.partition("=")[0]
-                if old in renamed:
-                    raise ConfigError(f"{old} has been renamed to {renamed[old]}.", remedy=f"Use {renamed[old]}.")
+                if old in renamed_options:
+                    raise ConfigError(
+                        f"{old} has been renamed to {renamed_options[old]}.", remedy=f"Use {renamed_options[old]}."
+                    )
             return super().parse_args(ctx, args)
 
     return Command

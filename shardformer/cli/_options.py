@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hi
 import typer
 
 from shardformer.config import ParallelConfig
-from shardformer.errors import ConfigError, LaunchError, did_you_mean
+from shardformer.errors import ConfigError, LaunchError, suggest_similar_names
 from shardformer.pipeline.partition import PARTITION_METHODS
 
 if TYPE_CHECKING:
@@ -23,16 +23,16 @@ T = TypeVar("T", bound="DataclassInstance")
 
 
 def options_from_dataclass(
-    kind: type[T], flags: Mapping[str, str] | None = None
+    options_class: type[T], flags: Mapping[str, str] | None = None
 ) -> Callable[[Callable[[T], None]], Callable[..., None]]:
     """Return a decorator that turns a function of a dataclass into a Typer command with one option per field.
 
-    The fields of ``kind`` are ``Annotated`` with their help, a ``typer.Option`` or a ``typer.Argument``. A boolean
-    field becomes a switch ``--name`` without ``--no-name``.
+    The fields of ``options_class`` are ``Annotated`` with their help, a ``typer.Option`` or a ``typer.Argument``. A
+    boolean field becomes a switch ``--name`` without ``--no-name``.
 
     Args:
         flags: field of ``ParallelConfig`` -> the help of its flag, or empty for the description of the field. Values
-            that were passed are stored in ``kind.parallel``.
+            that were passed are stored in ``options_class.parallel``.
     """
     flags = flags or {}
 
@@ -40,10 +40,12 @@ def options_from_dataclass(
         def run_command(**values: Any) -> None:
             found = {name: values.pop(name) for name in flags}
             parallel = {n: _parse_parallel_value(n, v) for n, v in found.items() if v is not None and v is not False}
-            command(kind(**values, **({"parallel": parallel} if flags else {})))
+            command(options_class(**values, **({"parallel": parallel} if flags else {})))
 
-        hints = get_type_hints(kind, include_extras=True)
-        of_kind = [_make_field_parameter(each, hints[each.name]) for each in fields(kind) if each.name != "parallel"]
+        hints = get_type_hints(options_class, include_extras=True)
+        of_kind = [
+            _make_field_parameter(each, hints[each.name]) for each in fields(options_class) if each.name != "parallel"
+        ]
         parameters = [*of_kind[:1], *(_make_parallel_flag(name, text) for name, text in flags.items()), *of_kind[1:]]
         run_command.__name__, run_command.__qualname__, run_command.__module__ = (
             command.__name__,
@@ -107,7 +109,7 @@ def _parse_parallel_value(name: str, value: Any) -> Any:
         return numbers[0] if len(numbers) == 1 and name == "recompute_layers" else numbers
     flag = f"--{name.replace('_', '-')}"
     methods = f"{flag} balanced, {flag} uniform, or as " if name == "partition" else ""
-    hint = did_you_mean(value, PARTITION_METHODS) if methods and value.isalpha() else ""
+    hint = suggest_similar_names(value, PARTITION_METHODS) if methods and value.isalpha() else ""
     raise ConfigError(
         f"The value of {flag} is not valid: {value}.",
         rule=ParallelConfig.get_field_descriptions()[name][1].rstrip("."),

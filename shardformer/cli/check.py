@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from shardformer.errors import OLDEST_RELEASES, ConfigError, WorkerError, check_library_version
+from shardformer.errors import OLDEST_RELEASES, ConfigError, WorkerError, check_minimum_library_version
 
 TIMEOUT_S = 60.0
 TESTED = {"python": ((3, 11), (3, 13)), "torch": ((2, 11), (2, 14)), "transformers": ((5, 17), (5, 24))}
@@ -84,7 +84,7 @@ def check(as_json: Annotated[bool, typer.Option("--json", help="Print the result
     if as_json:
         print(json.dumps({"ready": ready, "findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
-        _print_table(findings, ready)
+        _print_results_table(findings, ready)
     if not ready:
         raise typer.Exit(1)
 
@@ -92,7 +92,7 @@ def check(as_json: Annotated[bool, typer.Option("--json", help="Print the result
 def _check_versions() -> list[CheckResult]:
     findings = [
         CheckResult("versions", "shardformer", "ok", version("shardformer")),
-        _version("python", platform.python_version(), "install Python 3.11 or newer"),
+        _check_library_version("python", platform.python_version(), "install Python 3.11 or newer"),
     ]
     for name, module in (("torch", "torch"), ("transformers", "transformers.modeling_utils")):
         remedy = f"pip install '{name}>={_format_version(TESTED[name][0])}'"
@@ -103,11 +103,11 @@ def _check_versions() -> list[CheckResult]:
             what = " ".join(str(error).split())
             findings.append(CheckResult("versions", name, "failed", f"{type(error).__name__}: {what}", remedy))
             continue
-        findings.append(_version(name, found, remedy))
+        findings.append(_check_library_version(name, found, remedy))
     return findings
 
 
-def _version(name: str, installed: str, remedy: str) -> CheckResult:
+def _check_library_version(name: str, installed: str, remedy: str) -> CheckResult:
     """Check whether the installed version of a library was tested. Older ones fail, newer ones are ``untested``."""
     major, minor = (int(part) for part in installed.split(".")[:2])
     oldest, newest = TESTED[name]
@@ -170,14 +170,14 @@ def _check_backends() -> list[CheckResult]:
 def _check_all_reduce() -> CheckResult:
     name = "all-reduce, 2 processes"
     try:
-        milliseconds = measure_all_reduce()
+        milliseconds = measure_all_reduce_ms()
     except WorkerError as error:
         remedy = "Check if a firewall or container blocks the loopback device; GLOO_SOCKET_IFNAME=lo selects it"
         return CheckResult("backends", name, "failed", error.what, remedy)
     return CheckResult("backends", name, "ok", f"{milliseconds:.2f} ms for 1 MB over gloo")
 
 
-def measure_all_reduce(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> float:
+def measure_all_reduce_ms(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> float:
     """Start processes, and return the median time in milliseconds of a 1 MB all-reduce between them over gloo.
 
     Raises WorkerError if a process fails or times out. All processes are ended.
@@ -258,7 +258,7 @@ def _check_optional_packages() -> list[CheckResult]:
             found = "found"
         try:
             if package in OLDEST_RELEASES:
-                check_library_version(package, found)
+                check_minimum_library_version(package, found)
         except ConfigError as error:
             findings.append(CheckResult("optional", package, "untested", error.what, error.remedy))
             continue
@@ -275,7 +275,7 @@ def _check_optional_packages() -> list[CheckResult]:
     return findings
 
 
-def _print_table(results: list[CheckResult], is_ready: bool) -> None:
+def _print_results_table(results: list[CheckResult], is_ready: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 

@@ -27,15 +27,15 @@ def derive_policy(
 ) -> None:
     """Derive a sharding policy for MODEL, validate it on a reduced model, and print it as Python code."""
     from shardformer.discovery.derive_policy import derive_policy as infer_policy
-    from shardformer.discovery.derive_policy import format_policy
-    from shardformer.verify.model_source import call_user_function, find_model
+    from shardformer.discovery.derive_policy import format_policy_source
+    from shardformer.verify.model_source import call_user_function, find_model_source
 
     if not name.isidentifier() or iskeyword(name):
         raise ConfigError(
             f"--name {name!r} is not a valid Python class name.", remedy="Pass a class name, such as MyPolicy."
         )
     check_model_directory(model)
-    source = find_model(model, dropout=False)
+    source = find_model_source(model, dropout=False)
     if source.config is None:
         batch_fn = source.own.get("batch_fn")
         batch = call_user_function(lambda: batch_fn(0), f"batch_fn of {model}") if batch_fn is not None else None
@@ -43,5 +43,5 @@ def derive_policy(
     else:  # the weights are not needed
         source.config.architectures = [source.head]
         policy = infer_policy(source.config)
-    code = format_policy(policy, name)
+    code = format_policy_source(policy, name)
     print(json.dumps({"model": model, "name": name, "code": code}) if as_json else code.rstrip("\n"))

@@ -72,7 +72,7 @@ def draw(
 
     _check_option_has_effect([name for name in context.params if _is_option_passed(context, name)])
     if grid is not None:
-        _draw_grid(Console(highlight=False), grid, tensor_parallel_mode or "2d", as_json)
+        _print_tensor_grid(Console(highlight=False), grid, tensor_parallel_mode or "2d", as_json)
         return
 
     from shardformer.pipeline.schedule_chart import check_chart_file, save_chart, timeline_to_dict
@@ -107,10 +107,10 @@ def _is_option_passed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _check_option_has_effect(passed: list[str]) -> None:
+def _check_option_has_effect(passed_options: list[str]) -> None:
     """Raise ConfigError if schedule options were passed with ``--grid``, or grid options without it."""
-    has_grid = "grid" in passed
-    for name in passed:
+    has_grid = "grid" in passed_options
+    for name in passed_options:
         if name != "as_json" and has_grid != (name in GRID_OPTIONS):
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(
@@ -139,7 +139,7 @@ def _check_drawing_size(stages: int, micro_batches: int, chunks: int) -> None:
         )
 
 
-def _draw_grid(console: Console, grid: str, mode: str, as_json: bool) -> None:
+def _print_tensor_grid(console: Console, grid: str, mode: str, as_json: bool) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

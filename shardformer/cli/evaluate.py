@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardformer.cli._options import silence_transformers
-from shardformer.cli.run import launch_processes
+from shardformer.cli.run import relaunch_in_processes
 from shardformer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,12 +53,12 @@ def evaluate(
 
     found = _load_trained_model(model, config, list(changes or []))
     assert found.run is not None
-    if not found.run.data.has_validation:
+    if not found.run.data.has_validation_data:
         raise ConfigError(
             f"The run configuration of {model!r} has no validation data.",
             remedy="Specify the validation data, for example with --set data.validation=test.jsonl.",
         )
-    launch_processes(context, prod(size or 1 for size in found.run.layout.sizes.values()))
+    relaunch_in_processes(context, prod(size or 1 for size in found.run.layout.sizes.values()))
     values = evaluate_model(found)
     if values is not None:
         print(json.dumps(values, indent=2) if as_json else _format_metrics(values), flush=True)
@@ -77,7 +77,7 @@ def _load_trained_model(model: str, config: Path | None, changes: list[str]) -> 
             remedy="Remove --config. To change keys of the run configuration, use --set.",
         )
     if found.run is not None:
-        return found.with_config_changes(changes)
+        return found.with_config_overrides(changes)
     if config is None:
         raise ConfigError(
             f"{model!r} has no run configuration, so the validation data and the task are unknown.",

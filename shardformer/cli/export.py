@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from shardformer.cli._options import silence_transformers
-from shardformer.cli.run import launch_processes
+from shardformer.cli.run import relaunch_in_processes
 from shardformer.errors import ConfigError
 
 OPTION_GROUPS = {"Layout": ("tensor", "pipe"), "Output": ("as_json",)}
@@ -42,7 +42,7 @@ def export(
     silence_transformers()
     from shardformer.config import ParallelConfig
     from shardformer.train_command.trained_model import find_trained_model
-    from shardformer.weights.save_pretrained import check_export, check_export_directory
+    from shardformer.weights.save_pretrained import check_export_directory, check_model_is_exportable
 
     found = find_trained_model(checkpoint)
     if found.checkpoint is None:
@@ -52,9 +52,9 @@ def export(
         )
     check_export_directory(output)
     processor = found.load_processor()
-    check_export(found.build(), processor)
-    launch_processes(context, tensor * pipe)
-    engine = found.load(ParallelConfig(tensor=tensor, pipe=pipe))
+    check_model_is_exportable(found.build_lazy_model(), processor)
+    relaunch_in_processes(context, tensor * pipe)
+    engine = found.load_engine(ParallelConfig(tensor=tensor, pipe=pipe))
     engine.export(output, processor)
     if engine.is_first:
         result = {"checkpoint": str(found.checkpoint), "model": type(engine.model).__name__, "output": str(output)}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardformer.cli._options import silence_transformers
-from shardformer.cli.run import launch_processes
-from shardformer.errors import ConfigError, InputError, get_first_line
+from shardformer.cli.run import relaunch_in_processes
+from shardformer.errors import ConfigError, InputError, get_first_message_line
 
 if TYPE_CHECKING:
     from shardformer.train_command.trained_model import TrainedModel
@@ -83,9 +83,9 @@ def generate(
     tokenizer = found.load_processor()
     is_chat, text_in = _render_prompt(found, tokenizer, prompt, system, raw)
     ids = _tokenize_prompt(tokenizer, text_in, found.model_config, max_new_tokens, is_chat)
-    _check_can_generate(found.build(), model)
-    launch_processes(context, tensor)
-    engine = found.load(ParallelConfig(tensor=tensor))
+    _check_can_generate(found.build_lazy_model(), model)
+    relaunch_in_processes(context, tensor)
+    engine = found.load_engine(ParallelConfig(tensor=tensor))
     stop = _get_stop_options(engine.model, tokenizer) if is_chat else {}
     options = {"max_new_tokens": max_new_tokens, "do_sample": bool(options), **options, **stop}
     tokens = _generate_tokens(engine, ids, seed, options)
@@ -93,10 +93,10 @@ def generate(
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         text = text.removesuffix(*stop.get("stop_strings", [""]))
         result = {"prompt": prompt, "chat_template": is_chat, "input": text_in, "text": text}
-        _print_result({**result, "tokens": tokens}, as_json, found.model_config.is_encoder_decoder or is_chat)
+        _print_generated_text({**result, "tokens": tokens}, as_json, found.model_config.is_encoder_decoder or is_chat)
 
 
-def _print_result(result: dict[str, Any], as_json: bool, is_answer: bool) -> None:
+def _print_generated_text(result: dict[str, Any], as_json: bool, is_answer: bool) -> None:
     if as_json:
         print(json.dumps(result), flush=True)
         return
@@ -121,10 +121,10 @@ def _render_prompt(
             )
         return False, prompt
     messages = [] if system is None else [{"role": "system", "content": system}]
-    return True, _apply_template(tokenizer, [*messages, {"role": "user", "content": prompt}], True)
+    return True, _apply_chat_template(tokenizer, [*messages, {"role": "user", "content": prompt}], True)
 
 
-def _apply_template(tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+def _apply_chat_template(tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
     try:
         found: str = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -132,7 +132,7 @@ def _apply_template(tokenizer: Any, messages: list[dict[str, str]], add_generati
         return found
     except Exception as error:  # templates raise their own errors
         raise InputError(
-            f"The chat template of the model rejected the messages {messages!r:.120}: {get_first_line(error)}.",
+            f"The chat template of the model rejected the messages {messages!r:.120}: {get_first_message_line(error)}.",
             remedy="Remove --system, or pass the complete text of the conversation as PROMPT with --raw.",
         ) from error
 
@@ -140,7 +140,7 @@ def _apply_template(tokenizer: Any, messages: list[dict[str, str]], add_generati
 def _get_stop_options(model: Any, tokenizer: Any) -> dict[str, Any]:
     """Return arguments that make ``generate`` stop at the marker with which the chat template ends an answer."""
     ask, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    prompt, whole = _apply_template(tokenizer, [ask], True), _apply_template(tokenizer, [ask, answer], False)
+    prompt, whole = _apply_chat_template(tokenizer, [ask], True), _apply_chat_template(tokenizer, [ask, answer], False)
     end = whole.removeprefix(f"{prompt}b").strip() if whole.startswith(f"{prompt}b") else ""
     ids = model.generation_config.eos_token_id
     ends = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
@@ -163,13 +163,13 @@ def _validate_sampling_options(values: dict[str, float | None]) -> dict[str, Any
 
 def _tokenize_prompt(tokenizer: Any, prompt: str, model_config: Any, max_new_tokens: int, is_chat: bool) -> Any:
     """Tokenize a prompt into token ids of shape (1, sequence length). Raises InputError if the prompt is too long."""
-    from shardformer.train_command.build import get_max_positions
+    from shardformer.train_command.build import get_max_sequence_length
 
     if not hasattr(tokenizer, "decode"):
         raise ConfigError("The model has no tokenizer, so it cannot generate text.", remedy="Pass a language model.")
     special = {"add_special_tokens": False} if is_chat else {}  # a template contains them
     ids = tokenizer(prompt, return_tensors="pt", **special)["input_ids"]
-    most = get_max_positions(model_config)
+    most = get_max_sequence_length(model_config)
     if most is not None and not model_config.is_encoder_decoder and ids.shape[1] + max_new_tokens > most:
         raise InputError(
             f"The prompt of {ids.shape[1]} tokens and --max-new-tokens {max_new_tokens} exceed the maximum sequence "

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from shardformer.errors import ConfigError, did_you_mean
+from shardformer.errors import ConfigError, suggest_similar_names
 
 
 def load_templates() -> dict[str, str]:
@@ -50,11 +50,11 @@ def init(
     templates = load_templates()
     if template is None:
         _check_unused_options({"--out": out is not None, "--force": force}, "without a template")
-        _list_templates(templates, as_json)
+        _print_templates(templates, as_json)
         return
     _check_unused_options({"--json": as_json}, "with a template")
     if template not in templates:
-        raise ConfigError(f"There is no template {template!r}.", remedy=did_you_mean(template, templates))
+        raise ConfigError(f"There is no template {template!r}.", remedy=suggest_similar_names(template, templates))
     file = out if out is not None else Path(f"{template}.toml")
     if file.is_dir():
         raise ConfigError(f"--out {file} is a folder.", remedy=f"Pass a file: --out {file / f'{template}.toml'}.")
@@ -77,7 +77,7 @@ def _check_unused_options(options: dict[str, bool], condition: str) -> None:
             raise ConfigError(f"{name} has no effect {condition}.", remedy=f"Remove {name}.")
 
 
-def _list_templates(templates: dict[str, str], as_json: bool) -> None:
+def _print_templates(templates: dict[str, str], as_json: bool) -> None:
     about = {name: describe_template(text) for name, text in templates.items()}
     if as_json:
         print(json.dumps(about, indent=2))

@@ -41,11 +41,11 @@ def plot(
     from shardformer.pipeline.schedule_chart import check_chart_file
     from shardformer.training.metrics_plot import (
         check_metric_names,
-        describe_differences,
-        draw_metrics,
+        describe_loss_differences,
         list_metrics,
-        metrics_as_json,
         read_runs,
+        save_metrics_plot,
+        summarize_runs_for_json,
     )
 
     found = read_runs(runs)
@@ -62,13 +62,13 @@ def plot(
         check_chart_file(path)
     console = Console(highlight=False)
     if as_json:
-        print(json.dumps({**metrics_as_json(found), "plot": str(path) if has_matplotlib else None}, indent=2))
+        print(json.dumps({**summarize_runs_for_json(found), "plot": str(path) if has_matplotlib else None}, indent=2))
     else:
         _print_tables(console, found)
-        for line in describe_differences(found):
+        for line in describe_loss_differences(found):
             _print_line(console, line, wraps=True)
     if has_matplotlib:
-        draw_metrics(found, path, selected or None)
+        save_metrics_plot(found, path, selected or None)
     elif out is not None:
         check_chart_file(out)
     if as_json:

@@ -20,7 +20,7 @@ import typer
 from shardformer import launcher
 from shardformer.cli._help import OTHER, print_help
 from shardformer.cli._options import ARGUMENTS, check_num_processes
-from shardformer.errors import ConfigError, LaunchError, did_you_mean, get_first_line
+from shardformer.errors import ConfigError, LaunchError, get_first_message_line, suggest_similar_names
 from shardformer.launcher.failure_report import FEW, describe_failures
 from shardformer.launcher.hostfile import find_local_host_index, read_hostfile, select_hosts
 from shardformer.launcher.shutdown import (
@@ -34,11 +34,11 @@ MAX_NODES = 2**16
 MAX_TIMEOUT_S = 24 * 3600
 
 
-def check_options(options: argparse.Namespace) -> None:
+def check_torchrun_options(options: argparse.Namespace) -> None:
     """Raise LaunchError if the value of a torchrun option, such as ``--nnodes``, is invalid."""
-    _check_counts(options)
+    _check_process_and_node_counts(options)
     _check_timeouts(options)
-    _check_signals(options.signals_to_handle)
+    _check_signal_names(options.signals_to_handle)
     if options.local_addr is not None:
         try:
             socket.getaddrinfo(options.local_addr, None)
@@ -49,7 +49,7 @@ def check_options(options: argparse.Namespace) -> None:
             ) from error
 
 
-def _check_counts(options: argparse.Namespace) -> None:
+def _check_process_and_node_counts(options: argparse.Namespace) -> None:
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
     try:
@@ -104,13 +104,13 @@ def _check_timeouts(options: argparse.Namespace) -> None:
             )
 
 
-def _check_signals(names: str) -> None:
+def _check_signal_names(names: str) -> None:
     known = [member.name for member in signal.Signals if member not in (signal.SIGKILL, signal.SIGSTOP)]
     for name in names.split(","):
         if name.strip() not in known:
             raise LaunchError(
                 f"--signals-to-handle {names!r} contains {name.strip()!r}, which is not a signal that can be handled.",
-                remedy=f"Write --signals-to-handle SIGTERM,SIGINT. {did_you_mean(name.strip(), known)}",
+                remedy=f"Write --signals-to-handle SIGTERM,SIGINT. {suggest_similar_names(name.strip(), known)}",
             )
 
 
@@ -153,42 +153,42 @@ shardformer run --hostfile hosts.txt train.py   # on every machine
 
 def run(arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] SCRIPT [ARGS]...")] = None) -> None:
     """Start a script in several processes, with the options of torchrun and support for host files."""
-    sys.exit(launch(arguments or []))
+    sys.exit(launch_script(arguments or []))
 
 
-def launch(arguments: Sequence[str], command: str = "run") -> int:
+def launch_script(arguments: Sequence[str], command_name: str = "run") -> int:
     """Start a script in several processes, wait for them, and return the exit status.
 
     Args:
-        command: the name of the command in messages.
+        command_name: the name of the command in messages.
     """
     options = parse_run_arguments(arguments)
-    _check_script(options)
+    _check_script_exists(options)
     _set_num_threads(options)
-    return _run_processes(options, command)
+    return _run_processes(options, command_name)
 
 
-def launch_processes(context: typer.Context, count: int) -> None:
+def relaunch_in_processes(context: typer.Context, count: int) -> None:
     """Restart the current command in ``count`` processes, unless this process is already one of them.
 
     Exits with the status of these processes. Raises ConfigError if a launcher started another number of processes.
     """
     from shardformer.mesh.init_distributed import get_launcher_variable
-    from shardformer.training.initialize import num_processes
+    from shardformer.training.initialize import get_num_processes
 
     if get_launcher_variable() is not None:
-        if num_processes() != count:
+        if get_num_processes() != count:
             raise ConfigError(
-                f"The parallel layout needs {count} processes, but the launcher started {num_processes()}.",
+                f"The parallel layout needs {count} processes, but the launcher started {get_num_processes()}.",
                 remedy=f"Start {count} processes, or run the command without a launcher.",
             )
     elif count > 1:
         check_num_processes("The layout", count)
         words = ["-m", "shardformer", str(context.info_name), *context.meta[ARGUMENTS]]
-        sys.exit(launch(["--nproc_per_node", str(count), *words], str(context.info_name)))
+        sys.exit(launch_script(["--nproc_per_node", str(count), *words], str(context.info_name)))
 
 
-class _RunParser(argparse.ArgumentParser):
+class _RunArgumentParser(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
         rows = {action.dest: _format_help_row(action) for action in vars(self)["_actions"] if action.option_strings}
         groups = {title: [rows.pop(name) for name in names if name in rows] for title, names in HELP_GROUPS.items()}
@@ -218,7 +218,7 @@ def _format_help_row(action: argparse.Action) -> tuple[str, str]:
 
 def parse_run_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse torchrun's options, and ``--hostfile`` and ``--host``, which set the machines and the master address."""
-    parser = _RunParser(
+    parser = _RunArgumentParser(
         prog="shardformer run",
         usage=USAGE,
         parents=[_make_torchrun_parser()],
@@ -240,7 +240,7 @@ def parse_run_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    check_options(options)
+    check_torchrun_options(options)
     if _is_single_machine(options) and options.local_addr is None:
         options.local_addr = "127.0.0.1"  # by default torch resolves the host name, which fails on some machines
     return options
@@ -269,7 +269,7 @@ def _make_torchrun_parser() -> argparse.ArgumentParser:
         return get_args_parser()
     except ValueError as error:
         raise LaunchError(
-            f"An environment variable PET_... has an invalid value: {get_first_line(error)}.",
+            f"An environment variable PET_... has an invalid value: {get_first_message_line(error)}.",
             rule="torchrun reads the default of each option from a variable such as PET_NNODES. The values of a switch "
             "are 0 and 1.",
             remedy="Correct or unset the variable.",
@@ -311,7 +311,7 @@ def _is_single_machine(options: argparse.Namespace) -> bool:
     return bool(options.standalone or (on_free_port and options.nnodes in ("1", "1:1")))
 
 
-def _check_script(options: argparse.Namespace) -> None:
+def _check_script_exists(options: argparse.Namespace) -> None:
     script: str = options.training_script
     if options.module:
         name = script.partition(".")[0]  # editable installs are found by their own finders
@@ -332,7 +332,7 @@ def _check_script(options: argparse.Namespace) -> None:
     if not found:
         kind = "module" if options.module else "script"
         folder = Path(script).parent
-        hint = did_you_mean(script, [] if options.module else map(str, folder.glob("*.py")))
+        hint = suggest_similar_names(script, [] if options.module else map(str, folder.glob("*.py")))
         raise LaunchError(
             f"There is no {kind} {script!r} in {os.getcwd()!r}.",
             remedy=f"Correct the name. {hint}" if hint.startswith("Did") else "Correct the name or change the folder",
@@ -361,7 +361,7 @@ def _report_missing_nodes(options: argparse.Namespace, endpoint: str) -> Abstrac
     ).report_missing_processes()
 
 
-def _run_processes(options: argparse.Namespace, command: str = "run") -> int:
+def _run_processes(options: argparse.Namespace, command_name: str = "run") -> int:
     """Run the script with torch's launcher and return the exit status. After a failure, print its cause."""
     from torch.distributed import DistNetworkError
     from torch.distributed import run as torchrun
@@ -385,26 +385,26 @@ def _run_processes(options: argparse.Namespace, command: str = "run") -> int:
         # with several launchers, the other ones know how their ranks ended
         alone = options.nnodes in ("1", "1:1")
         ranks = range(torchrun.determine_local_world_size(options.nproc_per_node) if alone else 0)
-        print(describe_failures(error.failures, ranks, command), file=sys.stderr, flush=True)
+        print(describe_failures(error.failures, ranks, command_name), file=sys.stderr, flush=True)
         return 1
     except SignalException as error:
-        left = "".join(f"\nshardformer {command}: process {pid}: {what}" for pid, what in STUCK_PROCESSES.items())
-        left += "".join(f"\nshardformer {command}: {place}" for place in describe_stack_locations()[:FEW])
+        left = "".join(f"\nshardformer {command_name}: process {pid}: {what}" for pid, what in STUCK_PROCESSES.items())
+        left += "".join(f"\nshardformer {command_name}: {place}" for place in describe_stack_locations()[:FEW])
         if sys.stdout.isatty():
             print("\x1b[?25h", flush=True)  # the progress bar of a killed rank leaves the cursor hidden
-        print(f"shardformer {command}: ended by {error.sigval.name}{left}", file=sys.stderr, flush=True)
+        print(f"shardformer {command_name}: ended by {error.sigval.name}{left}", file=sys.stderr, flush=True)
         return 128 + error.sigval
     except (RendezvousError, DistNetworkError) as error:
         raise LaunchError(
             f"The machines could not connect to each other at {torchrun.get_rdzv_endpoint(options)}: "
-            f"{get_first_line(error)}.",
+            f"{get_first_message_line(error)}.",
             rule="Run the same command on all machines. They connect to the first machine.",
             remedy="Check --master_addr, --master_port (use another port if it is taken) and the firewall of the "
             "first machine.",
         ) from error
     except Exception as error:  # invalid values of torch's options. Errors of the script are ChildFailedError
         raise LaunchError(
-            f"torch's launcher could not start the processes: {type(error).__name__}: {get_first_line(error)}.",
+            f"torch's launcher could not start the processes: {type(error).__name__}: {get_first_message_line(error)}.",
             remedy="Check the options with shardformer run --help.",
         ) from error
     return 0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from shardformer.config import ParallelConfig
     from shardformer.train_command.config_schema import TrainConfig
-    from shardformer.train_command.dry_run import DryRunReport, RankMemory
+    from shardformer.train_command.dry_run import DryRunReport, RankMemoryEstimate
 
 MODULE = "shardformer.train_command"
 OPTION_GROUPS = {
@@ -116,27 +116,27 @@ def _train_in_this_process(config: TrainConfig) -> None:
 
 def _print_resume_hint(config: TrainConfig, exit_code: Any) -> None:
     """If a signal ended the run, print the path of its checkpoint and how to resume."""
-    from shardformer.train_command.summary import describe_resume
+    from shardformer.train_command.summary import describe_how_to_resume
 
     if exit_code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         sys.stdout.flush()
-        print(describe_resume(config), file=sys.stderr, flush=True)
+        print(describe_how_to_resume(config), file=sys.stderr, flush=True)
 
 
 def _launch_and_exit(
     config: TrainConfig, count: int, max_restarts: int, shutdown_timeout: int | None, run_options: list[str]
 ) -> NoReturn:
     """Start the training processes, wait for them, and exit with their status."""
-    from shardformer.cli.run import launch
+    from shardformer.cli.run import launch_script
     from shardformer.launcher.shutdown import SHUTDOWN_TIMEOUT_VARIABLE
-    from shardformer.train_command.build import build_hooks, build_optimizer
+    from shardformer.train_command.build import build_hooks, build_optimizer_factory
 
-    build_hooks(config), build_optimizer(config.optimizer)  # raises errors once, before any process starts
+    build_hooks(config), build_optimizer_factory(config.optimizer)  # raises errors once, before any process starts
     if shutdown_timeout is not None:
         os.environ[SHUTDOWN_TIMEOUT_VARIABLE] = str(shutdown_timeout)
     options = ["--nproc_per_node", str(count), "--max-restarts", str(max_restarts)]
     try:
-        status = launch([*options, "-m", MODULE, *run_options], "train")
+        status = launch_script([*options, "-m", MODULE, *run_options], "train")
     except KeyboardInterrupt:  # before torch's launcher handles signals
         status = 128 + signal.SIGINT
     _print_resume_hint(config, status)
@@ -185,7 +185,7 @@ def print_dry_run_report(console: Console, plan: DryRunReport) -> None:
 
     count = prod(plan.sizes.values())
     processes = f"{count} process{'es' * (count > 1)}"
-    print_rows(console, plan.summary.rows(describe_layout(plan.layout, plan.sizes, processes)))
+    print_rows(console, plan.summary.format_rows(describe_layout(plan.layout, plan.sizes, processes)))
     console.print()
     console.print(plan.description, soft_wrap=True, markup=False)
     console.print()
@@ -194,9 +194,9 @@ def print_dry_run_report(console: Console, plan: DryRunReport) -> None:
     for name in (*axes, "parameters", "gradients", "masters", "states", "a step", "in all", "host"):
         table.add_column(name, justify="right", no_wrap=True)
 
-    def add(rank: RankMemory, *places: str) -> None:
+    def add(rank: RankMemoryEstimate, *places: str) -> None:
         kept = rank.persistent_bytes
-        cells = (kept.parameters + kept.gathered, kept.gradients, kept.masters, kept.states, rank.step, rank.peak)
+        cells = (kept.parameters + kept.gathered, kept.gradients, kept.masters, kept.states, rank.step, rank.peak_bytes)
         table.add_row(*places, *("?" if c is None else format_bytes(c) for c in cells), format_bytes(kept.host))
 
     for rank in plan.ranks:
@@ -205,8 +205,8 @@ def print_dry_run_report(console: Console, plan: DryRunReport) -> None:
     console.print(
         "A step: peak of gradients, activations and temporary tensors, traced on fake tensors.", soft_wrap=True
     )
-    if plan.alone is not None and plan.alone.peak is not None:
-        console.print(f"One process without parallelism: {format_bytes(plan.alone.peak)} in all.", soft_wrap=True)
+    if plan.alone is not None and plan.alone.peak_bytes is not None:
+        console.print(f"One process without parallelism: {format_bytes(plan.alone.peak_bytes)} in all.", soft_wrap=True)
     if plan.free_bytes is not None:
         console.print(f"Free memory of this machine ({plan.device}): {format_bytes(plan.free_bytes)}.", soft_wrap=True)
     if plan.why_untraced:

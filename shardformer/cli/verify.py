@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 3600.0  # per head class, long enough for large models
 
 
-class Dtype(StrEnum):
+class TrainingDtype(StrEnum):
     """Floating-point precision in which ``shardformer verify`` trains both models."""
 
     FP64 = "fp64"
@@ -119,13 +119,13 @@ class VerifyOptions:
     ] = ""
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Number of optimizer steps.")] = 3
     dtype: Annotated[
-        Dtype,
+        TrainingDtype,
         typer.Option(
             metavar="fp64|fp32",
             help="Precision of both models. With fp64, errors of sharding are much larger than rounding errors. fp64 "
             "also replaces casts to lower precision inside the model, as in LLaMA's norms.",
         ),
-    ] = Dtype.FP64
+    ] = TrainingDtype.FP64
     head: Annotated[
         str, typer.Option(metavar="CLASS", help="Model class of transformers, such as BertForTokenClassification.")
     ] = ""
@@ -137,13 +137,13 @@ class VerifyOptions:
     tokens: Annotated[int | None, typer.Option(metavar="N", min=6, help="Tokens per sample. Default: 13.")] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False
 
-    def make_layout(self) -> ParallelConfig:
+    def make_parallel_config(self) -> ParallelConfig:
         """Create a ParallelConfig from the command-line options. By default, ``tensor`` is 2, or 1 with ``--pipe``."""
         is_default = "pipe" not in self.parallel and self.parallel.get("sequence", 1) == 1
         defaults = {"data": 1, "tensor": 2 if is_default else 1}
         return ParallelConfig(**{**defaults, **self.parallel})
 
-    def make_pipeline(self, loss_weight: LossWeight | None = None) -> VerifyPipeline | None:
+    def make_verify_pipeline(self, loss_weight: LossWeight | None = None) -> VerifyPipeline | None:
         """Create the pipeline options, or None if ``--pipe`` is not set. Raises ConfigError for invalid options."""
         names = ("micro_batches", "schedule", "num_model_chunks", "partition", "recompute_layers")
         found = {name: self.parallel[name] for name in names if name in self.parallel}
@@ -156,13 +156,13 @@ class VerifyOptions:
         from shardformer.verify.train_both import VerifyPipeline
 
         pipeline = VerifyPipeline(self.parallel["pipe"], found.pop("micro_batches", None), found, loss_weight)
-        pipeline.stage_manager()
+        pipeline.create_stage_manager()
         return pipeline
 
-    def make_training(self) -> VerifyTraining:
+    def make_verify_training(self) -> VerifyTraining:
         from shardformer.verify.training_options import VerifyTraining
 
-        layout = self.make_layout()
+        layout = self.make_parallel_config()
         return VerifyTraining(
             optimizer=self.optimizer,
             gradient_accumulation_steps=self.gradient_accumulation_steps,
@@ -182,15 +182,15 @@ def verify(options: VerifyOptions) -> None:
     from rich.console import Console
 
     from shardformer.local_ranks.worker_pool import WorkerPool
-    from shardformer.verify.model_source import find_policy
+    from shardformer.verify.model_source import import_policy_class
     from shardformer.verify.report import print_report
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every worker would print the same warnings
     _check_options(options)
     sources = _find_model_sources(options)
-    policy = find_policy(options.policy) if options.policy else sources[0].own.get("policy")
+    policy = import_policy_class(options.policy) if options.policy else sources[0].own.get("policy")
     console, reports = Console(highlight=False), []
-    num_processes = prod(size or 1 for size in options.make_layout().sizes.values())
+    num_processes = prod(size or 1 for size in options.make_parallel_config().sizes.values())
     with WorkerPool(num_processes, timeout_s=TIMEOUT_S, imports=("torch", "transformers")) as pool:
         for source in sources:
             with _show_status(f"{source.head or source.title}: in one process and sharded over {num_processes}"):
@@ -218,12 +218,12 @@ def _check_options(options: VerifyOptions) -> None:
         raise ConfigError(
             f"--all-heads does not work with --head {options.head}.", remedy="Remove one of the two options."
         )
-    options.make_pipeline()
-    layout = options.make_layout()
+    options.make_verify_pipeline()
+    layout = options.make_parallel_config()
     _check_options_have_effect(options, layout)
     check_num_processes("The product of the axes", prod(size or 1 for size in layout.sizes.values()))
-    ShardConfig(**layout.shard_options())  # rejects unsupported combinations before anything is loaded
-    options.make_training()
+    ShardConfig(**layout.get_shard_config_options())  # rejects unsupported combinations before anything is loaded
+    options.make_verify_training()
 
 
 def _check_options_have_effect(options: VerifyOptions, layout: ParallelConfig) -> None:
@@ -245,11 +245,11 @@ def _check_options_have_effect(options: VerifyOptions, layout: ParallelConfig) -
 
 
 def _find_model_sources(options: VerifyOptions) -> list[ModelSource]:
-    from shardformer.verify.model_source import find_model
+    from shardformer.verify.model_source import find_model_source
     from shardformer.verify.small_models import is_vision_only
 
     check_model_directory(options.model)
-    source = find_model(options.model)
+    source = find_model_source(options.model)
     fixed = "batch_fn" in source.own and not hasattr(source.own["batch_fn"], "with_samples")
     if (fixed and options.batch) or ("batch_fn" in source.own and options.tokens):
         what = f"--batch and --tokens do not apply to {options.model}, which has its own batch_fn"
@@ -257,15 +257,17 @@ def _find_model_sources(options: VerifyOptions) -> list[ModelSource]:
     if options.tokens and source.config is not None and is_vision_only(source.head):
         what = f"--tokens {options.tokens} does not apply to {source.head or options.model}, which has no text input"
         raise ConfigError(what, remedy="Remove the option.")
-    heads = source.heads if options.all_heads else [options.head] if options.head else []
-    sources = [source.with_head(head) for head in heads] or [source]
-    pipeline = options.make_pipeline()
-    return sources if pipeline is None else [source.deeper(_get_min_num_layers(pipeline)) for source in sources]
+    heads = source.head_classes if options.all_heads else [options.head] if options.head else []
+    sources = [source.with_head_class(head) for head in heads] or [source]
+    pipeline = options.make_verify_pipeline()
+    return (
+        sources if pipeline is None else [source.with_min_layers(_get_min_num_layers(pipeline)) for source in sources]
+    )
 
 
 def _get_min_num_layers(pipeline: VerifyPipeline) -> int:
     """Return the minimum number of layers that a model needs to be split into the configured pipeline stages."""
-    stages = pipeline.stage_manager()
+    stages = pipeline.create_stage_manager()
     return stages.num_virtual_stages if isinstance(stages.partition, str) else sum(stages.partition)
 
 
@@ -273,24 +275,24 @@ def _verify_model_class(options: VerifyOptions, source: ModelSource, policy: Any
     import torch
 
     from shardformer.verify.model_source import TOKENS
-    from shardformer.verify.small_models import averages_loss_over_samples, model_loss, num_samples
+    from shardformer.verify.small_models import averages_loss_over_samples, compute_model_loss, count_samples
     from shardformer.verify.verification import verify as run_verify
 
     weight = source.own.get("loss_weight")
-    if weight is None and source.loss_fn is model_loss and averages_loss_over_samples(source.head):
-        weight = num_samples
-    pipeline = options.make_pipeline(weight)
-    layout = options.make_layout()
+    if weight is None and source.loss_fn is compute_model_loss and averages_loss_over_samples(source.head):
+        weight = count_samples
+    pipeline = options.make_verify_pipeline(weight)
+    layout = options.make_parallel_config()
     data = layout.data or 1
-    per_rank = max(-(-4 // data), pipeline.num_parts if pipeline is not None else 1)
+    per_rank = max(-(-4 // data), pipeline.num_micro_batches if pipeline is not None else 1)
     batch = options.batch or per_rank * data
-    batch_fn = source.batches(batch, options.tokens or TOKENS)
+    batch_fn = source.make_batch_fn(batch, options.tokens or TOKENS)
     sizes = {"tensor": layout.tensor, "sequence": layout.sequence}
-    dtype = {Dtype.FP64: torch.float64, Dtype.FP32: torch.float32}[options.dtype]
-    config = {**layout.shard_options(), "extra_kwargs": {}}
+    dtype = {TrainingDtype.FP64: torch.float64, TrainingDtype.FP32: torch.float32}[options.dtype]
+    config = {**layout.get_shard_config_options(), "extra_kwargs": {}}
     return run_verify(
         source.model_fn, batch_fn, sizes, data, options.steps, dtype, source.loss_fn, policy, config,
-        pipeline=pipeline, training=options.make_training(), pool=pool,
+        pipeline=pipeline, training=options.make_verify_training(), pool=pool,
     )  # fmt: skip
 
 

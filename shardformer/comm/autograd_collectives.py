@@ -76,9 +76,9 @@ class _ReduceFromTpRegion(Function):
 
 class _GatherFromSpRegion(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, full: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, full_length: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return all_gather(x, axis, dim, full)
+        return all_gather(x, axis, dim, full_length)
 
     @staticmethod
     @once_differentiable
@@ -129,7 +129,7 @@ def get_local_slices(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
 
 
 def _gather_slices(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) -> Tensor:
-    gathered = all_gather(x, axis, dim, lengths=split.lengths(), purpose=purpose)
+    gathered = all_gather(x, axis, dim, lengths=split.get_local_lengths(), purpose=purpose)
     bounds = [slice_ for part in split.parts for slice_ in part]
     if all(a[1] <= b[0] for a, b in pairwise(bounds)):  # rank order equals the order along the dimension
         return gathered
@@ -162,12 +162,13 @@ def reduce_from_tp_region(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _ReduceFromTpRegion.apply(x, axis)
 
 
-def gather_from_sp_region(x: Tensor, axis: Axis, dim: int, full: int) -> Tensor:
+def gather_from_sp_region(x: Tensor, axis: Axis, dim: int, full_length: int) -> Tensor:
     """All-gather ``x``, this rank's sequence shard, at the start of a tensor-parallel block.
 
-    Dimension ``dim`` of the result has the length ``full``. Forward: one all-gather. Backward: one reduce-scatter.
+    Dimension ``dim`` of the result has the length ``full_length``. Forward: one all-gather. Backward: one
+    reduce-scatter.
     """
-    return x if axis.size == 1 else _GatherFromSpRegion.apply(x, axis, dim, full)
+    return x if axis.size == 1 else _GatherFromSpRegion.apply(x, axis, dim, full_length)
 
 
 def reduce_scatter_to_sp_region(x: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -18,7 +18,7 @@ from shardformer.mesh.transport import AnnouncedCall
 T = TypeVar("T")
 
 
-def collective_call(
+def run_and_compare_across_ranks(
     context: ParallelContext,
     function: Callable[[], T],
     fingerprint: Callable[[T], list[str]] = lambda _: [],
@@ -76,9 +76,9 @@ def all_gather_from_mesh(value: T, context: ParallelContext) -> list[tuple[int, 
     return found
 
 
-def _raise_different_plans(all_lines: list[tuple[int, list[str]]]) -> None:
-    first, reference = all_lines[0]
-    for rank, lines in all_lines:
+def _raise_different_plans(lines_by_rank: list[tuple[int, list[str]]]) -> None:
+    first, reference = lines_by_rank[0]
+    for rank, lines in lines_by_rank:
         if lines != reference:
             pairs = zip_longest(reference, lines, fillvalue="nothing more")
             line, other = next((a, b) for a, b in pairs if a != b)
@@ -92,50 +92,50 @@ NUM_FACTS = 5
 """Maximum number of integers that a call compares. All calls send this many, so that their collectives match."""
 
 
-def wait_for_all_ranks(call: str, *axes: Axis) -> None:
-    """Wait until every rank of each axis has reached the call that is named ``call``.
+def wait_for_all_ranks(call_name: str, *axes: Axis) -> None:
+    """Wait until every rank of each axis has reached the call that is named ``call_name``.
 
     Raises InputError on every rank if one makes another call or none. Communicates through the launcher's store.
     """
     for axis in axes:
         if axis.size == 1:
             continue
-        arrivals = axis.transport.announce_call(call, waits=True)
+        arrivals = axis.transport.announce_call(call_name, waits=True)
         announced = [entry for entry in arrivals.calls if entry is not None]
         if len(announced) < axis.size:
-            _raise_missing_ranks(call, axis, arrivals.calls, arrivals.missing)
-        if any(entry.call != call for entry in announced):
+            _raise_missing_ranks(call_name, axis, arrivals.calls, arrivals.missing)
+        if any(entry.call != call_name for entry in announced):
             if any(entry.is_step for entry in announced):  # those ranks wait for the numbers
-                _gather_call_numbers(call, axis, ())
+                _gather_call_numbers(call_name, axis, ())
             _raise_different_calls([entry.call for entry in announced], axis)
 
 
-def compare_step_call(call: str, axis: Axis, facts: Mapping[str, int] | None = None) -> None:
+def check_same_call_and_data(call_name: str, axis: Axis, data_facts: Mapping[str, int] | None = None) -> None:
     """Check that all ranks of an axis make the same call, and with the same training data.
 
-    ``facts`` describes the data: it maps names in ``DATA_FACTS`` to numbers, which are 0 if unknown. Raises InputError
-    on every rank if the calls or the facts differ. Communicates one all-gather of a few integers.
+    ``data_facts`` describes the data: it maps names in ``DATA_FACTS`` to numbers, which are 0 if unknown. Raises
+    InputError on every rank if the calls or the facts differ. Communicates one all-gather of a few integers.
     """
-    facts = facts or {}
-    columns = zip(*gather_and_check_call(call, axis, list(facts.values())), strict=True)
-    for name, column in zip(facts, columns, strict=True):
+    data_facts = data_facts or {}
+    columns = zip(*gather_numbers_and_check_call(call_name, axis, list(data_facts.values())), strict=True)
+    for name, column in zip(data_facts, columns, strict=True):
         if len(set(column) - {0}) > 1:
             known = [(rank, value) for rank, value in zip(axis.ranks, column, strict=True) if value]
             other = next(rank for rank, value in known if value != known[0][1])
             what, rule, remedy = DATA_FACTS[name]
             raise InputError(
-                f"Ranks {known[0][0]} and {other} have different training data in {call}: they {what}.",
+                f"Ranks {known[0][0]} and {other} have different training data in {call_name}: they {what}.",
                 rule=rule,
                 remedy=remedy,
             )
 
 
-def gather_and_check_call(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
-    """All-gather integers over an axis, and check that all its ranks make the call named ``call``."""
+def gather_numbers_and_check_call(call_name: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
+    """All-gather integers over an axis, and check that all its ranks make the call named ``call_name``."""
     if axis.size == 1:
         return [list(numbers)]
-    axis.transport.announce_call(call, waits=False)
-    return _gather_call_numbers(call, axis, numbers)
+    axis.transport.announce_call(call_name, waits=False)
+    return _gather_call_numbers(call_name, axis, numbers)
 
 
 def _gather_call_numbers(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardformer.comm.recorder import get_num_bytes, no_wait_event, record
+from shardformer.comm.recorder import do_not_record_wait, get_num_bytes, record_collective_start
 from shardformer.layout.shard_spec import ShardSpec, get_even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
@@ -30,7 +30,7 @@ class PendingCollective:
     """A collective that is running in the background. Call ``wait()`` to get its result."""
 
     def __init__(
-        self, works: Sequence[Work], finish: Callable[[], Tensor], record_wait: Callable[[], None] = no_wait_event
+        self, works: Sequence[Work], finish: Callable[[], Tensor], record_wait: Callable[[], None] = do_not_record_wait
     ) -> None:
         self._works, self._finish, self._record_wait = works, finish, record_wait
 
@@ -55,7 +55,7 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "
     """
     if axis.size == 1:
         return PendingCollective((), lambda: x)
-    record_wait = record("all_reduce", axis, get_num_bytes(x), purpose)
+    record_wait = record_collective_start("all_reduce", axis, get_num_bytes(x), purpose)
     x = x.contiguous()
     is_small = axis.size == 2 and op == "sum" and get_num_bytes(x) < EXCHANGE_BELOW_BYTES
     if is_small and axis.transport.prefers_direct_exchange(x):
@@ -65,9 +65,9 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "
     return PendingCollective([axis.transport.all_reduce(x, op)], lambda: x, record_wait)
 
 
-def start_sum(x: Tensor, axis: Axis, purpose: str) -> PendingCollective:
+def start_inplace_all_reduce(x: Tensor, axis: Axis, purpose: str) -> PendingCollective:
     """Start an all-reduce that sums ``x`` over the axis in place. ``x`` must be contiguous."""
-    record_wait = record("all_reduce", axis, get_num_bytes(x), purpose)
+    record_wait = record_collective_start("all_reduce", axis, get_num_bytes(x), purpose)
     return PendingCollective([axis.transport.all_reduce(x, "sum")], lambda: x, record_wait)
 
 
@@ -105,7 +105,7 @@ def start_all_gather(
         bounds = get_even_bounds(x.shape[dim] * axis.size if full is None else full, axis.size)
         lengths = [b - a for a, b in pairwise(bounds)]
     full_bytes = get_num_bytes(x) // max(x.shape[dim], 1) * sum(lengths)
-    record_wait = record("all_gather", axis, full_bytes, purpose)
+    record_wait = record_collective_start("all_gather", axis, full_bytes, purpose)
     if axis.transport.prefers_direct_exchange(x):
         parts = [x if r == axis.rank else x.new_empty(_replace_dim_size(x, dim, n)) for r, n in enumerate(lengths)]
         return PendingCollective(
@@ -132,7 +132,7 @@ def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> P
         own.copy_(x)
     if axis.size == 1:
         return PendingCollective((), lambda: out)
-    record_wait = record("all_gather", axis, get_num_bytes(out), purpose)
+    record_wait = record_collective_start("all_gather", axis, get_num_bytes(out), purpose)
     if not axis.transport.prefers_direct_exchange(x):
         return PendingCollective([axis.transport.all_gather(out, own)], lambda: out, record_wait)
     works = _exchange_with_peers([x] * axis.size, out.view(axis.size, -1), axis)
@@ -167,7 +167,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "blo
     """
     if axis.size == 1:
         return PendingCollective((), lambda: x)
-    record_wait = record("reduce_scatter", axis, get_num_bytes(x), purpose)
+    record_wait = record_collective_start("reduce_scatter", axis, get_num_bytes(x), purpose)
     dim = dim % x.dim()
     bounds = get_even_bounds(x.shape[dim], axis.size)
     parts = [x.narrow(dim, bounds[r], bounds[r + 1] - bounds[r]) for r in range(axis.size)]
@@ -195,7 +195,7 @@ def start_all_to_all(x: Sequence[Tensor], sizes: Sequence[int], axis: Axis, purp
     if axis.size == 1:
         return PendingCollective((), lambda: own)
     sent = sum(get_num_bytes(part) for r, part in enumerate(x) if r != axis.rank)
-    record_wait = record("all_to_all", axis, sent * axis.size // (axis.size - 1), purpose)
+    record_wait = record_collective_start("all_to_all", axis, sent * axis.size // (axis.size - 1), purpose)
     received = [own if r == axis.rank else own.new_empty(sizes[r]) for r in range(axis.size)]
     works = _exchange_with_peers([part.contiguous() for part in x], received, axis)
     return PendingCollective(works, lambda: torch.cat(received), record_wait)
@@ -294,12 +294,12 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     return x
 
 
-def checksum(x: Tensor) -> tuple[int, int]:
+def compute_numel_and_hash(x: Tensor) -> tuple[int, int]:
     """Return the number of elements of ``x`` and a hash of its bits. The hash of a meta or fake tensor is 0."""
-    return x.numel(), int(digest(x)) if has_data(x) else 0
+    return x.numel(), int(compute_tensor_hash(x)) if has_data(x) else 0
 
 
-def digest(x: Tensor) -> Tensor:
+def compute_tensor_hash(x: Tensor) -> Tensor:
     """Return a hash of the bits of ``x`` as a scalar tensor on its device, without waiting for the device."""
     flat = view_as_bytes(x)
     if flat.storage_offset() % 4:  # unaligned for the int32 view
@@ -331,19 +331,19 @@ def _pad_dim(x: Tensor, dim: int, length: int) -> Tensor:
     return torch.cat([x, x.new_zeros(_replace_dim_size(x, dim, length - x.shape[dim]))], dim)
 
 
-def gather_full_tensor(local: Tensor, spec: ShardSpec, axis: Callable[[str], Axis]) -> Tensor:
+def gather_full_tensor(local: Tensor, spec: ShardSpec, get_axis: Callable[[str], Axis]) -> Tensor:
     """All-gather the shards of a tensor, and return the full tensor. A tensor that is not sharded is copied.
 
     Communicates one all-gather per sharded axis, innermost first.
 
     Args:
-        axis: function that returns the axis with a given name.
+        get_axis: function that returns the axis with a given name.
     """
-    return gather_full_tensors([local], [spec], axis)[0]
+    return gather_full_tensors([local], [spec], get_axis)[0]
 
 
 def gather_full_tensors(
-    tensors: Sequence[Tensor], specs: Sequence[ShardSpec], axis: Callable[[str], Axis]
+    tensors: Sequence[Tensor], specs: Sequence[ShardSpec], get_axis: Callable[[str], Axis]
 ) -> list[Tensor]:
     """All-gather the shards of several tensors, and return the full tensors on every rank.
 
@@ -356,27 +356,29 @@ def gather_full_tensors(
         else:
             full[i] = local.detach().clone()
     for group in by_layout.values():
-        joined = _gather_tensors_of_same_layout([tensors[i] for i in group], [specs[i] for i in group], axis)
+        joined = _gather_tensors_of_same_layout([tensors[i] for i in group], [specs[i] for i in group], get_axis)
         full.update(zip(group, joined, strict=True))
     return [full[i] for i in range(len(tensors))]
 
 
 def _gather_tensors_of_same_layout(
-    tensors: Sequence[Tensor], specs: Sequence[ShardSpec], axis: Callable[[str], Axis]
+    tensors: Sequence[Tensor], specs: Sequence[ShardSpec], get_axis: Callable[[str], Axis]
 ) -> list[Tensor]:
-    places, axes = specs[0].rank_coords(), specs[0].axes
+    places, axes = specs[0].list_rank_coords(), specs[0].axes
     flat = torch.cat([local.detach().reshape(-1) for local in tensors])
-    numels = [[prod(spec.local_shape(c)) for spec in specs] for c in places]
+    numels = [[prod(spec.get_local_shape(c)) for spec in specs] for c in places]
     sizes = {tuple(c.items()): sum(of_place) for c, of_place in zip(places, numels, strict=True)}
     names = list(axes)
     for at in range(len(names) - 1, -1, -1):
-        own = {name: axis(name).rank for name in names[:at]}
+        own = {name: get_axis(name).rank for name in names[:at]}
         line = [tuple({**own, names[at]: rank}.items()) for rank in range(axes[names[at]])]
-        flat = all_gather(flat, axis(names[at]), 0, lengths=[sizes[place] for place in line], purpose="gather")
+        flat = all_gather(flat, get_axis(names[at]), 0, lengths=[sizes[place] for place in line], purpose="gather")
         merged: dict[tuple[tuple[str, int], ...], int] = {}
         for place, size in sizes.items():  # sizes after this gather
             merged[place[:at]] = merged.get(place[:at], 0) + size
         sizes = merged
     flat_shards = iter(flat.split([size for of_place in numels for size in of_place]))
-    shards = [[next(flat_shards).view(spec.local_shape(c)) for spec in specs] for c in places]
-    return [spec.join(of_tensor) for spec, of_tensor in zip(specs, zip(*shards, strict=True), strict=True)]
+    shards = [[next(flat_shards).view(spec.get_local_shape(c)) for spec in specs] for c in places]
+    return [
+        spec.assemble_full_tensor(of_tensor) for spec, of_tensor in zip(specs, zip(*shards, strict=True), strict=True)
+    ]

@@ -60,7 +60,7 @@ class DeferredTensor(Tensor):
     _is_watched: bool
 
     @classmethod
-    def make(
+    def from_local(
         cls, local: Tensor, shape: tuple[int, ...], axis: Axis | None, region: Any, resolve: Map, to_local: Map
     ) -> Self:
         if local.requires_grad and torch.is_grad_enabled():

@@ -39,18 +39,18 @@ class CollectiveRecorder:
     events: list[CollectiveEvent] = field(default_factory=list)
 
     @property
-    def _traffic(self) -> CollectiveLog:
+    def _collective_log(self) -> CollectiveLog:
         return self.source.traffic
 
     def __enter__(self) -> CollectiveRecorder:
-        traffic = self._traffic
+        traffic = self._collective_log
         self._was_enabled, traffic.enabled = traffic.enabled, True
         self._first = len(traffic.calls), len(traffic.events)
         self._hooks = [] if self.model is None else _register_module_tracking_hooks(self.model, traffic)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        traffic, (call, event) = self._traffic, self._first
+        traffic, (call, event) = self._collective_log, self._first
         for remove in self._hooks:
             remove()
         self.calls, self.events = traffic.calls[call:], traffic.events[event:]
@@ -108,15 +108,17 @@ def _register_module_tracking_hooks(model: nn.Module, traffic: CollectiveLog) ->
     return hooks
 
 
-def no_wait_event() -> None:
+def do_not_record_wait() -> None:
     """Do nothing. ``record`` returns this function if no recorder is active."""
 
 
-def record(op: str, axis: Axis, full_bytes: int, purpose: str, *, ranks: int | None = None) -> Callable[[], None]:
+def record_collective_start(
+    op: str, axis: Axis, full_bytes: int, purpose: str, *, ranks: int | None = None
+) -> Callable[[], None]:
     """Record that a collective starts, and return a callback that records when the process waits for it."""
     traffic = axis.traffic
     if not traffic.enabled:
-        return no_wait_event
+        return do_not_record_wait
     return traffic.start(CollectiveRecord(op, axis.name, ranks or axis.size, full_bytes, purpose, traffic.where))
 
 

@@ -7,7 +7,7 @@ of the full tensor, and returns
 
 or None if the result needs the full tensor. Rules do not read values.
 
->>> reshape_last((2, 5, 127), 2, (-1, 127), {}, local=64)
+>>> convert_reshape_args((2, 5, 127), 2, (-1, 127), {}, local=64)
 (1, ((-1, 64),))
 >>> transpose((2, 5, 127), 2, (1, 2), {}, local=64)
 (1, (1, 2))
@@ -74,17 +74,17 @@ class ShardedTensor(Tensor):
     def full_tensor(self) -> Tensor:
         """All-gather the shards into the full tensor, with its autograd history. Communicates only at the first call.
 
-        The subclass's ``_gather`` defines what the backward pass communicates.
+        The subclass's ``_gather_full_tensor`` defines what the backward pass communicates.
         """
         local, full = self.get_stored_shard(), self._full
         needs_grad = torch.is_grad_enabled() and local.requires_grad
         if full is not None and needs_grad <= full.requires_grad:
             if torch.is_inference_mode_enabled() or not full.is_inference():
                 return full
-        self._full = self._gather(local)
+        self._full = self._gather_full_tensor(local)
         return self._full
 
-    def _gather(self, local: Tensor) -> Tensor:
+    def _gather_full_tensor(self, local: Tensor) -> Tensor:
         raise AssertionError
 
     def with_local_shard(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Self:
@@ -95,11 +95,11 @@ class ShardedTensor(Tensor):
         """Wrap ``local`` as the shard of a view of this tensor. ``replay`` computes this view of the full tensor."""
         return self.with_local_shard(local, dim)
 
-    def slice_operand(self, full: Tensor, dim: int) -> Tensor:
+    def slice_to_local(self, full: Tensor, dim: int) -> Tensor:
         """Return this rank's slice of a plain tensor that has the full length along ``dim``."""
         raise AssertionError
 
-    def is_aligned(self, other: Any) -> bool:
+    def has_same_sharding(self, other: Any) -> bool:
         """Return whether ``other`` has the same sharding, so that the two can be combined shard by shard."""
         raise AssertionError
 
@@ -111,7 +111,7 @@ class ShardedTensor(Tensor):
         """Return whether the gradient of a replicated operand will be summed over the ranks after the backward pass."""
         return False
 
-    def write(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+    def call_inplace_function(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         """Handle a torch function that modifies this tensor in place."""
         self.raise_unsupported(f"{getattr(func, '__name__', func)} cannot write into {self.TEXT[0]}")
 
@@ -159,7 +159,7 @@ def call_on_full_tensors(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any
     """Call a torch function that has no rule for shards on the gathered full tensors."""
     first, name = args[0] if args else None, getattr(func, "__name__", "")
     if isinstance(first, ShardedTensor) and (name in _RECEIVES or is_inplace(func, kwargs)):
-        return first.write(func, args, kwargs)
+        return first.call_inplace_function(func, args, kwargs)
     target = first if name in ("__set__", "__delete__") else kwargs.get("out")
     if isinstance(target, ShardedTensor):
         target.raise_unsupported(f"Attributes and out= cannot be set on {target.TEXT[0]}")
@@ -199,13 +199,13 @@ def _call_factory_function(func: TorchFunction, args: Args, kwargs: Kwargs) -> A
     )
 
 
-def elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def apply_elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Apply an element-wise torch function to the local shards if possible, and to the full tensors otherwise."""
     sharded = [a for a in (*args, *kwargs.values()) if isinstance(a, ShardedTensor)]
     if not sharded or is_inplace(func, kwargs) or "out" in kwargs:
         return call_on_full_tensors(func, args, kwargs)
     x = max(sharded, key=lambda a: len(a.full_shape))
-    operands = [_local_operand(a, x) for a in (*args, *kwargs.values())]
+    operands = [_get_local_operand(a, x) for a in (*args, *kwargs.values())]
     if any(a is NotImplemented for a in operands):
         return call_on_full_tensors(func, args, kwargs)
     local = func(*operands[: len(args)], **dict(zip(kwargs, operands[len(args) :], strict=True)))
@@ -214,22 +214,22 @@ def elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     return x.with_local_shard(local, x.shard_dim - len(x.full_shape) + local.dim(), local.dtype)
 
 
-def _local_operand(value: Any, x: ShardedTensor) -> Any:
+def _get_local_operand(value: Any, x: ShardedTensor) -> Any:
     """Return this rank's slice of an operand, or NotImplemented if the operation needs the full tensors."""
     if not isinstance(value, Tensor):
         known = value is None or isinstance(value, Number | str | torch.dtype | torch.device | torch.memory_format)
         return value if known else NotImplemented
     if isinstance(value, ShardedTensor):
-        return value.to_local() if type(value) is type(x) and x.is_aligned(value) else NotImplemented
+        return value.to_local() if type(value) is type(x) and x.has_same_sharding(value) else NotImplemented
     if value.requires_grad and torch.is_grad_enabled() and not x.sums_operand_gradients():
         return NotImplemented  # each rank would only add its own share of the gradient
     back = x.shard_dim - len(x.full_shape)
     if value.dim() < -back or value.shape[back] == 1:
         return value
-    return x.slice_operand(value, back) if value.shape[back] == x.full_shape[back] else NotImplemented
+    return x.slice_to_local(value, back) if value.shape[back] == x.full_shape[back] else NotImplemented
 
 
-def view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def apply_view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Apply a view function such as ``transpose`` to the local shard, by the function's rule in ``VIEW_RULES``."""
     x, *rest = args
     if not isinstance(x, ShardedTensor):
@@ -255,7 +255,7 @@ def view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     return type(result)(x.make_view(part, dim, partial(replay, number=i)) for i, part in enumerate(result))
 
 
-def copy_shard(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def copy_local_shard(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Apply ``clone`` or ``contiguous`` to the local shard."""
     before = args[0].get_stored_shard()
     local = func(before, *args[1:], **kwargs)
@@ -268,60 +268,60 @@ def call_on_local_shard(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     return args[0] if isinstance(result, Tensor) else result
 
 
-def reshape_last(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+def convert_reshape_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
     """Convert the arguments of ``view`` or ``reshape`` for the shard, if the last dimension stays sharded."""
     sizes = _get_sizes(args)
     if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
         return None
-    if sharded != len(shape) - 1:
-        return (sharded, (_replace_size(shape, sharded, local),)) if sizes == tuple(shape) else None
-    is_last = sizes[-1] == shape[sharded] or (sizes[-1] == -1 and prod(sizes[:-1]) == prod(shape[:-1]))
+    if sharded_dim != len(shape) - 1:
+        return (sharded_dim, (_replace_size(shape, sharded_dim, local),)) if sizes == tuple(shape) else None
+    is_last = sizes[-1] == shape[sharded_dim] or (sizes[-1] == -1 and prod(sizes[:-1]) == prod(shape[:-1]))
     return (len(sizes) - 1, ((*sizes[:-1], local),)) if is_last else None
 
 
-def expand(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+def convert_expand_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
     sizes = _get_sizes(args)
-    after = sharded + len(sizes) - len(shape)
-    if kwargs or after < 0 or sizes[after] not in (-1, shape[sharded]):
+    after = sharded_dim + len(sizes) - len(shape)
+    if kwargs or after < 0 or sizes[after] not in (-1, shape[sharded_dim]):
         return None
     return after, (_replace_size(sizes, after, -1),)
 
 
-def flatten(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+def convert_flatten_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
     start = _get_dim_argument(args, kwargs, 0, "start_dim", 0) % len(shape)
     end = _get_dim_argument(args, kwargs, 1, "end_dim", -1) % len(shape)
-    if start <= sharded <= end and start != end:
+    if start <= sharded_dim <= end and start != end:
         return None
-    return sharded - (end - start if sharded > end else 0), args
+    return sharded_dim - (end - start if sharded_dim > end else 0), args
 
 
-def unflatten(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+def convert_unflatten_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
     dim = _get_dim_argument(args, kwargs, 0, "dim", 0) % len(shape)
     sizes = args[1] if len(args) > 1 else kwargs["sizes"]
-    return None if dim == sharded else (sharded + (len(sizes) - 1 if dim < sharded else 0), args)
+    return None if dim == sharded_dim else (sharded_dim + (len(sizes) - 1 if dim < sharded_dim else 0), args)
 
 
-def squeeze(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+def convert_squeeze_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
     """Return the dimensions to squeeze, without a sharded dimension of length 1 only in the local shard."""
     named = args[0] if args else kwargs.get("dim", range(len(shape)))
     dims = {dim % len(shape) for dim in ([named] if isinstance(named, int) else named)}
     gone = tuple(sorted(dim for dim in dims if shape[dim] == 1))
-    if sharded in gone:
+    if sharded_dim in gone:
         return None
-    return sharded - sum(dim < sharded for dim in gone), (gone,)
+    return sharded_dim - sum(dim < sharded_dim for dim in gone), (gone,)
 
 
-def unsqueeze(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    return sharded + (_get_dim_argument(args, kwargs, 0, "dim", 0) % (len(shape) + 1) <= sharded), args
+def convert_unsqueeze_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+    return sharded_dim + (_get_dim_argument(args, kwargs, 0, "dim", 0) % (len(shape) + 1) <= sharded_dim), args
 
 
-def transpose(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+def convert_transpose_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
     a, b = (dim % len(shape) for dim in args)
-    return {a: b, b: a}.get(sharded, sharded), args
+    return {a: b, b: a}.get(sharded_dim, sharded_dim), args
 
 
-def permute(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    return ([dim % len(shape) for dim in _get_sizes(args)].index(sharded), args)
+def convert_permute_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+    return ([dim % len(shape) for dim in _get_sizes(args)].index(sharded_dim), args)
 
 
 def _make_dim_rule(position: int, default: int, drops_dim: bool = False) -> Callable[..., Placed]:
@@ -342,7 +342,7 @@ narrow = _make_dim_rule(0, 0)
 split = _make_dim_rule(1, 0)
 
 
-def getitem(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+def convert_index_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
     """Convert an index into the full tensor to one into the shard, if it keeps the whole sharded dimension."""
     keys: Args = args[0] if isinstance(args[0], tuple) else args
     used = [_count_indexed_dims(key) for key in keys]
@@ -353,17 +353,17 @@ def getitem(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, l
     where = -1
     for key in keys if any(key is Ellipsis for key in keys) else (*keys, Ellipsis):
         taken = rest if key is Ellipsis else _count_indexed_dims(key) or 0
-        if before <= sharded < before + taken:
+        if before <= sharded_dim < before + taken:
             if key is not Ellipsis and not (
-                isinstance(key, slice) and key.indices(shape[sharded]) == (0, shape[sharded], 1)
+                isinstance(key, slice) and key.indices(shape[sharded_dim]) == (0, shape[sharded_dim], 1)
             ):
                 return None
-            where = after + sharded - before
+            where = after + sharded_dim - before
         before += taken
         after += taken if key is Ellipsis else isinstance(key, slice) or key is None
     if any(isinstance(key, Tensor) for key in keys):
         # Dimensions of index tensors go to their position or to the front, never after a last sharded dimension.
-        return (-1, args) if sharded == len(shape) - 1 else None
+        return (-1, args) if sharded_dim == len(shape) - 1 else None
     return where, args
 
 
@@ -390,11 +390,25 @@ def _replace_size(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 
 
 VIEW_RULES: Mapping[str, Callable[..., Placed]] = {
-    "view": reshape_last, "reshape": reshape_last, "expand": expand, "flatten": flatten, "unflatten": unflatten,
-    "squeeze": squeeze, "unsqueeze": unsqueeze, "transpose": transpose, "swapaxes": transpose, "swapdims": transpose,
-    "permute": permute, "select": select, "unbind": unbind, "narrow": narrow, "index_select": narrow, "split": split,
-    "chunk": split, "__getitem__": getitem,
-}  # fmt: skip
+    "view": convert_reshape_args,
+    "reshape": convert_reshape_args,
+    "expand": convert_expand_args,
+    "flatten": convert_flatten_args,
+    "unflatten": convert_unflatten_args,
+    "squeeze": convert_squeeze_args,
+    "unsqueeze": convert_unsqueeze_args,
+    "transpose": convert_transpose_args,
+    "swapaxes": convert_transpose_args,
+    "swapdims": convert_transpose_args,
+    "permute": convert_permute_args,
+    "select": select,
+    "unbind": unbind,
+    "narrow": narrow,
+    "index_select": narrow,
+    "split": split,
+    "chunk": split,
+    "__getitem__": convert_index_args,
+}
 """Rules of the view functions that can keep a dimension sharded."""
 _DIMS_ONLY = ("squeeze", "transpose", "swapaxes", "swapdims", "permute")
 """Functions with only dimensions as arguments, in any order."""

@@ -18,7 +18,7 @@ from shardformer.errors import ConfigError
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.torch_compat import COMPOSABLE_REGISTRY, get_active_ddp_module
-from shardformer.torch_patches import Patch, install, replace_attribute
+from shardformer.torch_patches import Patch, install_patch, replace_attribute
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ def install_wrapper_guards(model: nn.Module, context: ParallelContext) -> None:
         module.__dict__[COMPOSABLE_REGISTRY] = FSDPGuard(context)
     if (library := sys.modules.get("accelerate")) is not None:  # transformers' Trainer uses it, too
         kind, name = library.Accelerator, "prepare_model"
-        install(ACCELERATE_PATCH, lambda: replace_attribute(kind, name, _wrap_prepare_model(getattr(kind, name))))
+        install_patch(
+            ACCELERATE_PATCH, lambda: replace_attribute(kind, name, _wrap_accelerate_prepare_model(getattr(kind, name)))
+        )
 
 
 ACCELERATE_PATCH = Patch(
@@ -69,7 +71,7 @@ SHARDS_MODELS = "shards_models"
 """Attribute of subclasses of accelerate's Accelerator that support sharded models."""
 
 
-def _wrap_prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_accelerate_prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def prepare_model(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         tables = (module.__dict__.get(METADATA_ATTRIBUTE) for module in model.modules())
@@ -100,9 +102,9 @@ def check_not_in_ddp(model: nn.Module, context: ParallelContext) -> None:
         raise _make_wrapper_error("DistributedDataParallel", context)
 
 
-def check_no_new_parameters(model: nn.Module, state: ShardingMetadata) -> None:
+def check_no_new_parameters(model: nn.Module, metadata: ShardingMetadata) -> None:
     """Raise ConfigError if parameters were added to the model after it was sharded."""
-    known = state.get_entries_by_param()
+    known = metadata.get_entries_by_param()
     new = [name for name, p in model.named_parameters() if id(p) not in known]
     if new:
         raise ConfigError(

@@ -12,7 +12,13 @@ import torch
 from torch import nn
 
 from shardformer.comm.collective_call import all_gather_from_mesh
-from shardformer.comm.collectives import all_gather_numbers, all_gather_objects, broadcast, broadcast_object, checksum
+from shardformer.comm.collectives import (
+    all_gather_numbers,
+    all_gather_objects,
+    broadcast,
+    broadcast_object,
+    compute_numel_and_hash,
+)
 from shardformer.errors import ConfigError
 from shardformer.layout.packed_weights import find_packed_weights, get_packed_tensors
 from shardformer.mesh.parallel_context import Axis, ParallelContext
@@ -34,7 +40,10 @@ def compute_model_fingerprint(model: nn.Module) -> list[str]:
             for name, value in _iterate_plain_config_fields(config)
         ]
         + [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
-        + [f"{n} {[checksum(t) for t in get_packed_tensors(p)]}" for n, p in find_packed_weights(model).items()]
+        + [
+            f"{n} {[compute_numel_and_hash(t) for t in get_packed_tensors(p)]}"
+            for n, p in find_packed_weights(model).items()
+        ]
         + [
             f"{n}: {describe_recipe(place)}"
             for n, t in (list_named_tensors(model) if has_meta_tensors(model) else ())
@@ -79,7 +88,7 @@ def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
             for step, state in zip(steps, broadcast_object([step.state for step in steps], axis), strict=True):
                 step.state = state
             notes.append(f"The {axis.name} ranks had different initial random states. They now use those of rank 0.")
-        if axis.size > 1 and tensors and differs_across_ranks([checksum(t) for t in tensors], axis):
+        if axis.size > 1 and tensors and differs_across_ranks([compute_numel_and_hash(t) for t in tensors], axis):
             for t in tensors:
                 broadcast(t.data, axis)
             notes.append(f"The {axis.name} ranks had different initial weights. They now use those of rank 0.")
@@ -95,7 +104,7 @@ def differs_across_ranks(value: Any, axis: Axis) -> bool:
 def broadcast_random_state(
     axis: Axis,
     device: torch.device,
-    has_drawn: bool = False,
+    has_drawn_random_numbers: bool = False,
     extra_numbers: Sequence[int] = (),
     on_gathered: Callable[[list[list[int]]], None] = lambda _: None,
 ) -> bool:
@@ -106,7 +115,7 @@ def broadcast_random_state(
     thread of a process may have drawn some.
 
     Args:
-        has_drawn: whether this rank has drawn random numbers.
+        has_drawn_random_numbers: whether this rank has drawn random numbers.
         extra_numbers: numbers to gather in the same message. Each rank must pass the same count of numbers.
         on_gathered: called with the gathered numbers of all ranks.
 
@@ -114,8 +123,8 @@ def broadcast_random_state(
     numbers.
     """
     if axis.size == 1:
-        return has_drawn
-    own = [int(has_drawn), *hash_random_states(device)]
+        return has_drawn_random_numbers
+    own = [int(has_drawn_random_numbers), *hash_random_states(device)]
     count = len(own)
     every = all_gather_numbers([*own, *extra_numbers], axis)
     on_gathered([numbers[count:] for numbers in every])

@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardformer.comm.collective_call import wait_for_all_ranks
-from shardformer.comm.collectives import all_gather_objects, checksum, digest
+from shardformer.comm.collectives import all_gather_objects, compute_numel_and_hash, compute_tensor_hash
 from shardformer.consistency.initial_weights import broadcast_random_state, differs_across_ranks
 from shardformer.errors import ConfigError, InputError
 from shardformer.gradients.buckets import GradientSlot
@@ -131,7 +131,7 @@ class ConsistencyMonitor:
     def __deepcopy__(self, memo: dict[int, Any]) -> ConsistencyMonitor:
         return ConsistencyMonitor(deepcopy(self.state, memo), self.training)  # a copied model has no optimizer
 
-    def record_step(self, optimizer: Optimizer) -> None:
+    def record_optimizer_step(self, optimizer: Optimizer) -> None:
         """Count an optimizer step, and record the optimizer's numeric options such as the learning rate."""
         self.steps += 1
         self._has_stepped = True
@@ -166,7 +166,7 @@ class ConsistencyMonitor:
         self._has_stepped = False
         return self.rounds
 
-    def hash_stage_options(self) -> int:
+    def hash_optimizer_options(self) -> int:
         """Return a hash of the optimizer's class and options, or 0 if there are several optimizers or parameter groups.
 
         Stages have different parameters, so their optimizers and groups may differ.
@@ -180,9 +180,9 @@ class ConsistencyMonitor:
     def hash_inputs(self, inputs: Collection[Any]) -> int:
         """Return a hash of the input tensors. On a GPU, hash shapes and the last batch's values, to avoid a sync."""
         tensors = [x for x in inputs if isinstance(x, Tensor)]
-        on_gpu = [digest(x) * n for n, x in enumerate(tensors, 1) if x.is_cuda]
+        on_gpu = [compute_tensor_hash(x) * n for n, x in enumerate(tensors, 1) if x.is_cuda]
         previous = self._to_list_async("batch", torch.stack(on_gpu).sum()) if on_gpu else None
-        return _hash_62_bits([previous, *(tuple(x.shape) if x.is_cuda else checksum(x) for x in tensors)])
+        return _hash_62_bits([previous, *(tuple(x.shape) if x.is_cuda else compute_numel_and_hash(x) for x in tensors)])
 
     def check_gathered_values(
         self, gathered: Sequence[Sequence[int]], axis: Axis, inputs: Collection[Any] = ()
@@ -219,13 +219,15 @@ class ConsistencyMonitor:
 
     def _hash_weights(self, axis: Axis) -> int:
         """Return a hash of the replicated weights that are compared in this step."""
-        numbered = enumerate(self._get_current_slices(axis), 1)
-        found = self._sum_to_list_async(f"weights {axis.name}", [digest(x) * number for number, x in numbered])
+        numbered = enumerate(self._get_weights_to_compare(axis), 1)
+        found = self._sum_to_list_async(
+            f"weights {axis.name}", [compute_tensor_hash(x) * number for number, x in numbered]
+        )
         return 0 if found is None else _hash_62_bits(int(found))
 
     def _project_weights(self, axis: Axis) -> tuple[float, float]:
         """Return a random projection and the norm of the replicated weights that are compared in this step."""
-        slices = self._get_current_slices(axis)
+        slices = self._get_weights_to_compare(axis)
         with disable_current_modes():  # not part of the step that a recorder or a memory trace measures
             sums = [_compute_random_projection(x, number) for number, x in enumerate(slices)]
         found = self._sum_to_list_async(f"projection {axis.name}", sums) or (0.0, 0.0)
@@ -238,9 +240,9 @@ class ConsistencyMonitor:
         room = min(ROUNDINGS * max(widths, default=0.0), MOST) * norm
         return all(x == first or abs(x - first) <= room or (isnan(x) and isnan(first)) for x, _ in others)
 
-    def _get_current_slices(self, axis: Axis) -> list[Tensor]:
+    def _get_weights_to_compare(self, axis: Axis) -> list[Tensor]:
         """Return the replicated weights that this step compares over an axis, as flat slices."""
-        part = self._get_slices_of_step(axis)
+        part = self._get_weight_slices_of_step(axis)
         if part is None or not all(has_data(entry.param) for entry, _ in part):
             return []
         return [entry.param.detach().reshape(-1)[part_slice] for entry, part_slice in part]
@@ -251,7 +253,7 @@ class ConsistencyMonitor:
             total = tensor if total is None else total.to(tensor.device) + tensor
         return None if total is None else self._to_list_async(key, total)
 
-    def _get_slices_of_step(self, axis: Axis) -> WeightSlices | None:
+    def _get_weight_slices_of_step(self, axis: Axis) -> WeightSlices | None:
         if self.state.parameter_owner is not None:
             return None  # each parameter is gathered from its owner when it is read
         if axis.name not in self._parts:
@@ -285,7 +287,7 @@ class ConsistencyMonitor:
     # --- where ranks differ
 
     def _raise_divergence(self, axis: Axis, inputs: Collection[Any] = ()) -> None:
-        every = all_gather_objects(self._collect_details(axis, inputs), axis)
+        every = all_gather_objects(self._collect_divergence_details(axis, inputs), axis)
         name = next((name for name in ORDER if any(theirs[name] != every[0][name] for theirs in every)), ORDER[-1])
         values = [theirs[name] for theirs in every]
         odd = next(rank for rank, value in enumerate(values) if values.count(value) == min(map(values.count, values)))
@@ -300,13 +302,15 @@ class ConsistencyMonitor:
             remedy=fact.remedy,
         )
 
-    def _collect_details(self, axis: Axis, inputs: Collection[Any]) -> dict[str, Any]:
+    def _collect_divergence_details(self, axis: Axis, inputs: Collection[Any]) -> dict[str, Any]:
         tensors = [x for x in inputs if isinstance(x, Tensor)]
-        part = self._get_slices_of_step(axis)
-        sums = {e.name: checksum(e.param) for e, _ in part if has_data(e.param)} if part is not None else {}
+        part = self._get_weight_slices_of_step(axis)
+        sums = (
+            {e.name: compute_numel_and_hash(e.param) for e, _ in part if has_data(e.param)} if part is not None else {}
+        )
         return {
             "mode": "train" if self.training else "eval",
-            "batch": [(tuple(x.shape), checksum(x)[1]) for x in tensors],
+            "batch": [(tuple(x.shape), compute_numel_and_hash(x)[1]) for x in tensors],
             "steps": self.steps,
             "options": ": ".join(map(str, self.options)),
             "weights": sums,
@@ -384,10 +388,10 @@ MODELS = "_shardformer_models"
 """Attribute of an optimizer that caches its number of parameters and the metadata of the models it trains."""
 
 
-def _after_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for state in get_trained_models(optimizer):
+def _record_step_in_monitors(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for state in get_metadata_of_trained_models(optimizer):
         if isinstance(state.monitor, ConsistencyMonitor):
-            state.monitor.record_step(optimizer)
+            state.monitor.record_optimizer_step(optimizer)
 
 
 MONITOR_PATCHES: Mapping[Patch, Apply] = {
@@ -395,11 +399,11 @@ MONITOR_PATCHES: Mapping[Patch, Apply] = {
         "torch.optim.Optimizer: global hook after step()",
         "shardformer.consistency.rank_divergence",
         "counts steps and reads learning rates, to detect diverging ranks",
-    ): lambda: register_optimizer_step_post_hook(_after_optimizer_step).remove,
+    ): lambda: register_optimizer_step_post_hook(_record_step_in_monitors).remove,
 }
 
 
-def get_trained_models(optimizer: Optimizer) -> Collection[ShardingMetadata]:
+def get_metadata_of_trained_models(optimizer: Optimizer) -> Collection[ShardingMetadata]:
     """Return the sharding metadata of each model that an optimizer trains, in the same order on all ranks."""
     if isinstance(own := optimizer.__dict__.get(METADATA_ATTRIBUTE), ShardingMetadata):
         return [own]  # a ZeRO optimizer, which has slices instead of parameters
@@ -411,19 +415,21 @@ def get_trained_models(optimizer: Optimizer) -> Collection[ShardingMetadata]:
     return [table for each in known[1] if (table := each()) is not None]
 
 
-def sync_and_check_ranks(state: ShardingMetadata, inputs: Collection[Any], has_drawn: bool = False) -> bool:
+def sync_random_state_and_check_ranks(
+    metadata: ShardingMetadata, inputs: Collection[Any], has_drawn_random_numbers: bool = False
+) -> bool:
     """Synchronize the random state of ranks that process the same batch; raise InputError if these ranks diverged.
 
     See ``broadcast_random_state``.
     """
-    axis, device, monitor = state.same_batch_axis, state.context.device, state.monitor
+    axis, device, monitor = metadata.same_batch_axis, metadata.context.device, metadata.monitor
     if monitor is None or axis.size == 1:
-        return broadcast_random_state(axis, device, has_drawn)
-    inputs = inputs if state.request.extra.get("check_inputs", True) else ()
+        return broadcast_random_state(axis, device, has_drawn_random_numbers)
+    inputs = inputs if metadata.request.extra.get("check_inputs", True) else ()
     return broadcast_random_state(
         axis,
         device,
-        has_drawn,
+        has_drawn_random_numbers,
         monitor.encode_values_to_gather(axis, inputs),
         lambda gathered: monitor.check_gathered_values(gathered, axis, inputs),
     )
@@ -431,7 +437,7 @@ def sync_and_check_ranks(state: ShardingMetadata, inputs: Collection[Any], has_d
 
 def check_same_batch(values: list[Any], axis: Axis) -> None:
     """Raise InputError on every rank if the ranks of an axis received different batches."""
-    if differs_across_ranks([checksum(v) for v in values if isinstance(v, Tensor)], axis):
+    if differs_across_ranks([compute_numel_and_hash(v) for v in values if isinstance(v, Tensor)], axis):
         raise InputError(
             f"The {axis.size} {axis.name.replace('_', ' and ')} ranks received different batches.",
             rule="Tensor and sequence parallel ranks must process the same batch. Only data ranks process different "
@@ -450,7 +456,7 @@ def check_gradients_before_step(optimizer: Optimizer) -> None:
     The error is raised on all ranks. Communicates the gradients of backward passes in ``no_sync``, or a checksum of
     each gradient if no gradients were reduced since the last step.
     """
-    found = [(state, _get_gradient_reducers(state)) for state in get_trained_models(optimizer)]
+    found = [(state, _get_gradient_reducers(state)) for state in get_metadata_of_trained_models(optimizer)]
     found = [(state, reducers) for state, reducers in found if reducers]
     if not found:
         return
@@ -462,8 +468,8 @@ def check_gradients_before_step(optimizer: Optimizer) -> None:
             "shard_optimizer(..., stage=2).",
         )
     for reducer in (each for _, reducers in found for each in reducers if each.was_paused and not each.is_paused):
-        reducer.start()
-        reducer.finish()
+        reducer.start_reduction()
+        reducer.finish_reduction()
     passes = [sum(each.passes for each in reducers) for _, reducers in found]
     if passes == optimizer.__dict__.get(PASSES, [0] * len(passes)):
         for _, reducers in found:
@@ -471,8 +477,8 @@ def check_gradients_before_step(optimizer: Optimizer) -> None:
     optimizer.__dict__[PASSES] = passes
 
 
-def _get_gradient_reducers(state: ShardingMetadata) -> list[GradientReducer]:
-    return [each for each in state.reducers if isinstance(each, GradientReducer) and each.sums]
+def _get_gradient_reducers(metadata: ShardingMetadata) -> list[GradientReducer]:
+    return [each for each in metadata.reducers if isinstance(each, GradientReducer) and each.sums]
 
 
 def _check_gradients_agree(optimizer: Optimizer, reducers: Sequence[GradientReducer]) -> None:
@@ -503,4 +509,4 @@ def _check_gradients_agree(optimizer: Optimizer, reducers: Sequence[GradientRedu
 def _compute_gradient_checksum(grad: Tensor | None) -> Any:
     if grad is None or not has_data(grad):
         return None
-    return checksum(grad.detach().to_dense() if grad.is_sparse else grad.detach())
+    return compute_numel_and_hash(grad.detach().to_dense() if grad.is_sparse else grad.detach())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardformer.comm.collective_call import all_gather_from_mesh, hash_to_int, wait_for_all_ranks
-from shardformer.comm.collectives import checksum
+from shardformer.comm.collectives import compute_numel_and_hash
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import ParallelContext
 
@@ -30,19 +30,24 @@ SAME_DATA_REMEDY = (
 )
 
 
-def check_same_data(
-    settings: Mapping[str, Any], count: int | None, read: Callable[[int], Any] | None, context: ParallelContext
+def check_same_training_data(
+    settings: Mapping[str, Any],
+    num_samples: int | None,
+    read_sample: Callable[[int], Any] | None,
+    context: ParallelContext,
 ) -> None:
     """Raise ConfigError on all ranks if two ranks have different training data.
 
-    ``settings`` must be equal on all ranks. ``read`` returns one of ``count`` samples by its index, and is None for a
-    stream. Communicates three all-gathers: the settings, a hash, and two numbers for each compared sample.
+    ``settings`` must be equal on all ranks. ``read_sample`` returns one of ``num_samples`` samples by its index, and is
+    None for a stream. Communicates three all-gathers: the settings, a hash, and two numbers for each compared sample.
     """
     axes = context.base_axes
     if context.world is None or all(axis.size == 1 for axis in axes):
         return
     wait_for_all_ranks("ShardedDataLoader.compare (by initialize, Trainer.fit or the first loop over the data)", *axes)
-    found, sketches = ([], []) if read is None or not count else _fingerprint_samples(count, read)
+    found, sketches = (
+        ([], []) if read_sample is None or not num_samples else _fingerprint_samples(num_samples, read_sample)
+    )
     gathered = all_gather_from_mesh((dict(settings), len(found)), context)
     first_rank, reference = gathered[0][0], gathered[0][1][0]
     for rank, (values, _) in gathered:
@@ -82,7 +87,7 @@ def _fingerprint_samples(
     try:
         for index in [order[0], *order]:  # the first sample is read twice
             sample = read_sample(index)
-            found.append(fingerprint(sample))
+            found.append(hash_samples(sample))
             sketches.append(project_sample(sample))
             if len(found) > 1 and time.monotonic() > end:
                 break
@@ -120,7 +125,7 @@ def _iterate_float_tensors(value: Any) -> Iterator[Tensor]:
             yield torch.tensor([leaf], dtype=torch.float64)
 
 
-def fingerprint(*values: Any) -> int:
+def hash_samples(*values: Any) -> int:
     """Return one hash of the integers and strings in one or more samples.
 
     Without integers and strings, hash all numbers. Floating-point numbers are often augmented at random.
@@ -133,7 +138,11 @@ def _describe_leaf(leaf: Any) -> tuple[bool, Any]:
     """Return whether a value consists of integers or strings, and a hashable representation of the value."""
     if isinstance(leaf, Tensor):
         is_exact = not (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_quantized
-        return is_exact, ("tensor", tuple(leaf.shape), checksum(leaf) if leaf.layout == torch.strided else None)
+        return is_exact, (
+            "tensor",
+            tuple(leaf.shape),
+            compute_numel_and_hash(leaf) if leaf.layout == torch.strided else None,
+        )
     if isinstance(leaf, (numpy.ndarray, numpy.generic)):
         array = numpy.asarray(leaf)
         is_exact = array.dtype.kind in "biuSU"

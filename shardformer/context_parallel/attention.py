@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.context_parallel.attention_kernels import Dropout, ScoreOptions
+from shardformer.context_parallel.attention_kernels import AttentionDropout, AttentionScoreOptions
 from shardformer.context_parallel.masks import ChunkedMask, causal_predicate, make_unknown_attribute_error
 from shardformer.context_parallel.ring_attention import RingExchange, ring_attention
 from shardformer.context_parallel.sequence_layout import ContextParallelState, SequencePositions, get_current_state
@@ -45,7 +45,7 @@ KNOWN_ARGUMENTS = {
 """Arguments that ``context_attention`` implements or can ignore."""
 
 
-def context_attention(
+def context_parallel_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -78,12 +78,12 @@ def context_attention(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
         return full
-    _check_arguments(module, attention_mask, kwargs)
+    _check_attention_arguments(module, attention_mask, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux", kwargs.get("sinks"))
     width = value.shape[-1]
-    query, key, value = _pad_to_same_width(query, key, value)
-    scores = ScoreOptions(scale, kwargs.get("softcap"))
+    query, key, value = _pad_head_dims_to_same_width(query, key, value)
+    scores = AttentionScoreOptions(scale, kwargs.get("softcap"))
     plan = plan_attention(module, state, query, key, attention_mask, dropout, scores, is_causal)
     q, k, v = (
         exchange_positions_for_heads(query, plan.of_queries),
@@ -91,7 +91,7 @@ def context_attention(
         exchange_positions_for_heads(value, plan.of_keys),
     )
     heads, bias = plan.heads.to(query.device), kwargs.get("position_bias")
-    distance_bias = bias.distance_bias[heads] if isinstance(bias, RelativeBiasArgument) else None
+    distance_bias = bias.distance_bias[heads] if isinstance(bias, PerDistancePositionBias) else None
     out = ring_attention(q, k, v, plan.exchange, None if sinks is None else sinks[heads], distance_bias)
     return exchange_heads_for_positions(out, plan.of_queries)[..., :width].transpose(1, 2).contiguous(), None
 
@@ -113,7 +113,7 @@ def plan_attention(
     key: Tensor,
     mask: ChunkedMask | None,
     dropout: float,
-    scores: ScoreOptions,
+    scores: AttentionScoreOptions,
     is_causal: bool | None,
 ) -> AttentionPlan:
     """Plan the communication for one call with queries (B, N, s, D) and keys (B, K, s, D). Communicates nothing."""
@@ -125,11 +125,13 @@ def plan_attention(
             remedy="Set compile=False, or disable context parallelism for this model (sequence=1).",
         )
     if mask is None:
-        mask = _make_module_mask(module, query, key, state, positions, is_causal)
+        mask = _make_default_mask(module, query, key, state, positions, is_causal)
     of_queries, of_keys = _make_head_exchanges(state, query.shape[1], key.shape[1], mask)
     heads = torch.tensor(of_queries.heads[of_queries.axis.rank])
     if dropout > 0:
-        scores = replace(scores, dropout=Dropout(dropout, mask.seed + state.get_module_index(module), heads))
+        scores = replace(
+            scores, dropout=AttentionDropout(dropout, mask.seed + state.get_attention_module_index(module), heads)
+        )
     return AttentionPlan(RingExchange(state.ring, mask, scores, state.gathers), of_queries, of_keys, heads)
 
 
@@ -155,7 +157,7 @@ def _attend_in_graph(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux", kwargs.get("sinks"))
     width = value.shape[-1]
-    query, key, value = _pad_to_same_width(query, key, value)
+    query, key, value = _pad_head_dims_to_same_width(query, key, value)
     out = torch.ops.shardformer.context_attention(
         query, key, value, sinks, getattr(module, SITE), mask, state.group.size, dropout, scale,
         kwargs.get("softcap"), is_causal,
@@ -164,7 +166,7 @@ def _attend_in_graph(
 
 
 @dataclass(frozen=True)
-class RelativeBiasArgument:
+class PerDistancePositionBias:
     """Relative position bias with one value per distance, which replaces the full bias tensor of a model."""
 
     distance_bias: Tensor
@@ -192,13 +194,13 @@ def _compute_bias_by_distance(self: nn.Module, query_length: int, key_length: in
     state: ContextParallelState = self.__dict__[RUN]
     original: Any = getattr(type(self), "compute_bias")  # noqa: B009  # nn.Module declares no such attribute
     is_recomputing = current_graph_task_id() >= 0
-    positions = state.find_by_local_length(query_length) if is_recomputing else state.current
+    positions = state.find_positions_by_local_length(query_length) if is_recomputing else state.current
     if positions is None:
         return original(self, query_length, key_length, *args, **kwargs)
     # the biases of one query, with length - 1 keys before it and after it
     device = {"device": kwargs["device"]} if "device" in kwargs else {}
     distance_bias = original(self, 1, 2 * positions.length - 1, past_seen_tokens=positions.length - 1, **device)
-    return RelativeBiasArgument(distance_bias[0, :, 0])
+    return PerDistancePositionBias(distance_bias[0, :, 0])
 
 
 def _make_head_exchanges(
@@ -224,10 +226,12 @@ def _find_query_positions(state: ContextParallelState, query: Tensor, mask: Any)
         return mask.queries if count == state.get_local_length(mask.queries.length) else None
     if current_graph_task_id() < 0:
         return state.current
-    return state.find_by_local_length(count)  # a recomputation; a later forward pass may have replaced state.current
+    return state.find_positions_by_local_length(
+        count
+    )  # a recomputation; a later forward pass may have replaced state.current
 
 
-def _make_module_mask(
+def _make_default_mask(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -235,7 +239,7 @@ def _make_module_mask(
     positions: SequencePositions,
     is_causal: bool | None,
 ) -> ChunkedMask:
-    keys = state.find_by_local_length(key.shape[2])
+    keys = state.find_positions_by_local_length(key.shape[2])
     if keys is None:
         raise ConfigError(
             f"{type(module).__name__} received {key.shape[2]} keys on rank {state.axis.rank} of {state.axis.size}, but "
@@ -247,13 +251,13 @@ def _make_module_mask(
     return ChunkedMask(predicate, None, positions, keys, query.shape[0], seed=state.seed)
 
 
-def _pad_to_same_width(*tensors: Tensor) -> list[Tensor]:
+def _pad_head_dims_to_same_width(*tensors: Tensor) -> list[Tensor]:
     """Pad the head dim of all tensors with zeros to the same width. The zeros do not change the attention scores."""
     width = max(t.shape[-1] for t in tensors)
     return [t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors]
 
 
-def _check_arguments(module: nn.Module, mask: Any, kwargs: dict[str, Any]) -> None:
+def _check_attention_arguments(module: nn.Module, mask: Any, kwargs: dict[str, Any]) -> None:
     if isinstance(mask, Tensor):
         raise InputError(
             f"{type(module).__name__} received an attention mask of shape {tuple(mask.shape)}, which context "
@@ -276,7 +280,7 @@ def _check_arguments(module: nn.Module, mask: Any, kwargs: dict[str, Any]) -> No
             )
 
 
-def context_mask(
+def context_parallel_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -300,10 +304,10 @@ def context_mask(
     if padding is not None and padding.shape[-1] < kv_length:
         padding = F.pad(padding, (0, kv_length - padding.shape[-1]))
     predicate = {bidirectional_mask_function: None, causal_mask_function: causal_predicate}.get(predicate, predicate)
-    queries, keys = state.positions(q_length), state.positions(kv_length)
+    queries, keys = state.get_positions_per_rank(q_length), state.get_positions_per_rank(kv_length)
     return ChunkedMask(predicate, padding, queries, keys, batch_size, by_vmap=use_vmap, seed=state.seed)
 
 
-def register_context_attention() -> None:
+def register_context_parallel_attention() -> None:
     """Register the attention and mask functions of context parallelism with transformers. Idempotent."""
-    register_attention(NAME, context_attention, context_mask)
+    register_attention(NAME, context_parallel_attention, context_parallel_mask)

@@ -31,19 +31,19 @@ HASH_FACTORS = (0x45D9F3B, 0x119DE1F3)
 
 
 @dataclass(frozen=True)
-class Dropout:
+class AttentionDropout:
     """Attention dropout whose mask is a hash of a seed and positions, so that it is the same in every layout."""
 
     rate: float
     seed: int  # identical on all ranks
     heads: Tensor  # indices of the local query heads
 
-    def compute_weight_factors(self, batch: int, rows: Tensor, cols: Tensor) -> Tensor:
+    def compute_weight_factors(self, batch_size: int, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Return the factors (B, N, Q, S) for the attention weights: 0 if dropped, and otherwise 1 / (1 - rate)."""
-        device = rows.device
-        x = _hash_integers(torch.arange(batch, device=device)[:, None] + self.seed % 2**31)
+        device = query_positions.device
+        x = _hash_integers(torch.arange(batch_size, device=device)[:, None] + self.seed % 2**31)
         x = _hash_integers(x * 31 + self.heads.to(device)[None, :])[:, :, None, None]
-        x = _hash_integers(_hash_integers(x ^ rows[:, None]) ^ cols[None, :])
+        x = _hash_integers(_hash_integers(x ^ query_positions[:, None]) ^ key_positions[None, :])
         return (x >= int(self.rate * 2**32)) / (1 - self.rate)
 
 
@@ -60,26 +60,26 @@ class RelativePositionBias:
 
     distance_bias: Tensor  # (N, 2L - 1) for L positions: the bias of keys from L - 1 before the query to L - 1 after it
 
-    def compute_bias(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """Return the bias (N, Q, S) between queries at positions ``rows`` and keys at positions ``cols``."""
-        return self.distance_bias[:, self.compute_indices(rows, cols)]
+    def compute_bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """Return the bias (N, Q, S) between queries at ``query_positions`` and keys at ``key_positions``."""
+        return self.distance_bias[:, self.compute_bias_indices(query_positions, key_positions)]
 
-    def compute_indices(self, rows: Tensor, cols: Tensor) -> Tensor:
+    def compute_bias_indices(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Return the indices (Q, S) into ``distance_bias`` for these positions of queries and keys."""
-        return cols[None, :] - rows[:, None] + self.distance_bias.shape[1] // 2
+        return key_positions[None, :] - query_positions[:, None] + self.distance_bias.shape[1] // 2
 
 
 @dataclass(frozen=True)
-class ScoreOptions:
+class AttentionScoreOptions:
     """Scale, soft cap, bias and dropout that an attention kernel applies to its scores and weights."""
 
     scale: float
     cap: float | None = None  # c in c tanh(score / c)
-    dropout: Dropout | None = None
+    dropout: AttentionDropout | None = None
     bias: RelativePositionBias | None = None
 
     @property
-    def is_plain(self) -> bool:
+    def supports_fused_kernels(self) -> bool:
         """Whether fused attention kernels support these options in the forward and the backward pass."""
         return self.cap is None and self.dropout is None and self.bias is None
 
@@ -95,7 +95,7 @@ class BlockMask:
 
 
 def partial_attention(
-    q: Tensor, k: Tensor, v: Tensor, block: BlockMask, options: ScoreOptions
+    q: Tensor, k: Tensor, v: Tensor, block: BlockMask, options: AttentionScoreOptions
 ) -> tuple[Tensor, Tensor]:
     """Compute attention to a subset of the keys, and return the output and the log-sum-exp of the scores.
 
@@ -113,19 +113,26 @@ def partial_attention(
             q, k, v, 0.0, causal, attn_mask=added, scale=options.scale
         )
         return found[0], found[1]
-    if options.is_plain and q.is_cuda and q.dtype != torch.float64:
-        return _attend_cuda(q, k, v, block, options.scale)
-    return _attend_plain(q, k, v, block, options)
+    if options.supports_fused_kernels and q.is_cuda and q.dtype != torch.float64:
+        return _cuda_attention_forward(q, k, v, block, options.scale)
+    return _eager_attention_forward(q, k, v, block, options)
 
 
 def partial_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: BlockMask, options: ScoreOptions
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block: BlockMask,
+    options: AttentionScoreOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of q, k, v and the bias of ``partial_attention``.
 
     ``out`` and ``lse`` are the output and the log-sum-exp of the attention to all keys.
     """
-    if options.is_plain and q.device.type == "cpu":
+    if options.supports_fused_kernels and q.device.type == "cpu":
         found = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
             grad,
             q,
@@ -139,9 +146,9 @@ def partial_attention_backward(
             scale=options.scale,
         )
         return found[0], found[1], found[2], None
-    if options.is_plain and q.is_cuda and q.dtype != torch.float64:
-        return *_attend_cuda_backward(grad, q, k, v, out, lse, block, options.scale), None
-    return _attend_plain_backward(grad, q, k, v, out, lse, block, options)
+    if options.supports_fused_kernels and q.is_cuda and q.dtype != torch.float64:
+        return *_cuda_attention_backward(grad, q, k, v, out, lse, block, options.scale), None
+    return _eager_attention_backward(grad, q, k, v, out, lse, block, options)
 
 
 def get_mask_value(dtype: torch.dtype) -> float:
@@ -173,7 +180,7 @@ def _apply_mask_to_bias(block: BlockMask, bias: RelativePositionBias, dtype: tor
 # ------------------------------------------------------------------------------------------------------------ on a GPU
 
 
-def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, block: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
+def _cuda_attention_forward(q: Tensor, k: Tensor, v: Tensor, block: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
     if block.mask is None and q.dtype in HALF:
@@ -184,7 +191,7 @@ def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, block: BlockMask, scale: float
     return found[0], found[1][..., : q.shape[2]]  # the kernel pads the queries to 32
 
 
-def _attend_cuda_backward(
+def _cuda_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: BlockMask, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups, heads = q.shape[1] // k.shape[1], k.shape[1]
@@ -229,13 +236,15 @@ def _make_cuda_mask(block: BlockMask, q: Tensor) -> Tensor | None:
 # --- in Python
 
 
-def _attend_plain(q: Tensor, k: Tensor, v: Tensor, block: BlockMask, options: ScoreOptions) -> tuple[Tensor, Tensor]:
+def _eager_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, block: BlockMask, options: AttentionScoreOptions
+) -> tuple[Tensor, Tensor]:
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
-    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+    k, v = _repeat_kv_heads(k, q), _repeat_kv_heads(v, q)
     outs, sums = [], []
-    for rows in _split_rows(q, k):
+    for rows in _split_query_rows(q, k):
         scores, _ = _compute_scores(q[:, :, rows], k, block.rows[rows], block.cols, options)
-        if (hidden := _get_hidden_key_mask(block, rows)) is not None:
+        if (hidden := _get_masked_out_keys(block, rows)) is not None:
             scores = scores.masked_fill(hidden, get_mask_value(acc_dtype))
         lse = scores.logsumexp(-1)
         weights = (scores - lse[..., None]).exp()
@@ -246,18 +255,25 @@ def _attend_plain(q: Tensor, k: Tensor, v: Tensor, block: BlockMask, options: Sc
     return torch.cat(outs, 2), torch.cat(sums, 2)
 
 
-def _attend_plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: BlockMask, options: ScoreOptions
+def _eager_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block: BlockMask,
+    options: AttentionScoreOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     distance_bias = None if options.bias is None else torch.zeros_like(options.bias.distance_bias, dtype=acc_dtype)
     heads, groups = k.shape[1], q.shape[1] // k.shape[1]
-    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+    k, v = _repeat_kv_heads(k, q), _repeat_kv_heads(v, q)
     dqs, dk, dv = [], torch.zeros_like(k, dtype=acc_dtype), torch.zeros_like(v, dtype=acc_dtype)
-    for rows in _split_rows(q, k):
+    for rows in _split_query_rows(q, k):
         scores, slope = _compute_scores(q[:, :, rows], k, block.rows[rows], block.cols, options)
         weights = (scores - lse[:, :, rows, None]).exp()
-        if (hidden := _get_hidden_key_mask(block, rows)) is not None:
+        if (hidden := _get_masked_out_keys(block, rows)) is not None:
             weights = weights.masked_fill(hidden, 0.0)
         kept = (
             options.dropout.compute_weight_factors(q.shape[0], block.rows[rows], block.cols)
@@ -273,7 +289,7 @@ def _attend_plain_backward(
         dot = (grad[:, :, rows].to(acc_dtype) * out[:, :, rows].to(acc_dtype)).sum(-1, keepdim=True)
         scores_grad = weights * (weights_grad - dot)
         if distance_bias is not None and options.bias is not None:
-            at = options.bias.compute_indices(block.rows[rows], block.cols).flatten()
+            at = options.bias.compute_bias_indices(block.rows[rows], block.cols).flatten()
             distance_bias.index_add_(1, at, scores_grad.sum(0).flatten(1))
         scores_grad = scores_grad * options.scale
         if slope is not None:
@@ -286,7 +302,7 @@ def _attend_plain_backward(
 
 
 def _compute_scores(
-    q: Tensor, k: Tensor, rows: Tensor, cols: Tensor, options: ScoreOptions
+    q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor, options: AttentionScoreOptions
 ) -> tuple[Tensor, Tensor | None]:
     """Return the attention scores, and the derivative of the soft cap if there is one."""
     scores, slope = q @ k.transpose(2, 3) * options.scale, None
@@ -294,10 +310,12 @@ def _compute_scores(
         tanh = (scores / options.cap).tanh()
         scores, slope = options.cap * tanh, 1 - tanh.square()
     scores = scores.to(torch.promote_types(q.dtype, torch.float32))
-    return scores if options.bias is None else scores + options.bias.compute_bias(rows, cols).to(scores.dtype), slope
+    return scores if options.bias is None else scores + options.bias.compute_bias(query_positions, key_positions).to(
+        scores.dtype
+    ), slope
 
 
-def _get_hidden_key_mask(block: BlockMask, rows: slice) -> Tensor | None:
+def _get_masked_out_keys(block: BlockMask, rows: slice) -> Tensor | None:
     if block.mask is not None:
         return ~block.mask[:, :, rows]
     if block.causal:
@@ -305,20 +323,20 @@ def _get_hidden_key_mask(block: BlockMask, rows: slice) -> Tensor | None:
     return None
 
 
-def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+def _repeat_kv_heads(x: Tensor, q: Tensor) -> Tensor:
     """Repeat the key or value heads in x (B, K, S, D) so that there is one for each query head: (B, N, S, D)."""
     groups = q.shape[1] // x.shape[1]
     return x.repeat_interleave(groups, 1) if groups > 1 else x
 
 
-def _split_rows(q: Tensor, k: Tensor) -> Iterator[slice]:
+def _split_query_rows(q: Tensor, k: Tensor) -> Iterator[slice]:
     size = max(1, SCORES_AT_ONCE // max(q.shape[0] * q.shape[1] * k.shape[2], 1))
     for start in range(0, q.shape[2], size):
         yield slice(start, start + size)
 
 
-def merge_partial_attention(out: Any, lse: Any, other: Tensor, other_lse: Tensor) -> None:
+def merge_partial_attention(out: Any, lse: Any, other_out: Tensor, other_lse: Tensor) -> None:
     """Merge the attention to another subset of the keys into ``out`` and ``lse`` in place."""
     total = torch.logaddexp(lse, other_lse)
-    out.mul_((lse - total).exp_()[..., None]).addcmul_(other.to(out.dtype), (other_lse - total).exp_()[..., None])
+    out.mul_((lse - total).exp_()[..., None]).addcmul_(other_out.to(out.dtype), (other_lse - total).exp_()[..., None])
     lse.copy_(total)

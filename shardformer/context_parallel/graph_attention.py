@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.context_parallel.attention import RUN, SITE, AttentionPlan, plan_attention
-from shardformer.context_parallel.attention_kernels import ScoreOptions
+from shardformer.context_parallel.attention_kernels import AttentionScoreOptions
 from shardformer.context_parallel.masks import ChunkedMask
-from shardformer.context_parallel.ring_attention import attend_over_ring, attend_over_ring_backward
+from shardformer.context_parallel.ring_attention import ring_attention_backward, ring_attention_forward
 from shardformer.context_parallel.ulysses import HeadExchange, gather_heads, scatter_heads
 from shardformer.errors import ConfigError, InputError
 
@@ -40,15 +40,15 @@ _LIBRARY.define(
 )
 
 
-def wrap_object(value: Any) -> Tensor:
+def wrap_object_in_tensor(value: Any) -> Tensor:
     """Wrap a Python object in a scalar tensor, so that it can pass through a compiled graph."""
     tensor = torch.zeros((), dtype=torch.int64, device="cpu")
     setattr(tensor, _HELD, value)
     return tensor
 
 
-def unwrap_object(tensor: Tensor, kind: type) -> Any:
-    """Return the object in a tensor from ``wrap_object``. Raises InputError if the tensor was computed or copied."""
+def unwrap_object_from_tensor(tensor: Tensor, kind: type) -> Any:
+    """Return the object in a tensor from ``wrap_object_in_tensor``. Raises InputError for a computed or copied one."""
     value = getattr(tensor, _HELD, None)
     if not isinstance(value, kind):
         raise InputError(
@@ -61,18 +61,18 @@ def unwrap_object(tensor: Tensor, kind: type) -> Any:
 
 def wrap_mask_in_tensor(value: Any) -> Any:
     """Wrap a context-parallel attention mask in a tensor, and return any other value unchanged."""
-    return wrap_object(value) if isinstance(value, ChunkedMask) else value
+    return wrap_object_in_tensor(value) if isinstance(value, ChunkedMask) else value
 
 
 def wrap_attention_modules(layer: nn.Module) -> None:
-    """Wrap the attention modules of a layer with ``wrap_object``, so that torch.compile can compile the layer."""
+    """Wrap the attention modules of a layer with ``wrap_object_in_tensor``, so that the layer can be compiled."""
     for module in layer.modules():
         if RUN in module.__dict__:
-            module.__dict__[SITE] = wrap_object(module)
+            module.__dict__[SITE] = wrap_object_in_tensor(module)
 
 
 @dataclass(frozen=True)
-class _AttentionCall:
+class _SavedAttentionCall:
     plan: AttentionPlan
     sees_nothing: Tensor | None
     exchanged: tuple[Tensor, ...] | None  # q, k, v, out, lse of the local heads in a Ulysses group, not in the graph
@@ -91,19 +91,19 @@ def _run_attention(
     cap: float | None,
     is_causal: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    module = unwrap_object(site, nn.Module)
-    chunked = None if mask is None else unwrap_object(mask, ChunkedMask)
-    state, scores = getattr(module, RUN), ScoreOptions(scale, cap)
+    module = unwrap_object_from_tensor(site, nn.Module)
+    chunked = None if mask is None else unwrap_object_from_tensor(mask, ChunkedMask)
+    state, scores = getattr(module, RUN), AttentionScoreOptions(scale, cap)
     plan = plan_attention(module, state, q, k, chunked, dropout, scores, is_causal)
     local_q, local_k, local_v = (
         _scatter_if_sharded(x, exchange) for x, exchange in ((q, plan.of_queries), (k, plan.of_keys), (v, plan.of_keys))
     )
     local_sinks = None if sinks is None else sinks[plan.heads.to(sinks.device)]
-    out, lse, sees_nothing = attend_over_ring(local_q, local_k, local_v, local_sinks, None, plan.exchange)
+    out, lse, sees_nothing = ring_attention_forward(local_q, local_k, local_v, local_sinks, None, plan.exchange)
     if group == 1:
-        return out.contiguous(), lse.contiguous(), wrap_object(_AttentionCall(plan, sees_nothing, None))
-    call = _AttentionCall(plan, sees_nothing, (local_q, local_k, local_v, out, lse))
-    return _gather_if_sharded(out, plan.of_queries).contiguous(), lse.new_empty(0), wrap_object(call)
+        return out.contiguous(), lse.contiguous(), wrap_object_in_tensor(_SavedAttentionCall(plan, sees_nothing, None))
+    call = _SavedAttentionCall(plan, sees_nothing, (local_q, local_k, local_v, out, lse))
+    return _gather_if_sharded(out, plan.of_queries).contiguous(), lse.new_empty(0), wrap_object_in_tensor(call)
 
 
 def _fake_attention(
@@ -116,13 +116,13 @@ def _fake_attention(
 def _run_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, call: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    made: _AttentionCall = unwrap_object(call, _AttentionCall)
+    made: _SavedAttentionCall = unwrap_object_from_tensor(call, _SavedAttentionCall)
     plan, heads = made.plan, made.plan.heads.to(q.device)
     if made.exchanged is not None:
         q, k, v, out, lse = made.exchanged
     saved = (q, k, v, None if sinks is None else sinks[heads], None, out, lse)
     local = _scatter_if_sharded(grad, plan.of_queries)
-    dq, dk, dv, local_sinks_grad, _ = attend_over_ring_backward(local, saved, made.sees_nothing, plan.exchange)
+    dq, dk, dv, local_sinks_grad, _ = ring_attention_backward(local, saved, made.sees_nothing, plan.exchange)
     sinks_grad = q.new_empty(0)
     if sinks is not None and local_sinks_grad is not None:
         sinks_grad = torch.zeros_like(sinks).index_copy_(0, heads, local_sinks_grad)
@@ -149,7 +149,7 @@ def _gather_if_sharded(x: Tensor, exchange: HeadExchange) -> Tensor:
     return x if exchange.axis.size == 1 else gather_heads(x, exchange)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[:4], *output)
 
 
@@ -171,4 +171,6 @@ for _name, _run, _shape in (
 ):
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardformer::{_name}", _shape, lib=_LIBRARY)
-torch.library.register_autograd("shardformer::context_attention", _autograd_backward, setup_context=_save, lib=_LIBRARY)
+torch.library.register_autograd(
+    "shardformer::context_attention", _autograd_backward, setup_context=_setup_context, lib=_LIBRARY
+)

@@ -38,7 +38,7 @@ POSITIONS_PER_CALL = 2**24
 MAX_CACHED_MASKS = 64
 
 
-class Visibility(Enum):
+class ChunkVisibility(Enum):
     """How many keys of one chunk of the sequence the queries of another chunk attend to."""
 
     NOTHING = "nothing"
@@ -91,19 +91,24 @@ class ChunkedMask:
     def may_hide_all_keys(self) -> bool:
         return self.padding is not None or self.predicate not in (None, causal_predicate)
 
-    def evaluate(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """Return whether queries at positions ``rows`` attend to keys at positions ``cols``: (B or 1, 1, Q, S)."""
-        device = rows.device
+    def evaluate(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """Return whether queries at ``query_positions`` attend to keys at ``key_positions``: (B or 1, 1, Q, S)."""
+        device = query_positions.device
         if self.predicate is None:
-            visible = torch.ones(1, 1, len(rows), len(cols), dtype=torch.bool, device=device)
+            visible = torch.ones(1, 1, len(query_positions), len(key_positions), dtype=torch.bool, device=device)
         elif self.by_vmap:
             visible = _vmap_over_indices(self.predicate)(
-                torch.arange(self.batch, device=device), rows[:0].new_zeros(1), rows, cols
+                torch.arange(self.batch, device=device),
+                query_positions[:0].new_zeros(1),
+                query_positions,
+                key_positions,
             )
         else:
             samples = torch.arange(self.batch, device=device)[:, None, None, None]
             heads = torch.arange(2, device=device)[None, :, None, None]
-            visible = self.predicate(samples, heads, rows[None, None, :, None], cols[None, None, None, :])
+            visible = self.predicate(
+                samples, heads, query_positions[None, None, :, None], key_positions[None, None, None, :]
+            )
             visible = torch.as_tensor(visible, device=device)
             if visible.dim() == 4 and visible.shape[1] > 1:
                 raise ConfigError(
@@ -111,9 +116,11 @@ class ChunkedMask:
                     "support.",
                     remedy="Disable context parallelism for this model (sequence=1).",
                 )
-            visible = visible.expand(visible.shape[0] if visible.dim() == 4 else 1, 1, len(rows), len(cols))
+            visible = visible.expand(
+                visible.shape[0] if visible.dim() == 4 else 1, 1, len(query_positions), len(key_positions)
+            )
         if self.padding is not None:
-            visible = visible & self.padding.to(device)[:, None, None, cols]
+            visible = visible & self.padding.to(device)[:, None, None, key_positions]
         return visible
 
     def make_full_mask(self, device: torch.device) -> Tensor | None:
@@ -123,7 +130,7 @@ class ChunkedMask:
         rows, cols = torch.arange(self.queries.length, device=device), torch.arange(self.keys.length, device=device)
         return self.evaluate(rows, cols)
 
-    def get_visibility(self, query_chunk: int, key_chunk: int) -> Visibility:
+    def get_visibility(self, query_chunk: int, key_chunk: int) -> ChunkVisibility:
         """Return how many keys of a chunk are visible to a chunk of queries. The result is identical on all ranks."""
         key = query_chunk, key_chunk
         if key not in self._visibility:
@@ -131,7 +138,7 @@ class ChunkedMask:
         return self._visibility[key]
 
     @without_fake_tensors()
-    def _find_visibility(self, query_chunk: int, key_chunk: int) -> Visibility:
+    def _find_visibility(self, query_chunk: int, key_chunk: int) -> ChunkVisibility:
         device = torch.device("cpu") if self.padding is None else self.padding.device
         rows = get_chunk_positions(self.queries, (query_chunk,)).to(device)
         cols = get_chunk_positions(self.keys, (key_chunk,)).to(device)
@@ -142,16 +149,16 @@ class ChunkedMask:
             queries = rows[start : start + step]
             visible = self.evaluate(queries, cols)
             if not has_data(visible):
-                return Visibility.SOME  # a mask that depends on tensors without values, in a trace
+                return ChunkVisibility.SOME  # a mask that depends on tensors without values, in a trace
             any_, all_ = any_ or bool(visible.any()), all_ and bool(visible.all())
             causal = causal and bool((visible == (queries[:, None] >= cols[None, :])).all())
             if any_ and not all_ and not causal:
-                return Visibility.SOME
+                return ChunkVisibility.SOME
         if len(rows) == 0 or len(cols) == 0 or not any_:
-            return Visibility.NOTHING
+            return ChunkVisibility.NOTHING
         if all_:
-            return Visibility.ALL
-        return Visibility.CAUSAL if causal else Visibility.SOME
+            return ChunkVisibility.ALL
+        return ChunkVisibility.CAUSAL if causal else ChunkVisibility.SOME
 
     def make_block_mask(
         self, query_chunks: tuple[int, ...], key_chunks: tuple[int, ...], device: torch.device
@@ -160,14 +167,14 @@ class ChunkedMask:
         rows, cols = get_chunk_positions(self.queries, query_chunks), get_chunk_positions(self.keys, key_chunks)
         positions = rows.to(device), cols.to(device)
         is_causal = query_chunks == key_chunks and self.is_causal(query_chunks)
-        if is_causal or all(self.get_visibility(q, k) is Visibility.ALL for q in query_chunks for k in key_chunks):
+        if is_causal or all(self.get_visibility(q, k) is ChunkVisibility.ALL for q in query_chunks for k in key_chunks):
             return BlockMask(is_causal, None, *positions)
         return BlockMask(False, self.evaluate(*positions), *positions)
 
     def is_causal(self, chunks: tuple[int, ...]) -> bool:
         """Return whether the mask is causal if both queries and keys are limited to these chunks."""
         expected = {
-            (r, c): Visibility.CAUSAL if r == c else Visibility.ALL if c < r else Visibility.NOTHING
+            (r, c): ChunkVisibility.CAUSAL if r == c else ChunkVisibility.ALL if c < r else ChunkVisibility.NOTHING
             for r in chunks
             for c in chunks
         }
@@ -176,12 +183,16 @@ class ChunkedMask:
     def list_needed_key_chunks(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
         """Return which of these key chunks are visible to at least one query of rank ``ring_rank``."""
         queries = self.queries.get_chunks_of_rank(ring_rank)
-        return tuple(c for c in chunks if any(self.get_visibility(q, c) is not Visibility.NOTHING for q in queries))
+        return tuple(
+            c for c in chunks if any(self.get_visibility(q, c) is not ChunkVisibility.NOTHING for q in queries)
+        )
 
     def list_attending_query_chunks(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
         """Return which query chunks of rank ``ring_rank`` attend to at least one key in ``chunks``."""
         queries = self.queries.get_chunks_of_rank(ring_rank)
-        return tuple(q for q in queries if any(self.get_visibility(q, c) is not Visibility.NOTHING for c in chunks))
+        return tuple(
+            q for q in queries if any(self.get_visibility(q, c) is not ChunkVisibility.NOTHING for c in chunks)
+        )
 
     def __getattr__(self, name: str) -> Any:
         raise make_unknown_attribute_error(
@@ -206,16 +217,16 @@ def _vmap_over_indices(predicate: Predicate) -> Callable[..., Tensor]:
 
 
 class _VisibilityCache(threading.local):
-    """Cache of the ``Visibility`` of each pair of chunks. Each thread has its own, because ranks may be threads."""
+    """Caches the ``ChunkVisibility`` of each pair of chunks. Each thread has its own, because ranks may be threads."""
 
     def __init__(self) -> None:
-        self.masks: dict[Hashable, dict[tuple[int, int], Visibility]] = {}
+        self.masks: dict[Hashable, dict[tuple[int, int], ChunkVisibility]] = {}
 
 
 _VISIBILITY_CACHE = _VisibilityCache()
 
 
-def _get_cached_visibility(key: Hashable) -> dict[tuple[int, int], Visibility]:
+def _get_cached_visibility(key: Hashable) -> dict[tuple[int, int], ChunkVisibility]:
     masks = _VISIBILITY_CACHE.masks
     if key not in masks and len(masks) >= MAX_CACHED_MASKS:
         del masks[next(iter(masks))]

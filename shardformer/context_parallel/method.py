@@ -9,7 +9,7 @@ from torch import nn
 
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.transformers_compat import get_uniform_field
+from shardformer.transformers_compat import get_uniform_config_field
 
 RING, GROUP = "ring", "ulysses"
 """Names of the two axes into which the sequence axis is split."""
@@ -84,8 +84,8 @@ def _get_head_counts(model: nn.Module) -> tuple[int, int]:
     config = getattr(model, "config", None)
     inner = getattr(config, "get_text_config", lambda: config)()
     for name in ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads"):
-        if isinstance(queries := get_uniform_field(inner, name), int):
-            keys = get_uniform_field(inner, "num_key_value_heads")
+        if isinstance(queries := get_uniform_config_field(inner, name), int):
+            keys = get_uniform_config_field(inner, "num_key_value_heads")
             return queries, keys if isinstance(keys, int) else queries
     return 1, 1
 

@@ -135,16 +135,18 @@ class LayerStackHook:
                 return None
         elif self._full is None:
             full = self._full = hidden.shape[1]
-            self._random.enter(hidden, layer.training)
+            self._random.enter_local_state(hidden, layer.training)
         else:
             full = self._full
-        state.current = state.record_forward_positions(full)
+        state.current = state.record_sequence_length(full)
         lengths = {full, *(mask.keys.length for mask in masks)}
         return self._untraced(self, (args, kwargs), hidden, lengths)
 
-    def _shard_layer_inputs(self, arguments: Any, hidden: Tensor, lengths: set[int]) -> Any:
+    def _shard_layer_inputs(self, arguments: Any, hidden: Tensor, sequence_lengths: set[int]) -> Any:
         return tree_map_with_path(
-            lambda path, leaf: self._shard_input_tensor((self._path, *path[1:]), leaf, leaf is hidden, lengths),
+            lambda path, leaf: self._shard_input_tensor(
+                (self._path, *path[1:]), leaf, leaf is hidden, sequence_lengths
+            ),
             arguments,
         )
 
@@ -156,36 +158,40 @@ class LayerStackHook:
         state, length = self._state, hidden.shape[1]
         if layer is self._first and length in state.seen:
             return length
-        found = state.find_by_local_length(length)
+        found = state.find_positions_by_local_length(length)
         return None if found is None else found.length
 
-    def _shard_input_tensor(self, path: Hashable, leaf: Any, is_hidden: bool, lengths: set[int]) -> Any:
+    def _shard_input_tensor(self, path: Hashable, leaf: Any, is_hidden: bool, sequence_lengths: set[int]) -> Any:
         state = self._state
         if isinstance(leaf, SequenceShardedTensor):
-            state.record_forward_positions(leaf.rows.full)
-            rows = state.rows(leaf.rows.full)
+            state.record_sequence_length(leaf.rows.full)
+            rows = state.get_index_shards(leaf.rows.full)
             return leaf.local if leaf.rows is rows else slice_local_rows(leaf.full_tensor(), rows, leaf.shard_dim)
         if not isinstance(leaf, Tensor):
             # a cache of the local positions cannot be used, and a recomputation would append to it again
             return None if hasattr(type(leaf), "get_seq_length") else leaf
         leaf = resolve_deferred_tensors(leaf)
         if is_hidden:
-            return slice_local_rows(leaf, state.rows(leaf.shape[1]), 1) if leaf.shape[1] in lengths else leaf
-        dim = state.find_sequence_dim(path, leaf, lengths)
-        return leaf if dim is None else slice_local_rows(leaf, state.rows(leaf.shape[dim]), dim)
+            return (
+                slice_local_rows(leaf, state.get_index_shards(leaf.shape[1]), 1)
+                if leaf.shape[1] in sequence_lengths
+                else leaf
+            )
+        dim = state.find_sequence_dim(path, leaf, sequence_lengths)
+        return leaf if dim is None else slice_local_rows(leaf, state.get_index_shards(leaf.shape[dim]), dim)
 
     def _after_forward(self, layer: nn.Module, args: Any, output: Any) -> Any:
         state = self._state
         if current_graph_task_id() >= 0 or self._full is None:
             return output
-        rows, self._full = state.rows(self._full), None
+        rows, self._full = state.get_index_shards(self._full), None
         state.current = None
-        self._random.leave()
+        self._random.leave_local_state()
         return map_first_output(output, lambda x: SequenceShardedTensor(resolve_deferred_tensors(x), rows, 1))
 
     def reset_after_error(self) -> None:
         self._full = None
-        self._random.leave()
+        self._random.leave_local_state()
 
 
 def run_on_local_positions(module: nn.Module) -> None:
@@ -238,7 +244,7 @@ class FullSequenceHook:
         self._positions = positions = self._outer_positions = state.current
         is_recomputing = current_graph_task_id() >= 0
         if positions is None and is_recomputing:
-            self._positions = positions = state.find_by_local_length(hidden.shape[1])
+            self._positions = positions = state.find_positions_by_local_length(hidden.shape[1])
         if positions is None:
             return None
         local = state.get_local_length(positions.length)
@@ -248,7 +254,7 @@ class FullSequenceHook:
                 f"parallelism its input must contain the positions of this rank, (batch, {local}, hidden).",
                 remedy="Disable context parallelism for this model (sequence=1).",
             )
-        self._random.enter(hidden, module.training)
+        self._random.enter_local_state(hidden, module.training)
         lengths_seen = state.seen if is_recomputing else state.seen_in_forward  # of an encoder and of a decoder
         parts = {state.get_local_length(length) for length in lengths_seen}
         leaves, spec = tree_flatten_with_path((args, kwargs))
@@ -258,10 +264,12 @@ class FullSequenceHook:
 
         def gather(path: Any, leaf: Any) -> Any:
             if leaf is hidden:
-                return gather_rows(leaf, state.rows(positions.length), 1)
+                return gather_rows(leaf, state.get_index_shards(positions.length), 1)
             dim = state.find_sequence_dim((*self._path, *path), leaf, parts) if isinstance(leaf, Tensor) else None
-            found = None if dim is None else state.find_by_local_length(leaf.shape[dim], lengths_seen)
-            return leaf if found is None or dim is None else gather_rows(leaf, state.rows(found.length), dim)
+            found = None if dim is None else state.find_positions_by_local_length(leaf.shape[dim], lengths_seen)
+            return (
+                leaf if found is None or dim is None else gather_rows(leaf, state.get_index_shards(found.length), dim)
+            )
 
         return spec.unflatten(gather(path, leaf) for path, leaf in leaves)
 
@@ -270,9 +278,9 @@ class FullSequenceHook:
         if positions is None:
             return output
         state.current = self._outer_positions
-        self._random.leave()
-        return map_first_output(output, lambda x: slice_local_rows(x, state.rows(positions.length), 1))
+        self._random.leave_local_state()
+        return map_first_output(output, lambda x: slice_local_rows(x, state.get_index_shards(positions.length), 1))
 
     def reset_after_error(self) -> None:
         self._positions = None
-        self._random.leave()
+        self._random.leave_local_state()

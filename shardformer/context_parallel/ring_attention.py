@@ -24,10 +24,10 @@ from torch.autograd import Function
 
 from shardformer.comm.autograd_collectives import once_differentiable
 from shardformer.comm.collectives import all_gather
-from shardformer.comm.recorder import get_num_bytes, record
+from shardformer.comm.recorder import get_num_bytes, record_collective_start
 from shardformer.context_parallel import attention_kernels as kernels
-from shardformer.context_parallel.attention_kernels import RelativePositionBias, ScoreOptions
-from shardformer.context_parallel.masks import ChunkedMask, Visibility
+from shardformer.context_parallel.attention_kernels import AttentionScoreOptions, RelativePositionBias
+from shardformer.context_parallel.masks import ChunkedMask, ChunkVisibility
 from shardformer.context_parallel.sequence_layout import SequencePositions
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
@@ -43,7 +43,7 @@ class RingExchange:
 
     axis: Axis
     mask: ChunkedMask
-    options: ScoreOptions
+    options: AttentionScoreOptions
     gathers: bool = False  # all-gather all keys first, instead of sending them during the computation
 
     def get_needed_chunks(self, rank: int, owner: int) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ class _RingAttention(Function):
         distance_bias: Tensor | None,
         exchange: RingExchange,
     ) -> Tensor:
-        out, lse, ctx.sees_nothing = attend_over_ring(q, k, v, sinks, distance_bias, exchange)
+        out, lse, ctx.sees_nothing = ring_attention_forward(q, k, v, sinks, distance_bias, exchange)
         ctx.exchange = exchange
         ctx.save_for_backward(q, k, v, sinks, distance_bias, out, lse)
         return out
@@ -96,10 +96,10 @@ class _RingAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *attend_over_ring_backward(grad, ctx.saved_tensors, ctx.sees_nothing, ctx.exchange), None
+        return *ring_attention_backward(grad, ctx.saved_tensors, ctx.sees_nothing, ctx.exchange), None
 
 
-def attend_over_ring(
+def ring_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, distance_bias: Tensor | None, exchange: RingExchange
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute the forward pass of ring attention without autograd.
@@ -107,7 +107,7 @@ def attend_over_ring(
     Returns the output, its log-sum-exp (B, N, s), and a mask of the queries that attend to no key. The mask is None if
     the attention mask cannot hide all keys.
     """
-    options = _add_bias(exchange.options, distance_bias)
+    options = _add_distance_bias(exchange.options, distance_bias)
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     out: Tensor | None = None
     lse = q.new_full(q.shape[:3], kernels.get_mask_value(acc_dtype), dtype=acc_dtype)
@@ -131,16 +131,16 @@ def attend_over_ring(
     return out.to(q.dtype), lse, sees_nothing
 
 
-def attend_over_ring_backward(
-    grad: Tensor, saved: Sequence[Any], sees_nothing: Tensor | None, exchange: RingExchange
+def ring_attention_backward(
+    grad: Tensor, saved_tensors: Sequence[Any], sees_nothing: Tensor | None, exchange: RingExchange
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute the backward pass of ring attention: the gradients of q, k, v, sinks and distance_bias.
 
     Args:
-        saved: q, k, v, sinks, distance_bias, and the output and log-sum-exp of ``attend_over_ring``.
+        saved_tensors: q, k, v, sinks, distance_bias, and the output and log-sum-exp of ``ring_attention_forward``.
     """
-    q, k, v, sinks, distance_bias, out, lse = saved
-    options = _add_bias(exchange.options, distance_bias)
+    q, k, v, sinks, distance_bias, out, lse = saved_tensors
+    options = _add_distance_bias(exchange.options, distance_bias)
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     bias_dtype = None if distance_bias is None else torch.promote_types(distance_bias.dtype, torch.float32)
     bias_grad = None if distance_bias is None else torch.zeros_like(distance_bias, dtype=bias_dtype)
@@ -148,7 +148,7 @@ def attend_over_ring_backward(
         grad = grad.masked_fill(sees_nothing[..., None], 0.0)
     dq = torch.zeros_like(q, dtype=acc_dtype)
     dkv = torch.zeros(2, *k.shape, dtype=acc_dtype, device=k.device)
-    key_value_grads = _KeyValueGradients(dkv, exchange)
+    key_value_grads = _KeyValueGradientExchange(dkv, exchange)
     kv = torch.stack((k, v))
     for owner, chunks, arrived in _iterate_keys_and_values(kv, exchange):
         total = torch.zeros_like(arrived)
@@ -162,8 +162,8 @@ def attend_over_ring_backward(
                 bias_grad += block_bias_grad
             dq[:, :, at] += q_grad
             total[:, :, :, keys] += torch.stack((k_grad, v_grad))
-        key_value_grads.send(owner, total)
-    key_value_grads.receive()
+        key_value_grads.send_to_owner(owner, total)
+    key_value_grads.receive_and_sum()
     sinks_grad = None
     if sinks is not None:
         weight = (sinks.to(acc_dtype)[None, :, None] - lse).exp()
@@ -172,7 +172,7 @@ def attend_over_ring_backward(
     return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), sinks_grad, bias_grad
 
 
-def _add_bias(options: ScoreOptions, distance_bias: Tensor | None) -> ScoreOptions:
+def _add_distance_bias(options: AttentionScoreOptions, distance_bias: Tensor | None) -> AttentionScoreOptions:
     return options if distance_bias is None else replace(options, bias=RelativePositionBias(distance_bias))
 
 
@@ -185,19 +185,19 @@ def _iterate_keys_and_values(kv: Tensor, exchange: RingExchange) -> Iterator[tup
     me, ranks = axis.rank, axis.size
     local_chunks = exchange.mask.keys.get_chunks_of_rank(me)
     if exchange.gathers and ranks > 1:
-        lengths = [_count_positions(exchange, exchange.mask.keys.get_chunks_of_rank(r)) for r in range(ranks)]
+        lengths = [_count_key_positions(exchange, exchange.mask.keys.get_chunks_of_rank(r)) for r in range(ranks)]
         joined = all_gather(kv, axis, 3, lengths=lengths, purpose=PURPOSE).split(lengths, 3)
         for step in range(ranks):
             owner = (me - step) % ranks
             yield owner, exchange.mask.keys.get_chunks_of_rank(owner), joined[owner]
         return
-    incoming = _start_exchange(kv, exchange, 1)
+    incoming = _start_ring_step(kv, exchange, 1)
     yield me, local_chunks, kv
     for step in range(1, ranks):
         owner, (chunks, into, works, _) = (me - step) % ranks, incoming
         for work in works:
             work.wait()
-        following = _start_exchange(kv, exchange, step + 1)
+        following = _start_ring_step(kv, exchange, step + 1)
         if chunks:
             yield owner, chunks, into
         elif exchange.get_needed_chunks(me, owner):
@@ -207,7 +207,7 @@ def _iterate_keys_and_values(kv: Tensor, exchange: RingExchange) -> Iterator[tup
         incoming = following
 
 
-def _start_exchange(
+def _start_ring_step(
     kv: Tensor, exchange: RingExchange, step: int
 ) -> tuple[tuple[int, ...], Tensor, Sequence[Work], Tensor | None]:
     """Start one step of the ring: send keys and values to a later rank, and receive those of an earlier rank."""
@@ -218,17 +218,17 @@ def _start_exchange(
     leaving, chunks = exchange.get_needed_chunks(to, axis.rank), exchange.get_needed_chunks(axis.rank, source)
     at = _get_chunks_slice(exchange.mask.keys, exchange.mask.keys.get_chunks_of_rank(axis.rank), leaving)
     out = kv[:, :, :, at].contiguous()
-    into = kv.new_empty((*kv.shape[:3], _count_positions(exchange, chunks), kv.shape[4]))
-    return chunks, into, _exchange(axis, to, out, source, into), out
+    into = kv.new_empty((*kv.shape[:3], _count_key_positions(exchange, chunks), kv.shape[4]))
+    return chunks, into, _start_send_and_receive(axis, to, out, source, into), out
 
 
-def _exchange(axis: Axis, target: int, outgoing: Tensor, source: int, incoming: Tensor) -> Sequence[Work]:
+def _start_send_and_receive(axis: Axis, target: int, outgoing: Tensor, source: int, incoming: Tensor) -> Sequence[Work]:
     if outgoing.numel():
-        record("send", axis, get_num_bytes(outgoing), PURPOSE, ranks=2)
+        record_collective_start("send", axis, get_num_bytes(outgoing), PURPOSE, ranks=2)
     return axis.transport.exchange({target: outgoing}, {source: incoming})
 
 
-class _KeyValueGradients:
+class _KeyValueGradientExchange:
     """Sends the gradients of keys and values to the ranks that own these, and sums the gradients it receives."""
 
     def __init__(self, dkv: Tensor, exchange: RingExchange) -> None:
@@ -236,7 +236,7 @@ class _KeyValueGradients:
         self._incoming: list[tuple[tuple[int, ...], Tensor, Sequence[Work], Tensor]] = []
         self._gathered: dict[int, Tensor] = {}
 
-    def send(self, owner: int, gradients: Tensor) -> None:
+    def send_to_owner(self, owner: int, gradients: Tensor) -> None:
         """Send the gradients of rank ``owner``'s keys and values to it. Call this in the order of the ring steps."""
         exchange, axis = self._exchange, self._exchange.axis
         step, self._step = self._step, self._step + 1
@@ -248,14 +248,14 @@ class _KeyValueGradients:
             return
         reader = (axis.rank + step) % axis.size
         chunks = exchange.get_needed_chunks(reader, axis.rank)
-        into = gradients.new_empty((*gradients.shape[:3], _count_positions(exchange, chunks), gradients.shape[4]))
+        into = gradients.new_empty((*gradients.shape[:3], _count_key_positions(exchange, chunks), gradients.shape[4]))
         out = gradients.contiguous()
-        self._incoming.append((chunks, into, _exchange(axis, owner, out, reader, into), out))
+        self._incoming.append((chunks, into, _start_send_and_receive(axis, owner, out, reader, into), out))
 
-    def receive(self) -> None:
+    def receive_and_sum(self) -> None:
         exchange, axis = self._exchange, self._exchange.axis
         if self._gathered:
-            self._exchange_gathered()
+            self._exchange_all_gradients()
         for chunks, into, works, _ in self._incoming:
             for work in works:
                 work.wait()
@@ -263,13 +263,13 @@ class _KeyValueGradients:
                 at = _get_chunks_slice(exchange.mask.keys, exchange.mask.keys.get_chunks_of_rank(axis.rank), chunks)
                 self._dkv[:, :, :, at] += into
 
-    def _exchange_gathered(self) -> None:
+    def _exchange_all_gradients(self) -> None:
         axis = self._exchange.axis
         peers = [r for r in range(axis.size) if r != axis.rank]
         local = self._gathered[axis.rank]
         arriving = {r: torch.empty_like(local) for r in peers}
         outgoing = {r: self._gathered[r].contiguous() for r in peers}
-        record("send", axis, sum(map(get_num_bytes, outgoing.values())), PURPOSE, ranks=2)
+        record_collective_start("send", axis, sum(map(get_num_bytes, outgoing.values())), PURPOSE, ranks=2)
         works = axis.transport.exchange(outgoing, arriving)
         self._dkv += local
         for work in works:
@@ -287,7 +287,7 @@ def _plan_kernel_calls(
     """
     mask, rank = exchange.mask, exchange.axis.rank
     rows = mask.list_attending_query_chunks(rank, chunks)
-    seen = {row: tuple(c for c in chunks if mask.get_visibility(row, c) is not Visibility.NOTHING) for row in rows}
+    seen = {row: tuple(c for c in chunks if mask.get_visibility(row, c) is not ChunkVisibility.NOTHING) for row in rows}
     calls: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((row,), seen[row]) for row in rows]
     if len(rows) == 2 and (seen[rows[0]] == seen[rows[1]] or (rows == chunks and mask.is_causal(rows))):
         calls = [(rows, seen[rows[1]])]
@@ -308,6 +308,6 @@ def _get_chunks_slice(positions: SequencePositions, stored: tuple[int, ...], sel
     return slice(min(bounds, default=0), max(bounds, default=0))
 
 
-def _count_positions(exchange: RingExchange, chunks: tuple[int, ...]) -> int:
+def _count_key_positions(exchange: RingExchange, chunks: tuple[int, ...]) -> int:
     positions = exchange.mask.keys
     return sum(end - start for start, end in (positions.chunks[chunk] for chunk in chunks))

@@ -71,7 +71,7 @@ class SequencePositions:
         """Return the indices of the two chunks that the rank ``ring_rank`` of the ring stores."""
         return ring_rank, 2 * self.ring - 1 - ring_rank
 
-    def owner(self, chunk: int) -> int:
+    def get_ring_rank_of_chunk(self, chunk: int) -> int:
         """Return the rank in the ring that stores the chunk with this index."""
         return min(chunk, 2 * self.ring - 1 - chunk)
 
@@ -82,10 +82,10 @@ class SequencePositions:
     @cached_property
     def split(self) -> Split:
         """Positions of each rank of the sequence axis as a ``Split``, ordered by ring rank and then by group rank."""
-        parts = tuple(self._slices(*ranks) for ranks in product(range(self.ring), range(self.group)))
+        parts = tuple(self._get_local_slices(*ranks) for ranks in product(range(self.ring), range(self.group)))
         return Split(parts, ("sequence",))
 
-    def indices(self, rank: int) -> Tensor:
+    def get_positions_of_rank(self, rank: int) -> Tensor:
         """Return the sequence positions that a rank of the sequence axis stores, in ascending order."""
         return self.split.indices(rank)
 
@@ -95,7 +95,7 @@ class SequencePositions:
     def _get_group_bounds(self, ring_rank: int) -> list[int]:
         return get_even_bounds(sum(b - a for a, b in self._get_chunk_slices(ring_rank)), self.group)
 
-    def _slices(self, ring_rank: int, group_rank: int) -> tuple[Slice, ...]:
+    def _get_local_slices(self, ring_rank: int, group_rank: int) -> tuple[Slice, ...]:
         start, end = self._get_group_bounds(ring_rank)[group_rank : group_rank + 2]
         found: list[Slice] = []
         passed = 0
@@ -121,18 +121,18 @@ class IndexShards:
     full: int  # the length of the full dim
 
     @classmethod
-    def of(cls, positions: SequencePositions, axis: Axis) -> IndexShards:
-        return cls(axis, tuple(positions.indices(rank) for rank in range(axis.size)), positions.length)
+    def from_positions(cls, positions: SequencePositions, axis: Axis) -> IndexShards:
+        return cls(axis, tuple(positions.get_positions_of_rank(rank) for rank in range(axis.size)), positions.length)
 
     @property
-    def local(self) -> Tensor:
+    def local_indices(self) -> Tensor:
         return self.parts[self.axis.rank]
 
     def slice_local(self, x: Tensor, dim: int) -> Tensor:
         """Return the slice of the full tensor x along ``dim`` that belongs to this rank."""
-        return x.index_select(dim, self.local.to(x.device))
+        return x.index_select(dim, self.local_indices.to(x.device))
 
-    def repeat_samples(self, num_samples: int) -> IndexShards:
+    def repeat_for_samples(self, num_samples: int) -> IndexShards:
         """Return the sharding of a dimension in which ``num_samples`` sharded sequences are concatenated."""
         if num_samples == 1:
             return self
@@ -141,15 +141,15 @@ class IndexShards:
             self.axis, tuple((offsets + indices).flatten() for indices in self.parts), num_samples * self.full
         )
 
-    def slice_rows(self, selected: slice) -> tuple[IndexShards, Tensor]:
+    def slice_rows(self, row_range: slice) -> tuple[IndexShards, Tensor]:
         """Return the sharding of a slice of the dimension, and the local rows that are in the slice."""
-        start, stop, step = selected.indices(self.full)
+        start, stop, step = row_range.indices(self.full)
         full = len(range(start, stop, step))
         kept = [(part >= start) & (part < stop) & ((part - start) % step == 0) for part in self.parts]
         parts = tuple((part[keep] - start) // step for part, keep in zip(self.parts, kept, strict=True))
         return IndexShards(self.axis, parts, full), kept[self.axis.rank].nonzero()[:, 0]
 
-    def is_same_sharding(self, other: IndexShards) -> bool:
+    def has_same_sharding_as(self, other: IndexShards) -> bool:
         if self is other:
             return True
         pairs = zip(self.parts, other.parts, strict=True)
@@ -180,54 +180,56 @@ class ContextParallelState:
     _rows: dict[int, IndexShards] = field(default_factory=dict)
     _module_indices: dict[int, int] = field(default_factory=dict)
 
-    def positions(self, length: int) -> SequencePositions:
+    def get_positions_per_rank(self, length: int) -> SequencePositions:
         """Return which positions of such a sequence each rank stores. Raises InputError if it is too short."""
         if length not in self.seen:
             self.seen[length] = SequencePositions(length, self.ring.size, self.group.size)
         return self.seen[length]
 
-    def rows(self, length: int) -> IndexShards:
+    def get_index_shards(self, length: int) -> IndexShards:
         """Return the ``IndexShards`` of a sequence of this length."""
         if length not in self._rows:
-            self._rows[length] = IndexShards.of(self.positions(length), self.axis)
+            self._rows[length] = IndexShards.from_positions(self.get_positions_per_rank(length), self.axis)
         return self._rows[length]
 
-    def get_local_length(self, length: int) -> int:
+    def get_local_length(self, sequence_length: int) -> int:
         """Return how many positions of a sequence of this length this rank stores."""
-        return self.positions(length).split.length(self.axis.rank)
+        return self.get_positions_per_rank(sequence_length).split.get_local_length(self.axis.rank)
 
-    def record_forward_positions(self, length: int) -> SequencePositions:
+    def record_sequence_length(self, length: int) -> SequencePositions:
         """Return which positions of a sequence each rank stores, and record ``length`` for this forward pass."""
-        self.seen_in_forward[length] = positions = self.positions(length)
+        self.seen_in_forward[length] = positions = self.get_positions_per_rank(length)
         return positions
 
-    def find_by_local_length(
-        self, count: int, candidates: Mapping[int, SequencePositions] | None = None
+    def find_positions_by_local_length(
+        self, local_length: int, candidates: Mapping[int, SequencePositions] | None = None
     ) -> SequencePositions | None:
-        """Find the sequence that has ``count`` positions on this rank.
+        """Find the sequence that has ``local_length`` positions on this rank.
 
         The default ``candidates`` are all sequences so far. All-gathers one integer per rank if two of them have the
         same local length on some rank.
         """
         seen = list((self.seen if candidates is None else candidates).values())
-        parts = [p.split.lengths() for p in seen]
+        parts = [p.split.get_local_lengths() for p in seen]
         if all(len(set(of_rank)) == len(of_rank) for of_rank in zip(*parts, strict=True)):
-            return next((p for p in seen if p.split.length(self.axis.rank) == count), None)
-        full = sum(numbers[0] for numbers in all_gather_numbers([count], self.axis))
+            return next((p for p in seen if p.split.get_local_length(self.axis.rank) == local_length), None)
+        full = sum(numbers[0] for numbers in all_gather_numbers([local_length], self.axis))
         return self.seen.get(full)
 
-    def find_sequence_dim(self, path: Hashable, x: Tensor, lengths: Collection[int]) -> int | None:
+    def find_sequence_dim(self, argument_path: Hashable, x: Tensor, sequence_lengths: Collection[int]) -> int | None:
         """Return which dimension of a layer argument is the sequence dimension, or None if there is none.
 
-        If the dim is not recorded yet, it is the only dim whose size is in ``lengths``.
+        If the dim is not recorded yet, it is the only dim whose size is in ``sequence_lengths``.
         """
-        dims = [d for d, size in enumerate(x.shape) if size in lengths]
-        if path in self.dims:
-            dim = self.dims[path]
+        dims = [d for d, size in enumerate(x.shape) if size in sequence_lengths]
+        if argument_path in self.dims:
+            dim = self.dims[argument_path]
             return dim if dim is None or dim in dims else None
-        return self._record_dim(path, x, dims)
+        return self._record_sequence_dim(argument_path, x, dims)
 
-    def infer_sequence_dims(self, arguments: Mapping[Any, Tensor], lengths: Collection[int], samples: int) -> None:
+    def infer_sequence_dims(
+        self, arguments: Mapping[Any, Tensor], sequence_lengths: Collection[int], num_samples: int
+    ) -> None:
         """Find and record which dimension of each layer argument is the sharded sequence dimension.
 
         Its size is the local length of a sequence on every rank. All-gathers one integer for each new argument.
@@ -235,27 +237,27 @@ class ContextParallelState:
         new = {path: x for path, x in arguments.items() if path not in self.dims}
         if not new:
             return
-        parts = {self.get_local_length(length) for length in lengths}
-        dims = [[d for d, n in enumerate(x.shape) if n in parts and (d > 0 or n != samples)] for x in new.values()]
+        parts = {self.get_local_length(length) for length in sequence_lengths}
+        dims = [[d for d, n in enumerate(x.shape) if n in parts and (d > 0 or n != num_samples)] for x in new.values()]
         masks = all_gather_numbers([sum(1 << d for d in found) for found in dims], self.axis)
         for (path, x), found, bits in zip(new.items(), dims, zip(*masks, strict=True), strict=True):
-            self._record_dim(path, x, [d for d in found if all(of_rank >> d & 1 for of_rank in bits)])
+            self._record_sequence_dim(path, x, [d for d in found if all(of_rank >> d & 1 for of_rank in bits)])
 
-    def _record_dim(self, path: Hashable, x: Tensor, dims: Sequence[int]) -> int | None:
-        if len(dims) > 1 and not self.is_whole:
-            argument = "".join(map(str, path[1:])) if isinstance(path, tuple) else path
+    def _record_sequence_dim(self, argument_path: Hashable, x: Tensor, candidate_dims: Sequence[int]) -> int | None:
+        if len(candidate_dims) > 1 and not self.is_whole:
+            argument = "".join(map(str, argument_path[1:])) if isinstance(argument_path, tuple) else argument_path
             raise InputError(
-                f"The layer argument {argument} of shape {tuple(x.shape)} has {len(dims)} dimensions with the length "
-                "of the sequence.",
+                f"The layer argument {argument} of shape {tuple(x.shape)} has {len(candidate_dims)} dimensions with "
+                "the length of the sequence.",
                 rule="Context parallelism shards only one dimension, so it does not support masks of all pairs of "
                 "positions.",
                 remedy="Pass a padding mask of shape (batch, sequence), or position_ids that restart at 0 in each "
                 "packed document. If the sizes are equal by chance, use another sequence length.",
             )
-        self.dims[path] = dims[0] if len(dims) == 1 else None
-        return self.dims[path]
+        self.dims[argument_path] = candidate_dims[0] if len(candidate_dims) == 1 else None
+        return self.dims[argument_path]
 
-    def get_module_index(self, module: object) -> int:
+    def get_attention_module_index(self, module: object) -> int:
         """Return the index of an attention module in the order of first calls, which is the same on all ranks."""
         return self._module_indices.setdefault(id(module), len(self._module_indices))
 

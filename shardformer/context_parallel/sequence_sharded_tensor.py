@@ -33,7 +33,7 @@ from shardformer.comm.sharded_tensor import Args, Kwargs, Rule, ShardedTensor, T
 from shardformer.context_parallel.sequence_layout import IndexShards
 from shardformer.mesh.parallel_context import Axis
 from shardformer.random_state import LocalRandomState
-from shardformer.tensor_parallel.region import apply_with_backward
+from shardformer.tensor_parallel.region import apply_with_custom_backward
 from shardformer.torch_compat import current_graph_task_id, tree_any, tree_map_only
 
 # B batch, S sequence, H hidden, V vocabulary, P ranks; s: local positions
@@ -42,9 +42,9 @@ _INSIDE = threading.local()
 """Whether a model runs its forward pass. Operands that need a gradient then belong to the model, on all ranks."""
 
 
-def set_in_model_forward(is_inside: bool) -> None:
+def set_in_model_forward(is_in_forward: bool) -> None:
     """Set whether this thread runs the forward pass of a context-parallel model."""
-    _INSIDE.now = is_inside
+    _INSIDE.now = is_in_forward
 
 
 def is_in_model_forward() -> bool:
@@ -73,7 +73,7 @@ class SequenceShardedTensor(ShardedTensor):
         self.rows = rows
         return self
 
-    def _gather(self, local: Tensor) -> Tensor:
+    def _gather_full_tensor(self, local: Tensor) -> Tensor:
         """All-gather the sequence. If the local shard is vocabulary-parallel, all-gather the vocabulary first."""
         return gather_rows(rules.to_full_tensors(local), self.rows, self.shard_dim)
 
@@ -82,18 +82,18 @@ class SequenceShardedTensor(ShardedTensor):
     ) -> SequenceShardedTensor:
         return SequenceShardedTensor(local, self.rows, self.shard_dim if dim is None else dim)
 
-    def slice_operand(self, full: Tensor, dim: int) -> Tensor:
+    def slice_to_local(self, full: Tensor, dim: int) -> Tensor:
         return slice_local_rows(full, self.rows, dim)
 
-    def is_aligned(self, other: Any) -> bool:
+    def has_same_sharding(self, other: Any) -> bool:
         dims = [x.shard_dim - len(x.full_shape) for x in (self, other)]
-        return dims[0] == dims[1] and self.rows.is_same_sharding(other.rows)
+        return dims[0] == dims[1] and self.rows.has_same_sharding_as(other.rows)
 
     def sums_operand_gradients(self) -> bool:
         return is_in_model_forward()
 
     def _describe_shard(self) -> str:
-        return f"{len(self.rows.local)} of {self.rows.full} rows on {self.rows.axis}"
+        return f"{len(self.rows.local_indices)} of {self.rows.full} rows on {self.rows.axis}"
 
 
 def average_input_gradient(x: Tensor, axis: Axis) -> Tensor:
@@ -104,7 +104,7 @@ def average_input_gradient(x: Tensor, axis: Axis) -> Tensor:
     Communicates one all-reduce of x in the backward pass.
     """
     mean = lambda grad: all_reduce(grad.clone(), axis, purpose="input") / axis.size  # noqa: E731
-    return apply_with_backward(x, lambda x: x.view_as(x), mean)
+    return apply_with_custom_backward(x, lambda x: x.view_as(x), mean)
 
 
 def all_reduce_sum(local: Tensor, axis: Axis) -> Tensor:
@@ -113,10 +113,10 @@ def all_reduce_sum(local: Tensor, axis: Axis) -> Tensor:
     The gradients are summed, because they are averaged over the ranks later.
     """
     total = lambda x: all_reduce(x.clone(), axis, purpose="loss")  # noqa: E731
-    return apply_with_backward(local, total, total)
+    return apply_with_custom_backward(local, total, total)
 
 
-def gather_rows(local: Tensor, rows: IndexShards, dim: int) -> Tensor:
+def gather_rows(local: Tensor, index_shards: IndexShards, dim: int) -> Tensor:
     """All-gather the rows of all ranks along ``dim``, and sort them into the order of the full tensor.
 
     The gradients of the local rows are summed over the ranks, because they are averaged over the ranks later.
@@ -125,28 +125,28 @@ def gather_rows(local: Tensor, rows: IndexShards, dim: int) -> Tensor:
     dim %= local.dim()
 
     def gather(local: Tensor) -> Tensor:
-        lengths = [len(part) for part in rows.parts]
-        joined = all_gather(local, rows.axis, dim, lengths=lengths, purpose="gather")
-        return joined.index_select(dim, torch.cat(rows.parts).argsort().to(local.device))
+        lengths = [len(part) for part in index_shards.parts]
+        joined = all_gather(local, index_shards.axis, dim, lengths=lengths, purpose="gather")
+        return joined.index_select(dim, torch.cat(index_shards.parts).argsort().to(local.device))
 
     def reduce_scatter(grad: Tensor) -> Tensor:
-        parts = [grad.index_select(dim, part.to(grad.device)) for part in rows.parts]
-        local = parts[rows.axis.rank]
-        sizes = [local.numel()] * rows.axis.size
-        summands = start_all_to_all([part.reshape(-1) for part in parts], sizes, rows.axis, "gather").wait()
-        return summands.view(rows.axis.size, *local.shape).sum(0)
+        parts = [grad.index_select(dim, part.to(grad.device)) for part in index_shards.parts]
+        local = parts[index_shards.axis.rank]
+        sizes = [local.numel()] * index_shards.axis.size
+        summands = start_all_to_all([part.reshape(-1) for part in parts], sizes, index_shards.axis, "gather").wait()
+        return summands.view(index_shards.axis.size, *local.shape).sum(0)
 
-    return apply_with_backward(local, gather, reduce_scatter)
+    return apply_with_custom_backward(local, gather, reduce_scatter)
 
 
-def slice_local_rows(x: Tensor, rows: IndexShards, dim: int) -> Tensor:
+def slice_local_rows(x: Tensor, index_shards: IndexShards, dim: int) -> Tensor:
     """Return this rank's rows of a replicated tensor along ``dim``. Forward and backward communicate nothing."""
     dim, shape = dim % x.dim(), x.shape
 
     def pad(grad: Tensor) -> Tensor:
-        return grad.new_zeros(shape).index_copy_(dim, rows.local.to(grad.device), grad)
+        return grad.new_zeros(shape).index_copy_(dim, index_shards.local_indices.to(grad.device), grad)
 
-    return apply_with_backward(x, lambda x: rows.slice_local(x, dim), pad)
+    return apply_with_custom_backward(x, lambda x: index_shards.slice_local(x, dim), pad)
 
 
 def _apply_per_position(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -196,11 +196,11 @@ def _dropout(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(x, SequenceShardedTensor) or rules.is_inplace(func, kwargs):
         return rules.call_on_full_tensors(func, args, kwargs)
     random = LocalRandomState(x.rows.axis.rank)
-    random.enter(x.local)
+    random.enter_local_state(x.local)
     try:
         return SequenceShardedTensor(func(x.local, *args[1:], **kwargs), x.rows, x.shard_dim)
     finally:
-        random.leave()
+        random.leave_local_state()
 
 
 def _reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -218,8 +218,8 @@ def _reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     for at in range(len(shape)):
         if new[at + 1] == old[end] and new[at] in old[:end] and prod(shape[at + 1 :]) == prod(x.shape[end:]):
             first = max(d for d in range(end) if old[d] == new[at])
-            rows = x.rows.repeat_samples(prod(x.shape[first : x.shard_dim]))
-            sizes = [len(rows.local) if d == at else size for d, size in enumerate(shape)]
+            rows = x.rows.repeat_for_samples(prod(x.shape[first : x.shard_dim]))
+            sizes = [len(rows.local_indices) if d == at else size for d, size in enumerate(shape)]
             return SequenceShardedTensor(x.local.reshape(sizes), rows, at)
     return rules.call_on_full_tensors(func, args, kwargs)
 
@@ -313,16 +313,16 @@ _NORMS = (F.layer_norm, F.rms_norm)
 
 # methods and attributes of a tensor, and functions of torch and torch.nn.functional
 _NAMES: Mapping[Rule, str] = {
-    rules.elementwise: f"""
+    rules.apply_elementwise: f"""
         {rules.ELEMENTWISE} to type type_as cpu cuda float double half bfloat16 square sqrt rsqrt log gelu silu erf
         __eq__ __ne__ __lt__ __le__ __gt__ __ge__ eq ne lt le gt ge logical_not logical_and
         """,
     _apply_per_position: "linear layer_norm rms_norm",
     _reduce_features: "softmax log_softmax sum mean amax amin max min argmax argmin var logsumexp",
     _dropout: "dropout",
-    rules.copy_shard: "clone contiguous detach",
+    rules.copy_local_shard: "clone contiguous detach",
     rules.call_on_local_shard: "requires_grad is_contiguous is_inference",
-    rules.view: """
+    rules.apply_view: """
         transpose swapaxes swapdims permute unsqueeze squeeze select unbind narrow index_select expand split chunk
         """,
     _reshape: "view reshape flatten unflatten",

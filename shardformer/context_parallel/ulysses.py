@@ -21,7 +21,7 @@ from torch import Tensor
 from shardformer.comm.collectives import start_all_to_all
 from shardformer.layout.shard_spec import get_even_bounds
 from shardformer.mesh.parallel_context import Axis
-from shardformer.tensor_parallel.region import apply_with_backward
+from shardformer.tensor_parallel.region import apply_with_custom_backward
 
 # B batch, N heads, s positions of this rank, S positions of the group, D head dim
 
@@ -44,7 +44,7 @@ def assign_query_heads(num_heads: int, num_ranks: int) -> tuple[tuple[int, ...],
 
 
 def assign_key_heads(
-    query_heads: tuple[tuple[int, ...], ...], num_queries: int, num_keys: int
+    query_heads: tuple[tuple[int, ...], ...], num_query_heads: int, num_key_heads: int
 ) -> tuple[tuple[int, ...], ...]:
     """Return the key heads that each rank needs for its query heads.
 
@@ -55,7 +55,7 @@ def assign_key_heads(
     >>> assign_key_heads(assign_query_heads(6, 2), 6, 4 // 2), assign_key_heads(((0, 1, 2), (3, 4)), 5, 5)
     (((0,), (1,)), ((0, 1, 2), (3, 4)))
     """
-    per_key = num_queries // num_keys
+    per_key = num_query_heads // num_key_heads
     found = []
     for local_heads in query_heads:
         read = [query // per_key for query in local_heads]
@@ -72,7 +72,9 @@ def exchange_positions_for_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
     """
     if exchange.axis.size == 1:
         return x
-    return apply_with_backward(x, partial(scatter_heads, exchange=exchange), partial(gather_heads, exchange=exchange))
+    return apply_with_custom_backward(
+        x, partial(scatter_heads, exchange=exchange), partial(gather_heads, exchange=exchange)
+    )
 
 
 def exchange_heads_for_positions(x: Tensor, exchange: HeadExchange) -> Tensor:
@@ -82,7 +84,9 @@ def exchange_heads_for_positions(x: Tensor, exchange: HeadExchange) -> Tensor:
     """
     if exchange.axis.size == 1:
         return x
-    return apply_with_backward(x, partial(gather_heads, exchange=exchange), partial(scatter_heads, exchange=exchange))
+    return apply_with_custom_backward(
+        x, partial(gather_heads, exchange=exchange), partial(scatter_heads, exchange=exchange)
+    )
 
 
 def scatter_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
@@ -107,7 +111,7 @@ def gather_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
     return full.to(x.dtype)
 
 
-def _all_to_all(x: list[Tensor], shapes: Sequence[tuple[int, ...]], axis: Axis) -> list[Tensor]:
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    joined = start_all_to_all([part.reshape(-1) for part in x], sizes, axis, PURPOSE).wait()
-    return [part.view(shape) for part, shape in zip(joined.split(sizes), shapes, strict=True)]
+def _all_to_all(tensors: list[Tensor], output_shapes: Sequence[tuple[int, ...]], axis: Axis) -> list[Tensor]:
+    sizes = [torch.Size(shape).numel() for shape in output_shapes]
+    joined = start_all_to_all([part.reshape(-1) for part in tensors], sizes, axis, PURPOSE).wait()
+    return [part.view(shape) for part, shape in zip(joined.split(sizes), output_shapes, strict=True)]

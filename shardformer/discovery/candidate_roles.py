@@ -22,13 +22,13 @@ from shardformer.discovery.reduced_model import count_parameters
 from shardformer.module_paths import get_num_features, join_path, match_paths, resolve_path
 from shardformer.policies.experts import list_expert_dim_choices
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, Experts, LocalAttr, Role
-from shardformer.transformers_compat import get_uniform_field
+from shardformer.transformers_compat import get_uniform_config_field
 
 HEAD_COUNT_FIELDS = ("num_attention_heads", "num_key_value_heads")
 
 
 @dataclass(frozen=True)
-class HeadCount:
+class HeadCounts:
     """The numbers of query heads and key-value heads of an attention module."""
 
     heads: int
@@ -36,9 +36,9 @@ class HeadCount:
     fields: Mapping[str, Any] = field(default_factory=dict)  # arguments of ``Attention`` that specify unusual numbers
 
 
-def guess_qkv_projections(names: Mapping[str, str]) -> list[dict[str, Any]]:
+def guess_qkv_projections(linear_names: Mapping[str, str]) -> list[dict[str, Any]]:
     """Guess which linear layers compute q, k and v, from the first letters of their names or their call order."""
-    called = list(names.values())
+    called = list(linear_names.values())
     letters = {re.sub(r"(^|.*\.)", "", name)[:2].lower(): name for name in called}
     by_letter = {letter: name for key, name in letters.items() if (letter := key[:1]) in "qkv" and key != "kv"}
     gates = [name for name in called if name not in by_letter.values()]
@@ -62,11 +62,11 @@ def find_head_counts(
     model: nn.Module,
     module_path: str,
     projections: Mapping[str, Any],
-    features: Mapping[str, int],
+    out_features: Mapping[str, int],
     width: int,
     reads_inner_inputs: bool,
     head_dim: int = 0,
-) -> Iterator[HeadCount]:
+) -> Iterator[HeadCounts]:
     """Yield each head count that fits the shapes of the projections, starting with those in the usual config fields.
 
     Args:
@@ -74,7 +74,7 @@ def find_head_counts(
             comes first.
     """
     config: Any = getattr(model, "config", None)
-    usual = [get_uniform_field(config, name) for name in HEAD_COUNT_FIELDS]
+    usual = [get_uniform_config_field(config, name) for name in HEAD_COUNT_FIELDS]
     heads_of = {n: v for n, v in zip(HEAD_COUNT_FIELDS, usual, strict=True) if type(v) is int}
     heads_of |= _collect_possible_head_counts(config, model.get_submodule(module_path))
     usual_kv = usual[1] if isinstance(usual[1], int) and usual[1] else usual[0]
@@ -86,7 +86,7 @@ def find_head_counts(
         kv = kv_heads or heads
         if heads < 1 or width % heads or heads % kv or (heads, kv) in found:
             continue
-        if not _fits_shapes(projections, features, heads, kv, width // heads, reads_inner_inputs):
+        if not _head_counts_fit_projections(projections, out_features, heads, kv, width // heads, reads_inner_inputs):
             continue
         found.add((heads, kv))
         is_usual = (heads, kv) == (usual[0], usual_kv)
@@ -95,7 +95,7 @@ def find_head_counts(
             if is_usual
             else {"num_heads": _parse_int_or_str(name), "num_kv_heads": _parse_int_or_str(kv_name or name)}
         )
-        yield HeadCount(heads, kv, names)
+        yield HeadCounts(heads, kv, names)
 
 
 def _parse_int_or_str(name: str) -> int | str:
@@ -123,39 +123,39 @@ def _get_public_attributes(owner: Any) -> dict[str, Any]:
     return {n: v for n, v in vars(owner).items() if not n.startswith("_")} if owner is not None else {}
 
 
-def _fits_shapes(
+def _head_counts_fit_projections(
     projections: Mapping[str, Any],
-    features: Mapping[str, int],
-    heads: int,
-    kv_heads: int,
+    out_features: Mapping[str, int],
+    num_heads: int,
+    num_kv_heads: int,
     head_dim: int,
     reads_inner_inputs: bool,
 ) -> bool:
     """Return whether the output features of all projections are consistent with these head counts."""
 
     def has_size(part: str, *sizes: int) -> bool:
-        return part not in projections or features[projections[part]] in sizes
+        return part not in projections or out_features[projections[part]] in sizes
 
     q = projections.get("q")
-    if q is not None and features[q] % heads:
+    if q is not None and out_features[q] % num_heads:
         return False
-    unit = features[q] // heads if q is not None else head_dim
+    unit = out_features[q] // num_heads if q is not None else head_dim
     return (
         (q is None or reads_inner_inputs or unit == head_dim)
-        and has_size("k", kv_heads * unit)
-        and has_size("v", kv_heads * head_dim)
-        and has_size("qkv", (heads + 2 * kv_heads) * head_dim)
+        and has_size("k", num_kv_heads * unit)
+        and has_size("v", num_kv_heads * head_dim)
+        and has_size("qkv", (num_heads + 2 * num_kv_heads) * head_dim)
         and (
-            has_size("kv", 2 * kv_heads * head_dim)
-            or (reads_inner_inputs and features[projections["kv"]] % kv_heads == 0)
+            has_size("kv", 2 * num_kv_heads * head_dim)
+            or (reads_inner_inputs and out_features[projections["kv"]] % num_kv_heads == 0)
         )
-        and all(features[gate] % heads == 0 for gate in projections.get("gates", ()))
+        and all(out_features[gate] % num_heads == 0 for gate in projections.get("gates", ()))
     )
 
 
-def classify_attributes(attributes: Mapping[str, int], count: HeadCount, width: int) -> dict[str, str]:
+def classify_size_attributes(attributes: Mapping[str, int], head_counts: HeadCounts, width: int) -> dict[str, str]:
     """Classify integer attributes of an attention module as numbers of heads, KV heads, groups or features."""
-    heads, kv_heads = count.heads, count.kv_heads
+    heads, kv_heads = head_counts.heads, head_counts.kv_heads
     kinds: dict[str, str] = {}
     for name, value in attributes.items():
         is_about_kv = "kv" in name or "key_value" in name
@@ -209,39 +209,43 @@ def find_block_candidates(model: nn.Module, trace: ForwardTrace) -> list[BlockCa
             seen.add(key)
             blocks.append(_make_block_candidates(model, trace, group, *place))
         elif place is None and not (group.attends and key in seen):  # a known attention role shards both groups
-            columns = [path for c in group.columns for path in _find_in_all_layers(model, c)]
+            columns = [path for c in group.columns for path in _find_counterparts_in_all_layers(model, c)]
             blocks.append(BlockCandidates("", [], columns, LEAVES_LAYER))
     return blocks + _find_expert_blocks(model, trace)
 
 
 def _make_block_candidates(
-    model: nn.Module, trace: ForwardTrace, group: LinearGroup, layers: str, layer: str
+    model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer_list_path: str, layer_path: str
 ) -> BlockCandidates:
-    row = _replace_expert_index(model, group.row[len(layer) + 1 :], layer, group.attends)
-    optional = _is_missing_in_some_layers(model, layers, row)
-    inside = [merged for merged in trace.projections if all(f"{path}.".startswith(f"{layer}.") for path in merged)]
+    row = _replace_expert_index(model, group.row[len(layer_path) + 1 :], layer_path, group.attends)
+    optional = _is_missing_in_some_layers(model, layer_list_path, row)
+    inside = [merged for merged in trace.projections if all(f"{path}.".startswith(f"{layer_path}.") for path in merged)]
     low_rank = any(group.row in merged for merged in inside)  # across layers, the residual stream connects them
     find = _iter_attention_candidates if group.attends else _iter_mlp_candidates
-    roles = [] if low_rank else [replace(role, optional=optional) for role in find(model, trace, group, layer)]
+    roles = [] if low_rank else [replace(role, optional=optional) for role in find(model, trace, group, layer_path)]
     misfits = [] if low_rank or group.attends else _find_mismatched_column_layers(model, group)
     attention = next((role for role in roles[:1] if isinstance(role, Attention)), None)
-    gates = [join_path(layer, resolve_path(attention.at, g)) for g in attention.projections.gates] if attention else []
-    columns = [path for c in misfits or gates or group.columns for path in _find_in_all_layers(model, c)]
+    gates = (
+        [join_path(layer_path, resolve_path(attention.at, g)) for g in attention.projections.gates] if attention else []
+    )
+    columns = [path for c in misfits or gates or group.columns for path in _find_counterparts_in_all_layers(model, c)]
     context = None
     if any(isinstance(role, Attention) and role.inputs.cross_attention for role in roles):
-        context = _find_cross_attention_source(trace, group, layers)
+        context = _find_cross_attention_source(trace, group, layer_list_path)
     reason = LOW_RANK if low_rank else UNKNOWN if not roles else ""
-    return BlockCandidates(layers, roles, columns, reason, _find_final_norm(model, trace, layers), context)
+    return BlockCandidates(
+        layer_list_path, roles, columns, reason, _find_final_norm(model, trace, layer_list_path), context
+    )
 
 
 def _find_mismatched_column_layers(model: nn.Module, group: LinearGroup) -> list[str]:
     """Return the column-parallel linear layers whose output size does not match the input of the row-parallel layer."""
-    width = _count_features(model, group.row, out=False)
-    out = [c for c in group.columns if _count_features(model, c, out=True) % width]
+    width = _get_num_linear_features(model, group.row, out=False)
+    out = [c for c in group.columns if _get_num_linear_features(model, c, out=True) % width]
     return out if len(out) < len(group.columns) else []
 
 
-def _find_in_all_layers(model: nn.Module, path: str) -> list[str]:
+def _find_counterparts_in_all_layers(model: nn.Module, path: str) -> list[str]:
     """Return the paths of a module and of the corresponding modules in all other layers."""
     place = _find_enclosing_layer(model, path, [path])
     if place is None:
@@ -267,11 +271,16 @@ def _find_enclosing_layer(model: nn.Module, path: str, members: list[str]) -> tu
     return ".".join("*" if i in lists else part for i, part in enumerate(parts[:at])), layer
 
 
-def _is_stage_with_layers(model: nn.Module, outer: str, inner: str) -> bool:
-    """Return whether ``outer`` is one of several stages of the same class, and ``inner`` is its list of layers."""
-    stages = list(model.get_submodule(outer.rpartition(".")[0]).children())
-    blocks, stage = model.get_submodule(inner), model.get_submodule(outer)
-    if len(stages) == 1 or len({type(m) for m in stages}) > 1 or not _have_same_class(blocks) or "expert" in inner:
+def _is_stage_with_layers(model: nn.Module, stage_path: str, layer_list_path: str) -> bool:
+    """Return whether ``stage_path`` is one of several equal stages, and ``layer_list_path`` is its list of layers."""
+    stages = list(model.get_submodule(stage_path.rpartition(".")[0]).children())
+    blocks, stage = model.get_submodule(layer_list_path), model.get_submodule(stage_path)
+    if (
+        len(stages) == 1
+        or len({type(m) for m in stages}) > 1
+        or not _have_same_class(blocks)
+        or "expert" in layer_list_path
+    ):
         return False
     return 2 * count_parameters(blocks) > count_parameters(stage)
 
@@ -286,7 +295,7 @@ def _have_same_class(modules: nn.Module) -> bool:
     return len({type(module) for module in modules.children()}) == 1
 
 
-def _replace_expert_index(model: nn.Module, row_path: str, layer: str, is_attention: bool) -> str:
+def _replace_expert_index(model: nn.Module, row_path: str, layer_path: str, is_attention: bool) -> str:
     """Replace the index of an expert in a module path with ``*``, so that the path matches all experts."""
     parts = row_path.split(".")
     if is_attention:
@@ -295,84 +304,94 @@ def _replace_expert_index(model: nn.Module, row_path: str, layer: str, is_attent
         "*"
         if part.isdigit()
         and "expert" in parts[i - 1]
-        and _have_same_class(model.get_submodule(join_path(layer, *parts[:i])))
+        and _have_same_class(model.get_submodule(join_path(layer_path, *parts[:i])))
         else part
         for i, part in enumerate(parts)
     )
 
 
-def _is_missing_in_some_layers(model: nn.Module, layers: str, path: str) -> bool:
-    """Return whether some layers of a stack lack the module at ``path``."""
+def _is_missing_in_some_layers(model: nn.Module, layer_list_path: str, relative_path: str) -> bool:
+    """Return whether some layers of a stack lack the module at ``relative_path``."""
     names = [name for name, _ in model.named_modules()]
-    return any(not match_paths(f"{layer}.{path}", names) for layer in find_layer_paths(model, layers))
+    return any(not match_paths(f"{layer}.{relative_path}", names) for layer in find_layer_paths(model, layer_list_path))
 
 
-def _iter_mlp_candidates(model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer: str) -> Iterator[MLP]:
+def _iter_mlp_candidates(model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer_path: str) -> Iterator[MLP]:
     """Yield each way to describe a group of linear layers as a tensor-parallel MLP."""
-    width = _count_features(model, group.row, out=False)
-    features = {_count_features(model, c, out=True) for c in group.columns}
+    width = _get_num_linear_features(model, group.row, out=False)
+    features = {_get_num_linear_features(model, c, out=True) for c in group.columns}
     if group.other_columns or len(features) != 1 or (out := features.pop()) % width:
         return
     late = group.columns if len(group.columns) == 1 else []  # the entry may follow the start of a residual
     for entry in dict.fromkeys([group.entry, *late]):
         group = replace(group, entry=entry)
-        at = _replace_expert_index(model, entry[len(layer) + 1 :], layer, is_attention=False)
-        ups = [_get_relative_path(group, c, layer) for c in group.columns]
+        at = _replace_expert_index(model, entry[len(layer_path) + 1 :], layer_path, is_attention=False)
+        ups = [_get_relative_path(group, c, layer_path) for c in group.columns]
         norm = next(
             (
-                _get_relative_path(group, n, layer)
-                for n in _find_norms_after_columns(model, trace, group, layer, {width})
+                _get_relative_path(group, n, layer_path)
+                for n in _find_norms_after_columns(model, trace, group, layer_path, {width})
             ),
             None,
         )
-        yield MLP(at, ups if len(ups) > 1 else ups[0], _get_relative_path(group, group.row, layer), out // width, norm)
+        yield MLP(
+            at, ups if len(ups) > 1 else ups[0], _get_relative_path(group, group.row, layer_path), out // width, norm
+        )
         if "*" in at:
             return
 
 
 def _iter_attention_candidates(
-    model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer: str
+    model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer_path: str
 ) -> Iterator[Attention]:
     """Yield each way to describe a group of linear layers as tensor-parallel attention, the most likely first."""
-    at, width = group.entry[len(layer) + 1 :], _count_features(model, group.row, out=False)
-    names = {c: _get_relative_path(group, c, layer) for c in group.columns}
-    features = {names[c]: _count_features(model, c, out=True) for c in group.columns}
+    at, width = group.entry[len(layer_path) + 1 :], _get_num_linear_features(model, group.row, out=False)
+    names = {c: _get_relative_path(group, c, layer_path) for c in group.columns}
+    features = {names[c]: _get_num_linear_features(model, c, out=True) for c in group.columns}
     module = model.get_submodule(group.entry)
     tables = [f"{path}?" for path, m in module.named_modules() if isinstance(m, nn.Embedding)]
     other_columns = [names[c] for c in group.other_columns]
-    reads_context = bool(other_columns) and _find_cross_attention_source(trace, group, layer) is not None
+    reads_context = bool(other_columns) and _find_cross_attention_source(trace, group, layer_path) is not None
     arguments = [] if reads_context else _find_other_projection_inputs(model, trace, group)
     inside = [] if reads_context or arguments else other_columns
-    layers = len(_find_in_all_layers(model, group.row))
-    lacking = {name for c, name in names.items() if len(_find_in_all_layers(model, c)) < layers}
+    layers = len(_find_counterparts_in_all_layers(model, group.row))
+    lacking = {name for c, name in names.items() if len(_find_counterparts_in_all_layers(model, c)) < layers}
     for projections in guess_qkv_projections(names):
         fields: dict[str, Any] = {
             part: f"{name}?" if part in "kv" and name in lacking else name for part, name in projections.items()
         }
         for count in find_head_counts(model, group.entry, projections, features, width, bool(inside), group.head_dim):
-            numbers = classify_attributes(_find_accessed_int_attributes(model, trace, group.entry, count), count, width)
+            numbers = classify_size_attributes(
+                _find_accessed_int_attributes(model, trace, group.entry, count), count, width
+            )
             ways = [numbers, {n: kind for n, kind in numbers.items() if kind != "width"}, {}]
             if hasattr(module, "config"):
                 counts = zip(HEAD_COUNT_FIELDS, ("heads", "kv_heads"), (count.heads, count.kv_heads), strict=True)
                 in_config = {
-                    f"config.{n}": kind for n, kind, size in counts if get_uniform_field(module.config, n) == size
+                    f"config.{n}": kind
+                    for n, kind, size in counts
+                    if get_uniform_config_field(module.config, n) == size
                 }
                 ways.append(numbers | in_config)
             fused = any(part in projections for part in ("qkv", "kv"))
             has_parameters = any(
-                model.get_submodule(like)._parameters for like in _find_in_all_layers(model, group.entry)
+                model.get_submodule(like)._parameters for like in _find_counterparts_in_all_layers(model, group.entry)
             )
             late = has_parameters or len(group.columns) > len(group.other_columns) + 1
             first = [name for name in names.values() if name not in other_columns][:1]
             entries = [None] * (group.enters or bool(inside)) + first * late
-            norms = _classify_attention_norms(model, trace, group, layer, count, width)
+            norms = _classify_attention_norms(model, trace, group, layer_path, count, width)
             in_partitions = fused and count.kv_heads % PARTITIONS == 0
             orders = [(False, 1), *[(True, 1)] * fused, *[(False, PARTITIONS)] * in_partitions]
             others = {**norms, **dict.fromkeys(tables, "heads"), **_find_per_head_arguments(trace, group, count)}
             for give_width, entry, (interleaved, partitions), attributes, parameters in product(
-                (False, True), entries, orders, _remove_duplicates(ways), _guess_parameter_kinds(module, count, width)
+                (False, True),
+                entries,
+                orders,
+                _remove_duplicates(ways),
+                _guess_sharded_dims_of_parameters(module, count, width),
             ):
-                out = _get_relative_path(group, group.row, layer)
+                out = _get_relative_path(group, group.row, layer_path)
                 linears = AttentionProjections(out=out, **fields, interleaved=interleaved, partitions=partitions)
                 inputs = AttentionInputs(
                     entry=entry,
@@ -384,11 +403,15 @@ def _iter_attention_candidates(
                 yield Attention(at, linears, {**attributes, **parameters, **others}, inputs, **count.fields)
 
 
-def _find_accessed_int_attributes(model: nn.Module, trace: ForwardTrace, path: str, count: HeadCount) -> dict[str, int]:
+def _find_accessed_int_attributes(
+    model: nn.Module, trace: ForwardTrace, path: str, head_counts: HeadCounts
+) -> dict[str, int]:
     """Return the integer attributes that an attention module reads, except any that equals its head count by chance."""
-    module, head_field = model.get_submodule(path), str(count.fields.get("num_heads", ""))
+    module, head_field = model.get_submodule(path), str(head_counts.fields.get("num_heads", ""))
     places = {
-        like: m for like in _find_in_all_layers(model, path) if type(m := model.get_submodule(like)) is type(module)
+        like: m
+        for like in _find_counterparts_in_all_layers(model, path)
+        if type(m := model.get_submodule(like)) is type(module)
     }
     numbers = {name: getattr(module, name) for like in places for name in trace.numbers.get(like, {})}
 
@@ -398,24 +421,24 @@ def _find_accessed_int_attributes(model: nn.Module, trace: ForwardTrace, path: s
     return {
         name: value
         for name, value in numbers.items()
-        if value != count.heads
+        if value != head_counts.heads
         or not head_field.startswith(".")
         or values_in_layers(name) == values_in_layers(head_field[1:])
     }
 
 
-def _get_relative_path(group: LinearGroup, path: str, layer: str) -> str:
+def _get_relative_path(group: LinearGroup, path: str, layer_path: str) -> str:
     """Return a path relative to the block's module, or outside it, relative to the layer with a leading dot."""
     if f"{path}.".startswith(f"{group.entry}."):
         return path[len(group.entry) :].lstrip(".")
-    return path[len(layer) :]
+    return path[len(layer_path) :]
 
 
 def _find_norms_after_columns(
-    model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer: str, sizes: set[int]
+    model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer_path: str, norm_sizes: set[int]
 ) -> list[str]:
-    norms = [n for n, marks in trace.normed.items() if marks & set(group.columns) and n.startswith(f"{layer}.")]
-    return [norm for norm in norms if _get_norm_size(model.get_submodule(norm)) in sizes]
+    norms = [n for n, marks in trace.normed.items() if marks & set(group.columns) and n.startswith(f"{layer_path}.")]
+    return [norm for norm in norms if _get_norm_size(model.get_submodule(norm)) in norm_sizes]
 
 
 def _get_norm_size(norm: nn.Module) -> int:
@@ -425,35 +448,39 @@ def _get_norm_size(norm: nn.Module) -> int:
 
 
 def _classify_attention_norms(
-    model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer: str, count: HeadCount, width: int
+    model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer_path: str, head_counts: HeadCounts, width: int
 ) -> dict[str, str]:
     norms = _find_norms_after_columns(
-        model, trace, group, layer, {width, width // count.heads * count.kv_heads} - {width // count.heads}
+        model,
+        trace,
+        group,
+        layer_path,
+        {width, width // head_counts.heads * head_counts.kv_heads} - {width // head_counts.heads},
     )
     kinds = {}
     for path in norms:
         is_key = "k" in path.rpartition(".")[2].partition("_")[0]
         kind = "heads" if _get_norm_size(model.get_submodule(path)) == width and not is_key else "kv_heads"
-        kinds[_get_relative_path(group, path, layer)] = kind
+        kinds[_get_relative_path(group, path, layer_path)] = kind
     return kinds
 
 
-def _guess_parameter_kinds(module: nn.Module, count: HeadCount, width: int) -> list[dict[str, Any]]:
+def _guess_sharded_dims_of_parameters(module: nn.Module, head_counts: HeadCounts, width: int) -> list[dict[str, Any]]:
     own = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
     if not own:
         return [{}]
     guess = {
-        name: "heads" if shape.count(count.heads) == 1 else "width" if shape.count(width) == 1 else "inside"
+        name: "heads" if shape.count(head_counts.heads) == 1 else "width" if shape.count(width) == 1 else "inside"
         for name, shape in own.items()
     }
     return _remove_duplicates([guess, dict.fromkeys(own, "inside")])
 
 
-def _find_per_head_arguments(trace: ForwardTrace, group: LinearGroup, count: HeadCount) -> dict[str, LocalAttr]:
+def _find_per_head_arguments(trace: ForwardTrace, group: LinearGroup, head_counts: HeadCounts) -> dict[str, LocalAttr]:
     """Return the arguments of an attention module, except the first, that have a dim of size heads or batch * heads."""
     arguments = list(trace.inputs.get(group.entry, {}).items())
     samples = arguments[0][1].shape[0] if arguments else 0
-    counts = (count.heads, samples * count.heads)
+    counts = (head_counts.heads, samples * head_counts.heads)
     dims = {name: [d for d, n in enumerate(x.shape) if n in counts] for name, x in arguments[1:]}
     return {name: ("heads", of[0]) for name, of in dims.items() if of}
 
@@ -461,7 +488,7 @@ def _find_per_head_arguments(trace: ForwardTrace, group: LinearGroup, count: Hea
 def _find_other_projection_inputs(model: nn.Module, trace: ForwardTrace, group: LinearGroup) -> list[str]:
     """Return the arguments of an attention module, except the first, that its projections read (encoder states)."""
     names: dict[str, bool] = {}
-    for like in _find_in_all_layers(model, group.entry):
+    for like in _find_counterparts_in_all_layers(model, group.entry):
         arguments = list(trace.inputs.get(like, {}).items())
         read = [x for c in group.columns for x in trace.read.get(like + c.removeprefix(group.entry), [])]
         for name, x in arguments[1:]:
@@ -485,7 +512,7 @@ def _find_expert_blocks(model: nn.Module, trace: ForwardTrace) -> list[BlockCand
         at = path[len(layer) + 1 :]
         optional = _is_missing_in_some_layers(model, layers, at)
         roles = [replace(role, optional=optional) for role in _iter_expert_candidates(module, at, stacked)]
-        found.setdefault((layers, at), BlockCandidates(layers, roles, _find_in_all_layers(model, path)))
+        found.setdefault((layers, at), BlockCandidates(layers, roles, _find_counterparts_in_all_layers(model, path)))
     return list(found.values())
 
 
@@ -500,32 +527,38 @@ def _iter_expert_candidates(module: nn.Module, path: str, stacked_weights: Seque
             yield Experts(path, ups if len(ups) > 1 else ups[0], down, summands, fused, interleaved, dims)
 
 
-def _find_cross_attention_source(trace: ForwardTrace, group: LinearGroup, layers: str) -> tuple[str, str] | None:
+def _find_cross_attention_source(
+    trace: ForwardTrace, group: LinearGroup, layer_list_path: str
+) -> tuple[str, str] | None:
     """Find the module argument through which a decoder receives the encoder's hidden states, or return None."""
     source = next(iter(trace.inputs[group.other_columns[0]].values())) if group.other_columns else None
     for path in sorted(trace.inputs, key=len):
         for name, x in list(trace.inputs[path].items())[1:]:  # the first argument is the hidden states
-            if x is source and f"{group.entry}.".startswith(f"{path}." if path else "") and len(path) < len(layers):
+            if (
+                x is source
+                and f"{group.entry}.".startswith(f"{path}." if path else "")
+                and len(path) < len(layer_list_path)
+            ):
                 return path, name
     return None
 
 
-def _find_final_norm(model: nn.Module, trace: ForwardTrace, layers: str) -> str | None:
+def _find_final_norm(model: nn.Module, trace: ForwardTrace, layer_list_path: str) -> str | None:
     """Return the path of the norm that is applied to the output of the last layer, or None if there is none."""
-    if "*" in layers:
+    if "*" in layer_list_path:
         return None
-    last = f"{layers}.{len(list(model.get_submodule(layers).children())) - 1}"
+    last = f"{layer_list_path}.{len(list(model.get_submodule(layer_list_path).children())) - 1}"
     out = trace.outputs.get(last)
     for path, arguments in trace.inputs.items():
         first = next(iter(arguments.values()), None)
-        if first is out and out is not None and not path.startswith(f"{layers}."):
+        if first is out and out is not None and not path.startswith(f"{layer_list_path}."):
             module = model.get_submodule(path)
             if "norm" in type(module).__name__.lower() and not list(module.children()):
                 return path
     return None
 
 
-def _count_features(model: nn.Module, path: str, *, out: bool) -> int:
+def _get_num_linear_features(model: nn.Module, path: str, *, out: bool) -> int:
     return get_num_features(model.get_submodule(path), out=out)
 
 
@@ -533,7 +566,7 @@ EXPERT_STYLES = {"rowwise": ("colwise", "packed_colwise"), "colwise": ("packed_r
 """By the style of the down projection of stacked experts, the styles of their other weights, maybe transposed."""
 
 
-def collect_transformers_plan(model: nn.Module) -> dict[str, str]:
+def collect_transformers_tp_plan(model: nn.Module) -> dict[str, str]:
     """Merge the tensor parallel plans of all transformers configs in a model into one plan."""
     plan: dict[str, str] = {}
     for path, module in model.named_modules():
@@ -543,16 +576,16 @@ def collect_transformers_plan(model: nn.Module) -> dict[str, str]:
     return plan
 
 
-def find_role_in_plan(plan: Mapping[str, str], layers: str, roles: Iterable[Role]) -> Role | None:
+def find_role_matching_plan(tp_plan: Mapping[str, str], layer_list_path: str, roles: Iterable[Role]) -> Role | None:
     """Return the first role that shards weights in the same way as a transformers tensor parallel plan, or None.
 
     Args:
-        layers: the path of the stack.
+        layer_list_path: the path of the stack.
     """
-    return next((role for role in roles if _matches_plan(plan, f"{layers}.*", role)), None)
+    return next((role for role in roles if _role_matches_plan(tp_plan, f"{layer_list_path}.*", role)), None)
 
 
-def _matches_plan(plan: Mapping[str, str], layer: str, role: Role) -> bool:
+def _role_matches_plan(tp_plan: Mapping[str, str], layer_path: str, role: Role) -> bool:
     if isinstance(role, Attention):
         linears = role.projections
         if linears.interleaved or linears.qkv is not None:  # the plan omits the order of heads in a fused matrix
@@ -563,7 +596,7 @@ def _matches_plan(plan: Mapping[str, str], layer: str, role: Role) -> bool:
         columns, down = [role.up] if isinstance(role.up, str) else [*role.up], role.down
 
     def find_style(name: str) -> str:
-        return plan.get(join_path(layer, resolve_path(role.at, name.rstrip("?"))), "")
+        return tp_plan.get(join_path(layer_path, resolve_path(role.at, name.rstrip("?"))), "")
 
     if isinstance(role, Experts):
         ups = [find_style(name) for name in columns if not name.endswith("bias")]

@@ -17,7 +17,7 @@ from torch import nn
 Path = tuple[str, ...]  # names of nested config fields, from the outermost config inward
 
 
-class SizeRole(Enum):
+class SizeLocation(Enum):
     """The kinds of places where a size occurs in a model, such as a dim of a matrix or the length of a module list."""
 
     LAYERS = auto()  # length of a list of modules
@@ -37,7 +37,7 @@ class SizeOccurrence:
 
     name: str  # path of the parameter, buffer, list or attribute
     dim: int  # dim of the tensor
-    role: SizeRole
+    role: SizeLocation
     depth: int  # number of module lists that contain it
 
 
@@ -52,7 +52,7 @@ class ConfigField:
     changes_occurrences: bool  # whether the model with ``changed_value`` has different parameters or modules
 
     @cached_property
-    def ratios(self) -> dict[SizeOccurrence, Fraction]:
+    def size_ratios(self) -> dict[SizeOccurrence, Fraction]:
         """Each size that is proportional to this config field, divided by the value of the field."""
         return {
             place: Fraction(old) / self.value
@@ -62,25 +62,33 @@ class ConfigField:
 
     def compute_growth_per_unit(self) -> list[Fraction]:
         """Return how much each matrix dim inside a layer grows when this config field increases by one."""
-        inside = (pair for place, pair in self.changed_sizes.items() if place.depth and place.role is SizeRole.MATRIX)
+        inside = (
+            pair for place, pair in self.changed_sizes.items() if place.depth and place.role is SizeLocation.MATRIX
+        )
         return [Fraction(int(new - old), self.changed_value - self.value) for old, new in inside]
 
     def get_changed_matrices(self) -> set[str]:
         """Return the names of the matrices inside layers whose shapes depend on this config field."""
-        return {place.name for place in self.changed_sizes if place.role is SizeRole.MATRIX and place.depth}
+        return {place.name for place in self.changed_sizes if place.role is SizeLocation.MATRIX and place.depth}
 
     def shrinks_a_tensor(self) -> bool:
         """Return whether a tensor dim shrinks when this config field grows, as a head dim does with more heads."""
-        tensors = [sizes for place, sizes in self.changed_sizes.items() if place.role is not SizeRole.ATTRIBUTE]
+        tensors = [sizes for place, sizes in self.changed_sizes.items() if place.role is not SizeLocation.ATTRIBUTE]
         return any((new - old) * (self.changed_value - self.value) < 0 for old, new in tensors)
 
     def get_sizes_equal_to_value(self) -> list[SizeOccurrence]:
         """Return the tensor dims and module list lengths that always equal this config field."""
-        return [place for place, times in self.ratios.items() if times == 1 and place.role is not SizeRole.ATTRIBUTE]
+        return [
+            place
+            for place, times in self.size_ratios.items()
+            if times == 1 and place.role is not SizeLocation.ATTRIBUTE
+        ]
 
     def changes_only_derived_attributes(self) -> bool:
         """Return whether this config field affects only module attributes that are computed from it."""
-        computed = (s.role is SizeRole.ATTRIBUTE and old != self.value for s, (old, _) in self.changed_sizes.items())
+        computed = (
+            s.role is SizeLocation.ATTRIBUTE and old != self.value for s, (old, _) in self.changed_sizes.items()
+        )
         return bool(self.changed_sizes) and not self.changes_occurrences and all(computed)
 
     def divides_a_size(self) -> bool:
@@ -92,14 +100,14 @@ class ConfigField:
         return any(isinstance(old, int) and old > 1 and new == old * ratio for old, new in inside)
 
     @cached_property
-    def score_factors(self) -> set[SizeOccurrence]:
+    def attention_scale_factors(self) -> set[SizeOccurrence]:
         """The scale factors of attention scores that depend on this config field."""
         factors = ((s, old, new) for s, (old, new) in self.changed_sizes.items() if s.depth and isinstance(old, float))
         return {s for s, old, new in factors if (new - old) * (old - 1) * (self.changed_value - self.value) > 0}
 
 
 HALF = Fraction(1, 2)  # ratio for a width that is the sum of the gate and up features
-SIZES = (SizeRole.MATRIX, SizeRole.VECTOR, SizeRole.CHANNEL, SizeRole.EMBEDDED)
+SIZES = (SizeLocation.MATRIX, SizeLocation.VECTOR, SizeLocation.CHANNEL, SizeLocation.EMBEDDED)
 MIN_WIDTH = 8  # smaller numbers count image channels, audio codebooks or speakers
 MAX_FUSED = 4  # largest number of widths that are concatenated in one matrix
 
@@ -120,13 +128,13 @@ class FieldMeaning(Enum):
 
 def determine_field_meanings(fields: Sequence[ConfigField]) -> dict[Path, FieldMeaning]:
     """Return the meaning of each config field whose meaning is clear from the sizes that depend on it."""
-    meanings = {field.path: meaning for field in fields if (meaning := _classify_field(field)) is not None}
+    meanings = {field.path: meaning for field in fields if (meaning := _classify_config_field(field)) is not None}
     by_heads = {
         place for field in fields if meanings.get(field.path) is FieldMeaning.HEADS for place in field.changed_sizes
     }
     for field in fields:
         if meanings.get(field.path) is FieldMeaning.HEAD_DIM and (
-            field.score_factors & by_heads or _changes_every_matrix(field, fields)
+            field.attention_scale_factors & by_heads or _changes_every_matrix(field, fields)
         ):
             meanings[field.path] = FieldMeaning.HIDDEN  # a width that is divided into heads
     hidden = [n.value for n in fields if meanings.get(n.path) is FieldMeaning.HIDDEN]
@@ -150,10 +158,10 @@ def determine_field_meanings(fields: Sequence[ConfigField]) -> dict[Path, FieldM
     least = min((n.value for n in fields if meanings.get(n.path) is FieldMeaning.HEADS), default=max(hidden, default=1))
     largest = max([*parts, *(width // least for width in hidden)], default=0)
     for field in fields:
-        if field.path not in meanings and {o.role for o in field.changed_sizes} - {SizeRole.ATTRIBUTE} == {
-            SizeRole.BUFFER
+        if field.path not in meanings and {o.role for o in field.changed_sizes} - {SizeLocation.ATTRIBUTE} == {
+            SizeLocation.BUFFER
         }:
-            is_part = field.value <= largest or get_rotary_features(field) & {*parts}
+            is_part = field.value <= largest or get_possible_rotary_dims(field) & {*parts}
             meanings[field.path] = FieldMeaning.HEAD_DIM if is_part else FieldMeaning.POSITIONS
     return meanings
 
@@ -162,9 +170,11 @@ def _guess_head_meaning(
     field: ConfigField, fields: Sequence[ConfigField], meanings: Mapping[Path, FieldMeaning]
 ) -> FieldMeaning | None:
     """Guess whether a config field is a number of heads or a head dim, or return None if it is neither."""
-    if any(place.role is SizeRole.CHANNEL for place in field.changed_sizes):
+    if any(place.role is SizeLocation.CHANNEL for place in field.changed_sizes):
         return None
-    inside = {s: k for s, k in field.ratios.items() if s.depth and s.role in (SizeRole.VECTOR, SizeRole.MATRIX)}
+    inside = {
+        s: k for s, k in field.size_ratios.items() if s.depth and s.role in (SizeLocation.VECTOR, SizeLocation.MATRIX)
+    }
     hidden = {n.value for n in fields if meanings.get(n.path) is FieldMeaning.HIDDEN}
     heads = {n.value for n in fields if meanings.get(n.path) is FieldMeaning.HEADS and n.path[:-1] == field.path[:-1]}
     alone = any(times == 1 and place.dim == 0 for place, times in inside.items())
@@ -183,9 +193,9 @@ def _guess_head_meaning(
     return None
 
 
-def get_rotary_features(field: ConfigField) -> set[int]:
+def get_possible_rotary_dims(field: ConfigField) -> set[int]:
     """Return the rotary dims that a config field may determine: twice the size of each buffer that depends on it."""
-    return {2 * int(old) for place, (old, _) in field.changed_sizes.items() if place.role is SizeRole.BUFFER}
+    return {2 * int(old) for place, (old, _) in field.changed_sizes.items() if place.role is SizeLocation.BUFFER}
 
 
 def _changes_every_matrix(field: ConfigField, fields: Sequence[ConfigField]) -> bool:
@@ -198,45 +208,47 @@ def _changes_every_matrix(field: ConfigField, fields: Sequence[ConfigField]) -> 
 
 def _product_occurs_as_size(field: ConfigField, other: ConfigField) -> bool:
     """Return whether a size inside a layer is proportional to the product of two config fields."""
-    times, other_times = field.ratios, other.ratios
+    times, other_times = field.size_ratios, other.size_ratios
     shared = (place for place in times.keys() & other_times.keys() if place.depth)
     return any(times[s] % other.value == 0 and other_times[s] % field.value == 0 for s in shared)
 
 
-def _classify_field(field: ConfigField) -> FieldMeaning | None:
+def _classify_config_field(field: ConfigField) -> FieldMeaning | None:
     units = field.get_sizes_equal_to_value()
-    inside = any(place.role is SizeRole.MATRIX and place.depth for place in units)
+    inside = any(place.role is SizeLocation.MATRIX and place.depth for place in units)
     outside = any(place.role in SIZES and not place.depth for place in units)
-    if any(place.role is SizeRole.LAYERS and place.depth for place in units):
+    if any(place.role is SizeLocation.LAYERS and place.depth for place in units):
         return FieldMeaning.EXPERTS if inside else FieldMeaning.LAYERS
-    if any(place.role is SizeRole.ROWS for place in field.changed_sizes):
+    if any(place.role is SizeLocation.ROWS for place in field.changed_sizes):
         return FieldMeaning.ROWS
-    if {2, 4, 8} <= {*field.ratios.values()}:
+    if {2, 4, 8} <= {*field.size_ratios.values()}:
         return FieldMeaning.CHANNELS
     if inside and outside:
         return FieldMeaning.HIDDEN
     if field.divides_a_size():
         return FieldMeaning.HEADS
-    if any(place.role is SizeRole.EMBEDDED and not place.depth for place in units):
+    if any(place.role is SizeLocation.EMBEDDED and not place.depth for place in units):
         return FieldMeaning.HIDDEN
-    if any(place.role is SizeRole.STACK and place.depth for place in units):
+    if any(place.role is SizeLocation.STACK and place.depth for place in units):
         return FieldMeaning.EXPERTS
-    if field.score_factors:
+    if field.attention_scale_factors:
         return FieldMeaning.HEAD_DIM
-    matrices = (times for place, times in field.ratios.items() if place.role is SizeRole.MATRIX and place.depth)
+    matrices = (
+        times for place, times in field.size_ratios.items() if place.role is SizeLocation.MATRIX and place.depth
+    )
     most = max(matrices, default=Fraction(0))
     is_width = (inside or most == HALF) and most <= MAX_FUSED and field.value >= MIN_WIDTH
     return FieldMeaning.WIDTH if is_width else None
 
 
-def measure_fields(build_model: Callable[[Any], nn.Module], config: Any) -> list[ConfigField]:
+def measure_config_fields(build_model: Callable[[Any], nn.Module], config: Any) -> list[ConfigField]:
     """Change each integer of a config in turn, rebuild the model, and return which sizes of the model change."""
     before = find_size_occurrences(build_model(config))
     found = []
-    for path, value in iter_integers(config):
+    for path, value in iter_integers_and_uniform_lists(config):
         for other in (2 * value, value + 1, value // 2):
             try:
-                after = find_size_occurrences(build_model(replace_fields(config, {path: other})))
+                after = find_size_occurrences(build_model(replace_config_fields(config, {path: other})))
             except Exception:  # the model cannot be built with this number
                 continue
             moved = {s: (n, after[s]) for s, n in before.items() if s in after and after[s] != n}
@@ -256,7 +268,7 @@ def iter_integer_fields(config: Any, prefix: Path = ()) -> Iterator[tuple[Path, 
             yield (*prefix, name), value
 
 
-def iter_integers(config: Any) -> Iterator[tuple[Path, int]]:
+def iter_integers_and_uniform_lists(config: Any) -> Iterator[tuple[Path, int]]:
     """Yield the path and value of each integer greater than 1 in a config, including lists of identical integers."""
     yield from iter_integer_fields(config)
     for path, values in iter_list_fields(config):
@@ -275,7 +287,7 @@ def iter_list_fields(config: Any, prefix: Path = (), item_type: type = int) -> I
             yield (*prefix, name), value
 
 
-def replace_fields(config: Any, new_values: Mapping[Path, Any]) -> Any:
+def replace_config_fields(config: Any, new_values: Mapping[Path, Any]) -> Any:
     """Return a copy of a config with new values for some of its fields.
 
     If the field is a list and the new value is a number, the number replaces each entry of the list.
@@ -314,33 +326,33 @@ def find_size_occurrences(model: nn.Module) -> dict[SizeOccurrence, float]:
     for path, module in model.named_modules():
         depth = sum(path.startswith(f"{above}.") for above in lists)
         if isinstance(module, nn.ModuleList):
-            found[SizeOccurrence(path, 0, SizeRole.LAYERS, depth)] = len(module)
+            found[SizeOccurrence(path, 0, SizeLocation.LAYERS, depth)] = len(module)
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             for dim, size in enumerate(tensor.shape if tensor is not None else ()):
-                if (role := _get_size_role(module, name, tensor, dim)) is not None:
+                if (role := _get_size_location(module, name, tensor, dim)) is not None:
                     found[SizeOccurrence(f"{path}.{name}", dim, role, depth)] = size
         for name, value in vars(module).items():
             if type(value) in (int, float):
-                found[SizeOccurrence(f"{path}.{name}", 0, SizeRole.ATTRIBUTE, depth)] = value
+                found[SizeOccurrence(f"{path}.{name}", 0, SizeLocation.ATTRIBUTE, depth)] = value
     return found
 
 
-def _get_size_role(module: nn.Module, name: str, tensor: Any, dim: int) -> SizeRole | None:
+def _get_size_location(module: nn.Module, name: str, tensor: Any, dim: int) -> SizeLocation | None:
     """Classify a dim of a parameter or buffer, or return None for the spatial dims of a convolution kernel."""
     if name in module._buffers:
-        return SizeRole.BUFFER
+        return SizeLocation.BUFFER
     if tensor.dim() == 1:
-        return SizeRole.VECTOR
+        return SizeLocation.VECTOR
     if isinstance(module, nn.Embedding):
-        return (SizeRole.ROWS, SizeRole.EMBEDDED)[dim]
+        return (SizeLocation.ROWS, SizeLocation.EMBEDDED)[dim]
     if tensor.dim() == 2:
-        return SizeRole.MATRIX
+        return SizeLocation.MATRIX
     if hasattr(module, "kernel_size"):
-        return SizeRole.CHANNEL if dim < 2 else None
-    return SizeRole.STACK if dim == 0 else SizeRole.MATRIX
+        return SizeLocation.CHANNEL if dim < 2 else None
+    return SizeLocation.STACK if dim == 0 else SizeLocation.MATRIX
 
 
-def make_meta_builder(model_class: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
+def make_meta_model_builder(model_class: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
     """Return a function that builds a ``model_class`` from a config on the meta device."""
 
     def make(config: Any) -> nn.Module:

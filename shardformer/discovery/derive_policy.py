@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from shardformer.discovery import reduced_model
 from shardformer.discovery.candidate_roles import (
     BlockCandidates,
-    collect_transformers_plan,
+    collect_transformers_tp_plan,
     find_block_candidates,
-    find_role_in_plan,
+    find_role_matching_plan,
 )
 from shardformer.discovery.example_inputs import (
     Forward,
@@ -35,20 +35,20 @@ from shardformer.discovery.layer_stacks import find_layer_stacks, find_pipeline_
 from shardformer.discovery.reduced_model import ReducedModel, ReferenceGradients, reduce_model
 from shardformer.discovery.shrink_config import LayerKind, build_meta_model, get_layer_kind
 from shardformer.discovery.validation import get_layer_stacks, validate_policy
-from shardformer.errors import PolicyError, did_you_mean
+from shardformer.errors import PolicyError, suggest_similar_names
 from shardformer.module_paths import is_linear
 from shardformer.policies.registry import FAMILIES, get_model_family
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import Attention, LayerStack, Role
 from shardformer.sharding.checks import check_not_sharded
-from shardformer.sharding.plan import make_plan
+from shardformer.sharding.plan import make_sharding_plan
 from shardformer.transformers_compat import find_embeddings
 
 WIDTH = 100
 """Width of printed policies, in characters."""
 
 
-def format_policy(policy: RolePolicy, name: str = "MyPolicy") -> str:
+def format_policy_source(policy: RolePolicy, name: str = "MyPolicy") -> str:
     """Return the Python source code of a policy as a class called ``name``, with its notes as leading comments."""
     notes = [
         fill(note, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False)
@@ -73,7 +73,7 @@ def format_policy_module(policy: RolePolicy, name: str = "MyPolicy") -> str:
             "    )",
         ]
     lines += [
-        f"    {n} = {_wrap_call(repr(getattr(policy, n)), '    ')}"
+        f"    {n} = {_split_call_into_lines(repr(getattr(policy, n)), '    ')}"
         for n in ("embeddings", "head", "keep_replicated")
         if getattr(policy, n)
     ]
@@ -84,7 +84,7 @@ def format_policy_module(policy: RolePolicy, name: str = "MyPolicy") -> str:
     return "\n".join([f"from shardformer.policies import {', '.join(sorted(used_classes))}", "", "", *lines]) + "\n"
 
 
-def _wrap_call(source: str, indent: str) -> str:
+def _split_call_into_lines(source: str, indent: str) -> str:
     """Break a call that is too long for one line into one line per argument."""
     if len(indent) + len(source) < WIDTH or not source.endswith(")"):
         return source
@@ -96,7 +96,7 @@ def _wrap_call(source: str, indent: str) -> str:
         else:
             parts[-1] += letter
     inner = f"{indent}    "
-    lines = [f"{inner}{_wrap_call(part.strip(), inner)}," for part in parts if part.strip()]
+    lines = [f"{inner}{_split_call_into_lines(part.strip(), inner)}," for part in parts if part.strip()]
     return "\n".join([source[:start], *lines, f"{indent})"])
 
 
@@ -110,7 +110,10 @@ def _format_stack(stack: LayerStack, indent: str, used_classes: set[str]) -> str
     used_classes.add("LayerStack")
     inner = f"{indent}    "
     lines = ["LayerStack(", f"{inner}{stack.layers!r},", f"{inner}["]
-    lines += [f"{inner}    {_wrap_call(_format_value(block, used_classes), f'{inner}    ')}," for block in stack.blocks]
+    lines += [
+        f"{inner}    {_split_call_into_lines(_format_value(block, used_classes), f'{inner}    ')},"
+        for block in stack.blocks
+    ]
     lines.append(f"{inner}],")
     lines += [
         f"{inner}{n}={text},"
@@ -173,7 +176,7 @@ class DerivedPolicy(RolePolicy):
     layers: Mapping[str, frozenset[LayerKind]] = MappingProxyType({})
 
     def __str__(self) -> str:
-        return format_policy(self)
+        return format_policy_source(self)
 
     def replicated_paths(self) -> None:
         """Return None to allow that parameters are replicated if no valid way to shard them was found."""
@@ -213,7 +216,7 @@ def derive_policy(
     with reduced_model.ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
         full = model if isinstance(model, nn.Module) else build_meta_model(model)
         reduced = reduce_model(full, None if batch is None else convert_batch_to_kwargs(batch, full))
-        return derive_policy_from_forward(reduced.model, reduced.run, reduced, collect_transformers_plan(full))()
+        return derive_policy_from_forward(reduced.model, reduced.run, reduced, collect_transformers_tp_plan(full))()
 
 
 def derive_layer_stacks(model: nn.Module, *, allow_copy: bool = False) -> RolePolicy:
@@ -233,7 +236,7 @@ def derive_layer_stacks(model: nn.Module, *, allow_copy: bool = False) -> RolePo
                 "GeneratedPolicy", (DerivedPolicy,), {"base": "", "stack": (), "notes": [note]}
             )
             return empty()
-        reference = reduced.compute_reference()
+        reference = reduced.compute_reference_gradients()
         found = find_layer_stacks(reference)
         first = _make_stacks_only_policy(found, reference, reduced)
         sizes = {s.layers: reduced_model.count_parameters(reduced.model.get_submodule(s.layers)) for s in found}
@@ -246,34 +249,39 @@ def derive_layer_stacks(model: nn.Module, *, allow_copy: bool = False) -> RolePo
 def _make_stacks_only_policy(
     stacks: Sequence[LayerStack], reference: ReferenceGradients, reduced: ReducedModel
 ) -> type[DerivedPolicy]:
-    kinds = {stack.layers: _find_kinds_in_stack(reference.model, stack.layers) for stack in stacks}
+    kinds = {stack.layers: _find_layer_kinds_in_stack(reference.model, stack.layers) for stack in stacks}
     note = "The layers are replicated over tensor ranks, because no role that fits them was found."
     fields = {"base": "", "stack": stacks, "layers": kinds, "notes": [note]}
     policy: type[DerivedPolicy] = type("GeneratedPolicy", (DerivedPolicy,), fields)
     if stacks:
-        policy.stack, policy.no_pipeline = _find_hints("pipe", reduced, reference, policy, find_pipeline_hints)
+        policy.stack, policy.no_pipeline = _find_validated_hints(
+            "pipe", reduced, reference, policy, find_pipeline_hints
+        )
     return policy
 
 
 def derive_policy_from_forward(
-    model: nn.Module, run: Forward, reduced: ReducedModel | None = None, plan: Mapping[str, str] = MappingProxyType({})
+    model: nn.Module,
+    run: Forward,
+    reduced: ReducedModel | None = None,
+    tp_plan: Mapping[str, str] = MappingProxyType({}),
 ) -> type[DerivedPolicy]:
     """Derive a policy for a reduced model, and validate it by training the model on the batch of ``run``.
 
     Args:
         reduced: the model and calls with further inputs. If validation fails for these inputs, the policy records them
             in ``unproven``, and a forward pass with these inputs raises an error.
-        plan: the tensor parallel plan of transformers. If roles that match the plan fail, all candidates are tried.
+        tp_plan: the tensor parallel plan of transformers. If roles that match the plan fail, all candidates are tried.
 
     Raises:
         PolicyError: if no policy passes validation.
     """
     reduced = reduced or ReducedModel(model, run, {})
-    cache = _ValidationCache(ReferenceGradients.of(model, run))
+    cache = _ValidationCache(ReferenceGradients.from_model(model, run))
     # validate each block over 2 ranks and all blocks together over 2 and 4; if that fails, each block over 2 and 4
     tries: list[tuple[Sequence[int], Mapping[str, str]]] = [(VALIDATION_RANKS[:1], {}), (VALIDATION_RANKS, {})]
-    for ranks, draft in [(VALIDATION_RANKS[:1], plan), *tries] if plan else tries:
-        blocks, replicated = _find_blocks(cache, ranks, draft)
+    for ranks, draft in [(VALIDATION_RANKS[:1], tp_plan), *tries] if tp_plan else tries:
+        blocks, replicated = _find_valid_blocks(cache, ranks, draft)
         vocabulary = _find_vocabulary_paths(model)
         if blocks and cache.find_failure(_build_policy(model, blocks, vocabulary), VALIDATION_RANKS) is not None:
             if (failure := cache.find_failure(_build_policy(model, [], vocabulary), VALIDATION_RANKS)) is not None:
@@ -293,14 +301,14 @@ def derive_policy_from_forward(
         replace(stack, stages=replace(stack.stages, num_outputs=outputs[layers]))
         for stack, layers in zip(get_layer_stacks(policy), policy.layers, strict=True)
     ]
-    references = replace(cache.reference, further_batches=reduced.compute_further_references())
+    references = replace(cache.reference, further_batches=reduced.compute_further_gradients())
     failure = validate_policy(references, policy, VALIDATION_RANKS[0]) if references.further_batches else None
     policy.unproven = {"tensor": reduced.explain_unvalidated_inputs(failure)} if failure is not None else {}
-    policy.stack, policy.no_pipeline = _find_hints("pipe", reduced, references, policy, find_pipeline_hints)
+    policy.stack, policy.no_pipeline = _find_validated_hints("pipe", reduced, references, policy, find_pipeline_hints)
     if (problem := cache.find_failure(policy, VALIDATION_RANKS)) is not None:  # return only a validated policy
         policy.stack, policy.no_pipeline = validated, problem
-    find = partial(find_sequence_hints, layers=tuple(policy.layers), ranks=VALIDATION_RANKS[0])
-    stacks, reason = _find_hints("enable_sequence_parallelism", reduced, references, policy, find)
+    find = partial(find_sequence_hints, stack_paths=tuple(policy.layers), num_ranks=VALIDATION_RANKS[0])
+    stacks, reason = _find_validated_hints("enable_sequence_parallelism", reduced, references, policy, find)
     policy.stack, policy.no_sequence_parallel = stacks[0] if len(stacks) == 1 else tuple(stacks), reason
     unvalidated = [
         f"With {what}, a batch with {name} raises an error: {reason}."
@@ -308,7 +316,7 @@ def derive_policy_from_forward(
         for name, reason in inputs.items()
     ]
     closest = [f"The closest role for {b.layers}: {format_role(b.roles[0])}." for b in cache.nearest]
-    policy.notes = [*_make_notes(replicated, policy.no_pipeline), *unvalidated, *closest]
+    policy.notes = [*_format_derivation_notes(replicated, policy.no_pipeline), *unvalidated, *closest]
     policy.keep_replicated = _find_unsharded_matrices(model, policy())
     return policy
 
@@ -332,21 +340,21 @@ def _make_derivation_error(
     return error
 
 
-def _find_hints(
+def _find_validated_hints(
     feature: str,
     reduced: ReducedModel,
     references: ReferenceGradients,
     policy: type[RolePolicy],
-    find: Callable[[ReferenceGradients, type[RolePolicy]], tuple[Sequence[LayerStack], str | None]],
+    find_hints: Callable[[ReferenceGradients, type[RolePolicy]], tuple[Sequence[LayerStack], str | None]],
 ) -> tuple[Sequence[LayerStack], str | None]:
     """Find hints for pipeline or sequence parallelism that are valid for all example batches, or only for the first.
 
     If they are valid for the first batch only, the inputs of the other batches are recorded as unvalidated.
     """
-    stacks, failure = find(references, policy)
+    stacks, failure = find_hints(references, policy)
     first_only = None
     if failure is not None and references.further_batches:
-        stacks_of_first, reason = find(replace(references, further_batches=()), policy)
+        stacks_of_first, reason = find_hints(replace(references, further_batches=()), policy)
         if reason is None:
             stacks, failure, first_only = stacks_of_first, None, failure
     unproven = reduced.explain_unvalidated_inputs(first_only)
@@ -356,8 +364,8 @@ def _find_hints(
     return stacks, failure
 
 
-def _find_blocks(
-    cache: _ValidationCache, ranks: Sequence[int], plan: Mapping[str, str]
+def _find_valid_blocks(
+    cache: _ValidationCache, rank_counts: Sequence[int], tp_plan: Mapping[str, str]
 ) -> tuple[list[BlockCandidates], dict[str, str]]:
     """Return the blocks that can be sharded, and the reason why each other linear layer is replicated."""
     model, run = cache.reference.model, cache.reference.run
@@ -371,8 +379,8 @@ def _find_blocks(
             cache,
             find_block_candidates(model, trace_forward(model, run, replicated)),
             replicated,
-            ranks,
-            plan,
+            rank_counts,
+            tp_plan,
         )
         if not again:
             return blocks, replicated
@@ -388,10 +396,10 @@ class _ValidationCache:
         """The first candidate of each attention module for which no candidate passed."""
         self._tried: dict[tuple[str, int], str | None] = {}
 
-    def find_failure(self, policy: type[RolePolicy], ranks: Sequence[int]) -> str | None:
-        """Validate a policy on each number of ranks in ``ranks``; return the first failure, or None if it passes."""
+    def find_failure(self, policy: type[RolePolicy], rank_counts: Sequence[int]) -> str | None:
+        """Validate a policy on each number of ranks in ``rank_counts``, and return the first failure or None."""
         key = str([get_layer_stacks(policy), policy.embeddings, policy.head])
-        for size in ranks:
+        for size in rank_counts:
             if (key, size) not in self._tried:
                 self._tried[key, size] = validate_policy(self.reference, policy, size)
             if (problem := self._tried[key, size]) is not None:
@@ -402,7 +410,7 @@ class _ValidationCache:
 def _find_unsharded_matrices(model: nn.Module, policy: DerivedPolicy) -> tuple[str, ...]:
     """Return the paths of matrices that the policy does not shard. A leading dot marks paths outside the base model."""
     policy.set_model(model)
-    cut, base = make_plan(model, policy).get_sharded_parameter_ids(), f"{policy.base}." if policy.base else ""
+    cut, base = make_sharding_plan(model, policy).get_sharded_parameter_ids(), f"{policy.base}." if policy.base else ""
     names = [name.removesuffix(".weight") for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in cut]
     paths = [name.removeprefix(base) if name.startswith(base) else f".{name}" for name in names]
     return tuple(dict.fromkeys(map(_replace_indices_by_wildcards, paths)))
@@ -412,16 +420,16 @@ def _replace_indices_by_wildcards(path: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
-def _find_kinds_in_stack(model: nn.Module, layers: str) -> frozenset[LayerKind]:
-    return frozenset(get_layer_kind(model.get_submodule(path)) for path in find_layer_paths(model, layers))
+def _find_layer_kinds_in_stack(model: nn.Module, layer_list_path: str) -> frozenset[LayerKind]:
+    return frozenset(get_layer_kind(model.get_submodule(path)) for path in find_layer_paths(model, layer_list_path))
 
 
-def _make_notes(replicated: Mapping[str, str], no_pipeline: str | None) -> list[str]:
+def _format_derivation_notes(replication_reasons: Mapping[str, str], pipeline_failure: str | None) -> list[str]:
     over = f"over {' and '.join(map(str, VALIDATION_RANKS))} tensor ranks"
-    stages = " and over two pipeline stages" if no_pipeline is None else ""
+    stages = " and over two pipeline stages" if pipeline_failure is None else ""
     validated = f"The policy was derived, and validated on a reduced model {over}{stages}."
     reasons: dict[str, list[str]] = {}
-    for path, reason in replicated.items():
+    for path, reason in replication_reasons.items():
         if reason != OUTSIDE_LAYERS_REASON:
             reasons.setdefault(reason, []).append(_replace_indices_by_wildcards(path))
     return [
@@ -436,20 +444,20 @@ def _is_inside_module_list(model: nn.Module, path: str) -> bool:
     return any(isinstance(model.get_submodule(p), nn.ModuleList) for p in around)
 
 
-def _choose_validation_ranks(role: Role, ranks: Sequence[int]) -> Sequence[int]:
+def _choose_rank_counts_for_role(role: Role, rank_counts: Sequence[int]) -> Sequence[int]:
     """Return the tensor parallel sizes on which to validate a role.
 
     Interleaved heads need an uneven size, because 2 and 4 ranks cannot distinguish them from partitions (CodeGen).
     """
-    return [*ranks, UNEVEN] if isinstance(role, Attention) and role.projections.interleaved else ranks
+    return [*rank_counts, UNEVEN] if isinstance(role, Attention) and role.projections.interleaved else rank_counts
 
 
 def _validate_blocks(
     cache: _ValidationCache,
     blocks: Sequence[BlockCandidates],
-    replicated: Mapping[str, str],
-    ranks: Sequence[int],
-    plan: Mapping[str, str],
+    replication_reasons: Mapping[str, str],
+    rank_counts: Sequence[int],
+    tp_plan: Mapping[str, str],
 ) -> tuple[list[BlockCandidates], dict[str, str]]:
     """Validate the candidate roles of all blocks; return the valid roles, or why the first failing block is replicated.
 
@@ -458,28 +466,30 @@ def _validate_blocks(
     validated: list[BlockCandidates] = []
     for block in blocks:
         reason = block.reason
-        if (planned := find_role_in_plan(plan, block.layers, block.roles)) is not None:  # validated with all others
+        if (
+            planned := find_role_matching_plan(tp_plan, block.layers, block.roles)
+        ) is not None:  # validated with all others
             validated.append(replace(block, roles=[planned]))
             continue
         for role in block.roles[:MAX_CANDIDATES]:
             alone = replace(block, roles=[role])
             if (
                 problem := cache.find_failure(
-                    _build_policy(cache.reference.model, [alone], {}), _choose_validation_ranks(role, ranks)
+                    _build_policy(cache.reference.model, [alone], {}), _choose_rank_counts_for_role(role, rank_counts)
                 )
             ) is None:
                 validated.append(alone)
                 break
             reason = reason or f"no candidate for sharding it passed validation: {problem}"
         else:
-            again = {column: reason for column in block.columns if column not in replicated}
+            again = {column: reason for column in block.columns if column not in replication_reasons}
             if again:
-                _store_nearest_candidate(cache, block)
+                _store_rejected_attention_role(cache, block)
                 return [], again
     return validated, {}
 
 
-def _store_nearest_candidate(cache: _ValidationCache, block: BlockCandidates) -> None:
+def _store_rejected_attention_role(cache: _ValidationCache, block: BlockCandidates) -> None:
     """Store the most likely role of an attention block that failed, to suggest it to users who can edit `forward`."""
     roles = [] if hasattr(cache.reference.model, "config") else block.roles
     first = next(iter(roles), None)
@@ -512,7 +522,7 @@ def _build_policy(
         "stack": tuple(table),
         "embeddings": tuple(relative(path) for path in vocabulary.get("embeddings", ())),
         "head": vocabulary.get("head", ()),
-        "layers": {layers: _find_kinds_in_stack(model, layers) for layers in stacks},
+        "layers": {layers: _find_layer_kinds_in_stack(model, layers) for layers in stacks},
     }
     if not inside:
         fields["base"] = ""
@@ -553,18 +563,18 @@ IN_ITS_FORWARD = (
 )
 
 
-def make_no_policy_error(model: nn.Module, error: PolicyError, tensor: int | None) -> DerivationError:
+def make_no_policy_error(model: nn.Module, error: PolicyError, tensor_parallel_size: int | None) -> DerivationError:
     """Build the error for a model without a policy: none was passed, none is registered, and none can be derived.
 
     Args:
         error: the error of ``derive_policy``.
-        tensor: the requested tensor parallel size, if known.
+        tensor_parallel_size: the requested tensor parallel size, if known.
     """
     reason = error.reason if isinstance(error, DerivationError) else error.what
     if isinstance(error, UnknownInputsError) and get_model_family(model) is None:
         found = _make_unknown_inputs_error(model, reason)
     elif isinstance(error, NothingShardedError):
-        found = _make_nothing_sharded_error(model, reason, tensor, error.nearest)
+        found = _make_nothing_sharded_error(model, reason, tensor_parallel_size, error.nearest)
     else:
         found = _make_unknown_policy_error(model, reason)
     found.reason = reason
@@ -577,7 +587,7 @@ def _make_unknown_policy_error(model: nn.Module, reason: str) -> DerivationError
     return DerivationError(
         f"No policy for {name} is registered or passed ({tried}), and none could be derived: {reason}.",
         rule=f"The registered families are {', '.join(FAMILIES)}.",
-        remedy=(f"{did_you_mean(family, FAMILIES)} " if family else "")
+        remedy=(f"{suggest_similar_names(family, FAMILIES)} " if family else "")
         + f"Describe the modules of the model (docs/policies.md):\n{EXAMPLE}",
     )
 
@@ -596,10 +606,10 @@ def _make_unknown_inputs_error(model: nn.Module, reason: str) -> DerivationError
 
 
 def _make_nothing_sharded_error(
-    model: nn.Module, reasons: str, tensor: int | None, nearest_table: str
+    model: nn.Module, reasons: str, tensor_parallel_size: int | None, nearest_table: str
 ) -> DerivationError:
     name = type(model).__name__
-    requested = f" over tensor={tensor}" if tensor else ""
+    requested = f" over tensor={tensor_parallel_size}" if tensor_parallel_size else ""
     stacks = derive_layer_stacks(model)
     if not stacks.stack:
         pipe = f"Pipeline parallelism finds no stack of layers in {name}"

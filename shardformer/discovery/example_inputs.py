@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardformer.errors import InputError, PolicyError
 from shardformer.gradient_accumulation.micro_batches import KINDS, get_special_token_ids
-from shardformer.random_state import fixed_seed
+from shardformer.random_state import temporarily_set_seed
 from shardformer.torch_compat import tolist_or_ones, tree_leaves
 from shardformer.transformers_compat import filter_forward_arguments, find_embeddings
 
@@ -67,7 +67,7 @@ def make_example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
         UnknownInputsError: if no argument of `forward` is known.
     """
     names = inspect.signature(model.forward).parameters
-    inputs = dict(generate_inputs(model))
+    inputs = dict(generate_known_inputs(model))
     if not inputs:
         example = ", ".join(f'"{name}": tensor' for name in get_required_arguments(model))
         raise UnknownInputsError(
@@ -87,7 +87,7 @@ def make_example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     return ways
 
 
-def guess_batches(model: nn.Module) -> list[dict[str, Tensor]]:
+def guess_example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     """Return random batches for a model whose argument names give no hint of their type or shape.
 
     The values are tokens if the model has an embedding. Otherwise they are floats whose features or channels match the
@@ -118,7 +118,7 @@ def get_required_arguments(model: nn.Module) -> list[str]:
 
 def find_unknown_inputs(model: nn.Module) -> tuple[list[str], list[str]]:
     """Return the required and the optional `forward` arguments for which no example input can be generated."""
-    known = {name for name, _ in generate_inputs(model)}
+    known = {name for name, _ in generate_known_inputs(model)}
     others = {n: p for n, p in inspect.signature(model.forward).parameters.items() if n not in known}
     needed = [name for name in get_required_arguments(model) if name in others]
     tensors = [n for n, p in others.items() if "Tensor" in str(p.annotation) and not any(w in n for w in NO_INPUTS)]
@@ -141,7 +141,7 @@ def iter_batches_with_labels(model: nn.Module, batch: Mapping[str, Tensor]) -> I
     yield {**batch, "labels": torch.arange(next(iter(batch.values())).shape[0]) % 2}
 
 
-def generate_inputs(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def generate_known_inputs(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and a random tensor for each `forward` argument with a well-known name, such as ``input_ids``."""
     names = inspect.signature(model.forward).parameters
     config: Any = getattr(model, "config", None)
@@ -216,7 +216,7 @@ def make_forward_fn(model: nn.Module, batch: Mapping[str, Tensor], seed: int = 0
     extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
     def run(m: nn.Module) -> Any:
-        with fixed_seed(seed):
+        with temporarily_set_seed(seed):
             return m(**cast, **extra)
 
     return run
@@ -230,7 +230,7 @@ TILES = (1, 2, 3, 5)  # numbers of tiles of an image
 MediaLayout = dict[str, Tensor]  # consistent inputs of one modality: values, sizes and masks
 
 
-def insert_media_tokens(model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[MediaLayout]:
+def iter_batches_with_media_tokens(model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[MediaLayout]:
     """Yield batches whose texts contain placeholder tokens for images or audio.
 
     Yields one batch for each format of the media that the model accepts, and none if the config has no media tokens.
@@ -239,11 +239,13 @@ def insert_media_tokens(model: nn.Module, inputs: Mapping[str, Tensor]) -> Itera
     config, text = getattr(model, "config", None), inputs.get("input_ids")
     if text is None:
         return
-    known = [[(m, layout, counts) for layout, counts in _iter_accepted_layouts(model, m, inputs)] for m in MODALITIES]
+    known = [
+        [(m, layout, counts) for layout, counts in _iter_accepted_media_inputs(model, m, inputs)] for m in MODALITIES
+    ]
     for chosen in product(*filter(None, known)):
         if chosen:
             places = {modality: (_get_media_token(config, modality), counts) for modality, _, counts in chosen}
-            out = _insert_tokens(text, places)
+            out = _insert_tokens_into_texts(text, places)
             if "attention_mask" in inputs:
                 mask_BS = inputs["attention_mask"]
                 added = out["input_ids"].shape[1] - text.shape[1]
@@ -262,25 +264,25 @@ def find_media_inputs(model: nn.Module) -> list[str]:
 
 def get_image_feature_width(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     """Return the width of a model's image features, or 0 if it equals the width of the text embeddings."""
-    features = _find_method(model, "get_image_features")
+    features = _find_model_method(model, "get_image_features")
     if features is None or _get_media_token(getattr(model, "config", None), "image") is None:
         return 0
-    for layout in _iter_media_layouts("image", model, inputs):
+    for layout in _iter_media_inputs("image", model, inputs):
         if parts := _compute_media_features(model, features, {**_select_required_inputs(features, inputs), **layout}):
-            return 0 if parts[0].shape[-1] == get_text_width(model) else parts[0].shape[-1]
+            return 0 if parts[0].shape[-1] == get_text_embedding_dim(model) else parts[0].shape[-1]
     return 0
 
 
-def _iter_accepted_layouts(
+def _iter_accepted_media_inputs(
     model: nn.Module, modality: str, inputs: Mapping[str, Tensor]
 ) -> Iterator[tuple[MediaLayout, list[int]]]:
     """Yield each format of images or audio that a model accepts, with the number of media tokens of each sample."""
-    features = _find_method(model, f"get_{modality}_features")
+    features = _find_model_method(model, f"get_{modality}_features")
     if features is not None and _get_media_token(getattr(model, "config", None), modality) is not None:
-        for layout in _iter_media_layouts(modality, model, inputs):
+        for layout in _iter_media_inputs(modality, model, inputs):
             parts = _compute_media_features(model, features, {**_select_required_inputs(features, inputs), **layout})
             # a later projection may change the width to that of the text
-            widths = dict.fromkeys([get_text_width(model), *(x.shape[-1] for x in parts[:1])])
+            widths = dict.fromkeys([get_text_embedding_dim(model), *(x.shape[-1] for x in parts[:1])])
             for counts in dict.fromkeys(tuple(_count_features_per_sample(parts, layout, width)) for width in widths):
                 if counts:
                     yield layout, list(counts)
@@ -295,7 +297,7 @@ _VALUES = {"image": ("pixel_values",), "audio": ("input_features", "input_values
 _LAYOUT = ("pixel_values", "spatial_shapes", "pixel_attention_mask", "input_features")
 
 
-def _insert_tokens(text_BS: Tensor, media_tokens: Mapping[str, tuple[int | None, list[int]]]) -> MediaLayout:
+def _insert_tokens_into_texts(text_BS: Tensor, media_tokens: Mapping[str, tuple[int | None, list[int]]]) -> MediaLayout:
     """Insert media tokens into texts, and return token ids of equal length with the modality of each token."""
     longest = max(sum(counts[row] for _, counts in media_tokens.values()) for row in range(len(text_BS)))
     rows, token_types = [], []
@@ -310,44 +312,49 @@ def _insert_tokens(text_BS: Tensor, media_tokens: Mapping[str, tuple[int | None,
     return {"input_ids": torch.tensor(rows), KINDS: torch.tensor(token_types)}
 
 
-def _iter_media_layouts(modality: str, model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[MediaLayout]:
+def _iter_media_inputs(modality: str, model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[MediaLayout]:
     names = {*inspect.signature(model.forward).parameters}
     return (
-        _iter_image_layouts(getattr(model, "config", None), inputs, names)
+        _iter_image_inputs(getattr(model, "config", None), inputs, names)
         if modality == "image"
-        else _iter_audio_layouts(inputs, names)
+        else _iter_audio_inputs(inputs, names)
     )
 
 
-def _iter_audio_layouts(inputs: Mapping[str, Tensor], names: set[str]) -> Iterator[MediaLayout]:
+def _iter_audio_inputs(inputs: Mapping[str, Tensor], argument_names: set[str]) -> Iterator[MediaLayout]:
     if (audio := inputs.get("input_features")) is not None:
-        masks = {n: torch.ones(len(audio), audio.shape[-1]).long() for n in names if "mask" in n and "feature" in n}
+        masks = {
+            n: torch.ones(len(audio), audio.shape[-1]).long() for n in argument_names if "mask" in n and "feature" in n
+        }
         yield {"input_features": audio, **masks}
         yield {"input_features": audio.mT.contiguous(), **masks}
 
 
-def _iter_image_layouts(config: Any, inputs: Mapping[str, Tensor], names: set[str]) -> Iterator[MediaLayout]:
+def _iter_image_inputs(config: Any, inputs: Mapping[str, Tensor], argument_names: set[str]) -> Iterator[MediaLayout]:
     vision = getattr(config, "vision_config", config)
-    patch, merge = _find_integer(vision, "patch_size"), _find_integer(vision, "spatial_merge_size", "merge_size") or 2
+    patch, merge = (
+        _find_integer_config_field(vision, "patch_size"),
+        _find_integer_config_field(vision, "spatial_merge_size", "merge_size") or 2,
+    )
     pixels = inputs.get("pixel_values")
     generator = torch.Generator().manual_seed(0)
     samples = len(inputs["input_ids"])
-    if "image_grid_thw" in names and patch:
+    if "image_grid_thw" in argument_names and patch:
         grids = torch.tensor([[1, 2 * merge, (2 + 2 * (i % 2)) * merge] for i in range(samples)])
         patches = int(grids.prod(-1).sum())
-        channels = _find_integer(vision, "in_channels", "num_channels", "in_chans") or 3
+        channels = _find_integer_config_field(vision, "in_channels", "num_channels", "in_chans") or 3
         for shape in (
-            (channels * (_find_integer(vision, "temporal_patch_size") or 1) * patch**2,),
+            (channels * (_find_integer_config_field(vision, "temporal_patch_size") or 1) * patch**2,),
             (channels, patch, patch),
         ):
             flat = torch.randn(patches, *shape, generator=generator)
             yield {"pixel_values": flat, "image_grid_thw": grids}
-    if "image_position_ids" in names and patch:
-        side = 2 * (_find_integer(vision, "pooling_kernel_size") or 1)
+    if "image_position_ids" in argument_names and patch:
+        side = 2 * (_find_integer_config_field(vision, "pooling_kernel_size") or 1)
         places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).expand(samples, side**2, 2)
         values = torch.rand(samples, side**2, 3 * patch**2, generator=generator)
         yield {"pixel_values": values, "image_position_ids": places}
-    if "spatial_shapes" in names and patch:
+    if "spatial_shapes" in argument_names and patch:
         shapes = torch.tensor([[4, 4], [2, 4]])[torch.arange(samples) % 2]
         mask = (torch.arange(16) < shapes.prod(-1, keepdim=True)).long()
         values = torch.randn(samples, 16, 3 * patch**2, generator=generator)
@@ -357,16 +364,16 @@ def _iter_image_layouts(config: Any, inputs: Mapping[str, Tensor], names: set[st
     height, width = pixels.shape[-2:]
     for images in (pixels, *(pixels[:, None].repeat(1, tiles, 1, 1, 1) for tiles in TILES)):
         yield {"pixel_values": images}
-        if "image_sizes" in names:
+        if "image_sizes" in argument_names:
             yield {"pixel_values": images, "image_sizes": torch.tensor([[height, width]] * samples)}
 
 
 def _compute_media_features(
-    model: nn.Module, compute_features: Callable[..., Any], layout: MediaLayout
+    model: nn.Module, compute_features: Callable[..., Any], media_inputs: MediaLayout
 ) -> list[Tensor]:
     """Return the features that a model computes from images or audio, or an empty list if it rejects their format."""
     dtype, known = next(model.parameters()).dtype, inspect.signature(compute_features).parameters
-    cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in layout.items()}
+    cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in media_inputs.items()}
     try:
         with torch.no_grad():
             output = compute_features(**{name: x for name, x in cast.items() if name in known})
@@ -383,11 +390,11 @@ def _select_required_inputs(compute_features: Callable[..., Any], inputs: Mappin
     return {name: inputs[name] for name in required if name in inputs and name not in _LAYOUT}
 
 
-def _count_features_per_sample(features: Sequence[Tensor], layout: MediaLayout, width: int) -> list[int]:
+def _count_features_per_sample(features: Sequence[Tensor], media_inputs: MediaLayout, width: int) -> list[int]:
     """Count the image or audio features of each sample. Returns an empty list if the sizes do not match ``width``."""
     # patches of all images are concatenated
-    units = tolist_or_ones(layout["image_grid_thw"].prod(-1)) if "image_grid_thw" in layout else []
-    samples = len(units) or len(next(iter(layout.values())))
+    units = tolist_or_ones(media_inputs["image_grid_thw"].prod(-1)) if "image_grid_thw" in media_inputs else []
+    samples = len(units) or len(next(iter(media_inputs.values())))
     if len(features) == 1 and units:
         share, remaining = divmod(sum(units) * width, features[0].numel())
         return [] if remaining or not share else [n // share for n in units]
@@ -397,17 +404,17 @@ def _count_features_per_sample(features: Sequence[Tensor], layout: MediaLayout, 
     return counts if len(counts) == samples and all(counts) else []
 
 
-def get_text_width(model: nn.Module) -> int:
+def get_text_embedding_dim(model: nn.Module) -> int:
     """Return the embedding dim of a model's token embeddings."""
     table: Any = model.get_input_embeddings()  # type: ignore[operator]  # a method of transformers' models
     return int(table.weight.shape[-1])
 
 
-def _find_method(model: nn.Module, name: str) -> Callable[..., Any] | None:
+def _find_model_method(model: nn.Module, name: str) -> Callable[..., Any] | None:
     owners = (model, getattr(model, "model", None), getattr(model, "base_model", None))
     return next((method for m in owners if callable(method := getattr(m, name, None))), None)
 
 
-def _find_integer(config: Any, *names: str) -> int:
+def _find_integer_config_field(config: Any, *names: str) -> int:
     found = (getattr(config, name, None) for name in names)
     return next((x for x in found if type(x) is int), 0)

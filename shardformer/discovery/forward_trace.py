@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardformer.discovery.reduced_model import ReferenceGradients
 from shardformer.kernels.fused_ops import get_norm_kind, is_elementwise
-from shardformer.layout.tied_tensors import max_difference
+from shardformer.layout.tied_tensors import max_abs_difference
 from shardformer.module_paths import is_linear, match_paths
 from shardformer.tensor_parallel.sequence_parallel import get_first_tensor
 from shardformer.torch_compat import TorchDispatchMode, schema_of, tree_leaves
@@ -57,13 +57,15 @@ class ForwardTrace:
 TRACE_LOCK = threading.Lock()  # dispatch modes share state between threads, and ranks may be threads
 
 
-def trace_forward(model: nn.Module, run: Callable[[nn.Module], Any], replicated: Iterable[str] = ()) -> ForwardTrace:
+def trace_forward(
+    model: nn.Module, run: Callable[[nn.Module], Any], replicated_paths: Iterable[str] = ()
+) -> ForwardTrace:
     """Run one forward pass without gradients, and record how the linear layers of a model are connected.
 
     Args:
-        replicated: paths of linear layers that are not sharded. Their outputs inherit the marks of their inputs.
+        replicated_paths: paths of linear layers that are not sharded. Their outputs inherit the marks of their inputs.
     """
-    observer = _ForwardTracer(model, frozenset(replicated))
+    observer = _ForwardTracer(model, frozenset(replicated_paths))
     with ExitStack() as stack:
         for path, module in model.named_modules():
             for hook in (
@@ -77,16 +79,18 @@ def trace_forward(model: nn.Module, run: Callable[[nn.Module], Any], replicated:
     return observer.build_trace()
 
 
-def find_layer_paths(model: nn.Module, layers: str) -> list[str]:
-    """Return the paths of the layers in the module list at ``layers``. The path may contain ``*``."""
-    return match_paths(f"{layers}.*", [path for path, _ in model.named_modules()])
+def find_layer_paths(model: nn.Module, layer_list_path: str) -> list[str]:
+    """Return the paths of the layers in the module list at ``layer_list_path``. The path may contain ``*``."""
+    return match_paths(f"{layer_list_path}.*", [path for path, _ in model.named_modules()])
 
 
-def count_layer_outputs(model: nn.Module, run: Callable[[nn.Module], Any], stacks: Iterable[str]) -> dict[str, int]:
+def count_layer_outputs(
+    model: nn.Module, run: Callable[[nn.Module], Any], stack_paths: Iterable[str]
+) -> dict[str, int]:
     """Return how many values the layers of each stack return as a tuple, or 0 if they return a single tensor."""
     counts: dict[str, int] = {}
     with ExitStack() as stack, torch.no_grad():
-        for layers in stacks:
+        for layers in stack_paths:
             counts[layers] = 0
 
             def note(_: nn.Module, __: Any, out: Any, layers: str = layers) -> None:
@@ -169,11 +173,11 @@ class _ForwardTracer:
             if path in self._linears:
                 self.last.set_origins(first, frozenset({path}))
             if path in self._linears and path in self._feeding:
-                self._update_origins(path, first)
+                self._update_tensor_origins(path, first)
 
         return hook
 
-    def _update_origins(self, path: str, out: Tensor) -> None:
+    def _update_tensor_origins(self, path: str, out: Tensor) -> None:
         feeding = self._feeding.pop(path)
         if path in self._replicated:
             self.marks.set_origins(out, feeding)
@@ -191,12 +195,12 @@ class _ForwardTracer:
 
     def build_trace(self) -> ForwardTrace:
         for group in self._groups.values():
-            self._set_entry_module(group)
+            self._find_entry_module(group)
         self.trace.groups = list(self._groups.values())
         self.trace.projections = list(self.last.merged)
         return self.trace
 
-    def _set_entry_module(self, group: LinearGroup) -> None:
+    def _find_entry_module(self, group: LinearGroup) -> None:
         """Find the module whose input is also the input of the group's candidates for column parallelism."""
         first = {c: self.trace.read[c][0] for c in group.columns}
         source = first[group.columns[0]]
@@ -314,7 +318,7 @@ class StackCallRecord:
             (x.dim() > 2 and tuple(x.shape[:2]) == self.shape) or (x.dim() == 2 and x.shape[0] == samples * length)
         )
 
-    def receives_tokens(self, path: str) -> bool:
+    def receives_all_tokens(self, path: str) -> bool:
         """Return whether a module received hidden states that contain all tokens, or was not called."""
         return path not in self._calls or self.has_token_dim(self._calls[path].hidden_states)
 
@@ -331,7 +335,7 @@ class StackCallRecord:
         names = [".".join(parts[: i + 1]) for i in range(len(parts))]
         return {name: f"{outer}.{name}" for name in names}
 
-    def maps_tokens_to_tokens(self, path: str) -> bool:
+    def preserves_token_dim(self, path: str) -> bool:
         """Return whether a module received a (B, S, ...) tensor and returned a vector for each of its tokens."""
         if (call := self._calls.get(path)) is None or (x := call.hidden_states) is None:
             return False
@@ -362,7 +366,7 @@ class StackCallRecord:
             return True
         x, y = call.hidden_states, call.first_output
         if x is None or y is None or tuple(x.shape[:2]) != self.shape or tuple(y.shape[:2]) != self.shape:
-            return self.receives_tokens(path)
+            return self.receives_all_tokens(path)
         for token, others in ((0, slice(1, None)), (-1, slice(None, -1))):
             changed = x.detach().clone()
             changed[:, token] += torch.linspace(0.5, 1.5, x.shape[-1], dtype=x.dtype, device=x.device).square()
@@ -375,7 +379,7 @@ class StackCallRecord:
                 return True
             if again is None or again.shape != y.shape or y.shape[1] < 2 or torch.equal(again[:, token], y[:, token]):
                 return True  # unknown, for example if its last weight is initialized to 0
-            if max_difference(again[:, others], y[:, others]) > TOKEN_ROUNDING * y.abs().max():
+            if max_abs_difference(again[:, others], y[:, others]) > TOKEN_ROUNDING * y.abs().max():
                 return True
         return False
 

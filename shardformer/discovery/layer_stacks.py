@@ -27,15 +27,15 @@ from shardformer.discovery.validation import (
     build_layer_sequence,
     get_layer_stacks,
     instantiate_policy,
+    validate_pipeline_stages,
     validate_policy,
-    validate_stages,
 )
 from shardformer.module_paths import join_path, match_paths
 from shardformer.pipeline.layer_sequence import LayerSequence, PipelineHints, SequenceParallelHints, owner_layers
 from shardformer.policies.module_descriptions import BlockDescription
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import LayerStack
-from shardformer.sharding.plan import make_plan
+from shardformer.sharding.plan import make_sharding_plan
 from shardformer.torch_compat import tree_leaves
 
 LayerStacks = Sequence[LayerStack]
@@ -82,29 +82,29 @@ class _PipelineHintSearch:
         """Return (stacks with validated hints, None), or (unchanged stacks, reason why validation failed)."""
         if (missing := self._find_uncalled_layer(stacks)) is not None:
             return stacks, f"the layer {missing} is not called for every batch"
-        failure = self._validate(stacks)
+        failure = self._find_validation_failure(stacks)
         if failure is None or failure == ONE_LAYER:
             return stacks, failure
-        for candidate in self._iter_candidates(stacks):
-            if self._validate(candidate) is None:
+        for candidate in self._iter_stacks_with_hints(stacks):
+            if self._find_validation_failure(candidate) is None:
                 return self._remove_unneeded_hints(candidate), None
         return stacks, failure
 
-    def _validate(self, stacks: LayerStacks) -> str | None:
-        return validate_stages(self._reference, self._policy, stacks)
+    def _find_validation_failure(self, stacks: LayerStacks) -> str | None:
+        return validate_pipeline_stages(self._reference, self._policy, stacks)
 
-    def _build_sequence(self, stacks: LayerStacks) -> LayerSequence:
+    def _build_layer_sequence(self, stacks: LayerStacks) -> LayerSequence:
         return build_layer_sequence(self._model, self._policy, stacks)
 
     def _get_relative_path(self, path: str) -> str:
         return path.removeprefix(f"{self._base}.") if self._base else path
 
     def _find_uncalled_layer(self, stacks: LayerStacks) -> str | None:
-        units = self._build_sequence(stacks).layer_calls
+        units = self._build_layer_sequence(stacks).layer_calls
         calls = _record_call_order(self._reference, units)
         return next((unit for unit in units if unit not in calls), None)
 
-    def _iter_candidates(self, stacks: LayerStacks) -> Iterator[LayerStacks]:
+    def _iter_stacks_with_hints(self, stacks: LayerStacks) -> Iterator[LayerStacks]:
         """Yield the stacks with each set of candidate hints, starting with the smallest set."""
         placed = self._place_modules_by_call_order(stacks)
         from_first = self._share_first_layer_embeddings(placed)
@@ -118,16 +118,18 @@ class _PipelineHintSearch:
         yield from ways
         for way in ways:
             for with_lists in (False, True) if self._reference.further_batches else (False,):
-                if everywhere := self._find_modules_before_layers(self._build_sequence(way), with_lists=with_lists):
-                    yield [_replace_hints(stack, on_every_stage=everywhere) for stack in way]
+                if everywhere := self._find_modules_before_layers(
+                    self._build_layer_sequence(way), include_module_lists=with_lists
+                ):
+                    yield [_copy_stack_with_hints(stack, on_every_stage=everywhere) for stack in way]
 
     def _remove_unneeded_hints(self, stacks: LayerStacks) -> LayerStacks:
         """Remove each module from the hint ``on_every_stage`` if validation passes without it."""
         kept = stacks
         for path in stacks[0].stages.on_every_stage:
             paths = tuple(p for p in kept[0].stages.on_every_stage if p != path)
-            fewer = [_replace_hints(stack, on_every_stage=paths) for stack in kept]
-            if self._validate(fewer) is None:
+            fewer = [_copy_stack_with_hints(stack, on_every_stage=paths) for stack in kept]
+            if self._find_validation_failure(fewer) is None:
                 kept = fewer
         return kept
 
@@ -136,17 +138,17 @@ class _PipelineHintSearch:
         inside = [path for path in paths if path.startswith(f"{self._base}." if self._base else "")]
         return [path for path in inside if not any(f"{path}.".startswith(f"{unit}.") for unit in sequence.layer_calls)]
 
-    def _find_modules_before_layers(self, sequence: LayerSequence, *, with_lists: bool) -> tuple[str, ...]:
-        """Return the modules outside the layers on the first layer's stage, in lists too if ``with_lists`` is true."""
+    def _find_modules_before_layers(self, sequence: LayerSequence, *, include_module_lists: bool) -> tuple[str, ...]:
+        """Return the modules outside the layers on the first layer's stage, with those in module lists if requested."""
         owners = owner_layers(self._model, sequence)
         first = {name.rpartition(".")[0] for name, units in owners.items() if units == frozenset({0})}
         paths = [path for path in self._find_modules_outside_layers(sequence) if path in first]
-        paths = [path for path in paths if with_lists or not re.search(r"\.\d", path)]
+        paths = [path for path in paths if include_module_lists or not re.search(r"\.\d", path)]
         return tuple(dict.fromkeys(self._get_relative_path(re.split(r"\.\d", path)[0]) for path in paths))
 
     def _place_modules_by_call_order(self, stacks: LayerStacks) -> LayerStacks:
         """Assign modules to stages by call order if registration order differs, as for BART's embedding norm."""
-        chain = self._build_sequence(stacks)
+        chain = self._build_layer_sequence(stacks)
         owners, outside = owner_layers(self._model, chain), self._find_modules_outside_layers(chain)
         calls = _record_call_order(self._last_reference, (*outside, *chain.layer_calls))
         out, end = list(stacks), len(chain.layer_calls) - 1
@@ -155,13 +157,13 @@ class _PipelineHintSearch:
             at, own = calls.index(path), self._get_relative_path(path)
             unit = next(min(units) for name, units in owners.items() if name.rpartition(".")[0] == path)
             if at < bounds[0][0] and unit == end:
-                out[0] = _replace_hints(out[0], with_first_layer=(*out[0].stages.with_first_layer, own))
+                out[0] = _copy_stack_with_hints(out[0], with_first_layer=(*out[0].stages.with_first_layer, own))
             if at > bounds[-1][1] and unit != end:
-                out[-1] = _replace_hints(out[-1], with_last_layer=(*out[-1].stages.with_last_layer, own))
+                out[-1] = _copy_stack_with_hints(out[-1], with_last_layer=(*out[-1].stages.with_last_layer, own))
             for i, (before, after) in enumerate(pairwise(bounds) if len(bounds) == len(out) else []):
                 # modules between two stacks run on the last stage of the first stack
                 if before[1] < at < after[0] and out[i + 1].cross_states is None and unit != chain.starts[i + 1] - 1:
-                    out[i] = _replace_hints(out[i], with_last_layer=(*out[i].stages.with_last_layer, own))
+                    out[i] = _copy_stack_with_hints(out[i], with_last_layer=(*out[i].stages.with_last_layer, own))
         return out
 
     def _share_first_layer_embeddings(self, stacks: LayerStacks) -> LayerStacks:
@@ -171,8 +173,8 @@ class _PipelineHintSearch:
             path = match_paths(join_path(self._base, stack.layers), names)[0]  # the first list, if each stage has one
             first, *others = self._model.get_submodule(path).children()
             if others:
-                out[i] = _replace_hints(
-                    stack, shared_from_first=tuple(_find_embeddings_only_in_first(first, others[0]))
+                out[i] = _copy_stack_with_hints(
+                    stack, shared_from_first=tuple(_find_embeddings_only_in_first_layer(first, others[0]))
                 )
         return out
 
@@ -187,7 +189,7 @@ class _PipelineHintSearch:
         return out
 
 
-def _replace_hints(stack: LayerStack, **hints: Any) -> LayerStack:
+def _copy_stack_with_hints(stack: LayerStack, **hints: Any) -> LayerStack:
     return replace(stack, stages=replace(stack.stages, **hints))
 
 
@@ -202,10 +204,10 @@ def _record_call_order(reference: ReferenceGradients, paths: Iterable[str]) -> l
     return calls
 
 
-def _find_embeddings_only_in_first(first: nn.Module, second: nn.Module) -> Iterator[str]:
+def _find_embeddings_only_in_first_layer(first_layer: nn.Module, second_layer: nn.Module) -> Iterator[str]:
     """Yield the embeddings that only the first layer has, and the boolean attributes that differ in their parents."""
-    others = dict(second.named_modules())
-    for path, module in first.named_modules():
+    others = dict(second_layer.named_modules())
+    for path, module in first_layer.named_modules():
         if path not in others:
             continue
         own = dict(others[path].named_children())
@@ -215,14 +217,14 @@ def _find_embeddings_only_in_first(first: nn.Module, second: nn.Module) -> Itera
 
 
 def _find_cross_attention_input(
-    reference: ReferenceGradients, previous_layers: str, layers: str
+    reference: ReferenceGradients, previous_layers: str, layer_list_path: str
 ) -> tuple[str, str] | None:
-    """Return the module and argument that pass the output of ``previous_layers`` to ``layers``, or None."""
+    """Return the module and argument that pass the output of ``previous_layers`` to ``layer_list_path``, or None."""
     made: list[Tensor] = []
     found: list[tuple[str, str]] = []
     model = reference.model
     last = list(model.get_submodule(previous_layers).children())[-1]
-    enclosing_paths = [".".join(layers.split(".")[:i]) for i in range(1, layers.count(".") + 1)]
+    enclosing_paths = [".".join(layer_list_path.split(".")[:i]) for i in range(1, layer_list_path.count(".") + 1)]
 
     def make_hook(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -270,58 +272,61 @@ class _SequenceHintCandidates:
     without_tokens: tuple[str, ...]  # modules that receive no tokens
     per_token_args: tuple[str, ...]  # arguments per token in addition to the hidden states
 
-    def make_hints(self, groups: frozenset[str]) -> SequenceParallelHints:
+    def make_sequence_hints(self, selected_groups: frozenset[str]) -> SequenceParallelHints:
         """Build the hints for sequence parallelism from the selected groups of modules."""
-        gathers = self.mixing if "mixing" in groups else ()
+        gathers = self.mixing if "mixing" in selected_groups else ()
         around = _remove_duplicates(
-            name for part in ("attentions", "containers") if part in groups for name in getattr(self, part)
+            name for part in ("attentions", "containers") if part in selected_groups for name in getattr(self, part)
         )
         gathered = {"", *gathers, *around}
         per_token_args = tuple(name for name in self.per_token_args if name.rpartition(".")[0] in gathered)
-        return SequenceParallelHints(gathers, around, per_token_args, self.without_tokens, "between" in groups)
+        return SequenceParallelHints(gathers, around, per_token_args, self.without_tokens, "between" in selected_groups)
 
 
 def find_sequence_hints(
-    reference: ReferenceGradients, policy: type[RolePolicy], layers: Sequence[str], ranks: int
+    reference: ReferenceGradients, policy: type[RolePolicy], stack_paths: Sequence[str], num_ranks: int
 ) -> tuple[LayerStacks, str | None]:
     """Find the modules that need special treatment under sequence parallelism, and add them to the stacks as hints.
 
     Returns the stacks with these hints and None, or the unchanged stacks and the reason why validation fails.
 
     Args:
-        layers: the path of each stack in the full model.
+        stack_paths: the path of each stack in the full model.
     """
     stacks_of_policy = get_layer_stacks(policy)
-    first = _validate_sequence_parallelism(reference, policy, stacks_of_policy, ranks)
+    first = _validate_sequence_parallelism(reference, policy, stacks_of_policy, num_ranks)
     if first is None:
         return stacks_of_policy, None
     blocks, tried = _find_block_descriptions(reference.model, policy), [stacks_of_policy]
-    found = [_find_hint_candidates(StackCallRecord(reference, path), blocks) for path in layers]
+    found = [_find_sequence_hint_candidates(StackCallRecord(reference, path), blocks) for path in stack_paths]
     for groups in HINT_CANDIDATES:
         stacks = [
-            replace(stack, sequence=x.make_hints(groups)) for stack, x in zip(stacks_of_policy, found, strict=True)
+            replace(stack, sequence=x.make_sequence_hints(groups))
+            for stack, x in zip(stacks_of_policy, found, strict=True)
         ]
         if stacks not in tried:
             tried.append(stacks)
-            if _validate_sequence_parallelism(reference, policy, stacks, ranks) is None:
+            if _validate_sequence_parallelism(reference, policy, stacks, num_ranks) is None:
                 return stacks, None
     return stacks_of_policy, first
 
 
 def _validate_sequence_parallelism(
-    reference: ReferenceGradients, policy: type[RolePolicy], stacks: LayerStacks, ranks: int
+    reference: ReferenceGradients, policy: type[RolePolicy], stacks: LayerStacks, num_ranks: int
 ) -> str | None:
     tried = type(policy.__name__, (policy,), {"stack": stacks})
-    return validate_policy(reference, tried, ranks, enable_sequence_parallelism=True)
+    return validate_policy(reference, tried, num_ranks, enable_sequence_parallelism=True)
 
 
 def _find_block_descriptions(model: nn.Module, policy: type[RolePolicy]) -> list[BlockDescription]:
     found = policy()
     found.set_model(model)
-    return [block for _, block in make_plan(model, found).blocks]
+    return [block for _, block in make_sharding_plan(model, found).blocks]
 
 
-def _find_hint_candidates(call_record: StackCallRecord, blocks: Sequence[BlockDescription]) -> _SequenceHintCandidates:
+def _find_sequence_hint_candidates(
+    call_record: StackCallRecord, blocks: Sequence[BlockDescription]
+) -> _SequenceHintCandidates:
     mixing, containers, attentions, without_tokens = [], [], [], []
     for outer, name in call_record.find_token_mixing_modules():
         inside = [block for block in blocks if f"{block.entry}.".startswith(f"{outer}.{name}.")]
@@ -331,11 +336,11 @@ def _find_hint_candidates(call_record: StackCallRecord, blocks: Sequence[BlockDe
             containers.append(name)
     for block in blocks:
         above = call_record.find_enclosing_modules(block.entry)
-        fed = [name for name, path in above.items() if call_record.maps_tokens_to_tokens(path)]
+        fed = [name for name, path in above.items() if call_record.preserves_token_dim(path)]
         if block.arguments is not None:
             exits = call_record.find_enclosing_modules(block.row)
             attentions += [name for name in fed if name in exits][-1:]
-        elif above and not call_record.receives_tokens(block.entry):
+        elif above and not call_record.receives_all_tokens(block.entry):
             containers += fed[-1:]
             without_tokens += [] if fed else [next(iter(above))]
         else:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.discovery import example_inputs
-from shardformer.discovery.config_fields import iter_integer_fields, replace_fields
+from shardformer.discovery.config_fields import iter_integer_fields, replace_config_fields
 from shardformer.discovery.example_inputs import Forward, UnknownInputsError, iter_batches_with_labels, make_forward_fn
-from shardformer.discovery.shrink_config import SMALL_NUMEL, ConfigShrinker, find_layer_kinds, get_min_num_layers
-from shardformer.errors import PolicyError, get_first_line
+from shardformer.discovery.shrink_config import SMALL_NUMEL, ConfigShrinker, find_layer_kinds, get_num_layers_to_keep
+from shardformer.errors import PolicyError, get_first_message_line
 from shardformer.gradient_accumulation.micro_batches import MEDIA_TOKEN_FIELDS, get_special_token_ids
 from shardformer.meta_init.materialization import copy_and_materialize, is_lazy
 from shardformer.sharding.checks import runs_library_code
@@ -51,9 +51,9 @@ class ReferenceGradients:
     ] = ()  # references of additional batches with different inputs (images)
 
     @cached_property
-    def tolerances(self) -> dict[str, float]:
+    def gradient_tolerances(self) -> dict[str, float]:
         """The largest absolute difference per gradient that counts as a rounding error."""
-        return compute_tolerances(self.gradients)
+        return compute_gradient_tolerances(self.gradients)
 
     @cached_property
     def fp32_tolerances(self) -> dict[str, float]:
@@ -67,7 +67,7 @@ class ReferenceGradients:
         for p in moved.parameters():
             signs = torch.randint(0, 2, p.shape, generator=draws).to(p) * 2 - 1
             p.data = p.detach() * (1 + FP32_EPS * signs)  # not in place, because the values are shared
-        found = ReferenceGradients.of(moved, self.run).gradients
+        found = ReferenceGradients.from_model(moved, self.run).gradients
         both = {name: (g, found[name]) for name, g in self.gradients.items() if g is not None and g.numel()}
         measured = {n: OPERATIONS * (a - b).abs().max().item() for n, (a, b) in both.items() if b is not None}
         most = ROUNDING * FP32_EPS * max((a.abs().max().item() for a, _ in both.values()), default=0.0)
@@ -75,10 +75,10 @@ class ReferenceGradients:
 
     def is_within_tolerance(self, name: str, difference: float) -> bool:
         """Return whether a difference in the gradient of the parameter ``name`` may be a rounding error."""
-        return difference <= self.tolerances[name] or difference <= self.fp32_tolerances.get(name, 0.0)
+        return difference <= self.gradient_tolerances[name] or difference <= self.fp32_tolerances.get(name, 0.0)
 
     @staticmethod
-    def of(model: nn.Module, run: Forward) -> ReferenceGradients:
+    def from_model(model: nn.Module, run: Forward) -> ReferenceGradients:
         """Run a forward and a backward pass of ``model``, and return its loss and gradients."""
         model.zero_grad()
         with torch.enable_grad():  # the caller may have disabled gradients
@@ -97,7 +97,7 @@ class ReferenceGradients:
                 raise ValueError(f"{what} contains values that are NaN or infinite when computed in {dtype}")
 
 
-def compute_tolerances(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
+def compute_gradient_tolerances(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
     """Return the largest absolute difference per gradient that counts as a rounding error."""
     nonempty = {name: g for name, g in gradients.items() if g is not None and g.numel()}
     largest = {name: g.abs().max().item() for name, g in nonempty.items()}
@@ -151,7 +151,7 @@ def disable_dropout(model: nn.Module) -> None:
                     setattr(owner, name, 0.0)
 
 
-def copy_replaced_forwards(reduced: nn.Module, model: nn.Module) -> None:
+def copy_patched_forwards(reduced: nn.Module, model: nn.Module) -> None:
     """Copy the `forward` methods that the user replaced in ``model`` to a reduced model.
 
     Raises:
@@ -167,18 +167,18 @@ def copy_replaced_forwards(reduced: nn.Module, model: nn.Module) -> None:
             raise ValueError(f"the forward method of {path} was replaced by a function that is not bound to the module")
         if path in places:
             places[path].__dict__["forward"] = MethodType(method.__func__, places[path])
-    if missing := _count_replaced_forwards(model).keys() - _count_replaced_forwards(reduced).keys():
+    if missing := _count_patched_forwards(model).keys() - _count_patched_forwards(reduced).keys():
         path = next(iter(missing))[0]
         raise ValueError(f"the forward method of {path} was replaced, but the reduced model lacks this module")
 
 
-def _count_replaced_forwards(model: nn.Module) -> Counter[tuple[str, Any]]:
+def _count_patched_forwards(model: nn.Module) -> Counter[tuple[str, Any]]:
     found = ((path, vars(m)["forward"]) for path, m in model.named_modules() if "forward" in vars(m))
     return Counter((re.sub(r"\d+", "*", path), getattr(method, "__func__", None)) for path, method in found)
 
 
 @contextmanager
-def check_independent_copy(model: nn.Module) -> Iterator[None]:
+def check_copy_is_independent(model: nn.Module) -> Iterator[None]:
     """Context manager that raises ValueError if a copy of a model reads weights or buffers of the original ``model``.
 
     This happens if a replaced `forward` or a hook is a closure over a module, because copies share the closure. A
@@ -217,7 +217,7 @@ class _ReadDetector(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def make_validation_key(model: nn.Module) -> Hashable | None:
+def make_validation_cache_key(model: nn.Module) -> Hashable | None:
     """Return a key to cache validation results of a model, or None if the model has no config or runs user code."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string") or not all(map(runs_library_code, model.modules())):
@@ -235,7 +235,7 @@ MAX_UNMATCHED_NUMEL = 10 * SMALL_NUMEL
 
 
 @dataclass(frozen=True)
-class MediaCall:
+class MediaForwardPass:
     """A forward pass of a reduced model with additional inputs, such as images or audio."""
 
     run: Forward
@@ -249,18 +249,18 @@ class ReducedModel:
     model: nn.Module
     run: Forward
     batch: Mapping[str, Tensor]
-    further: tuple[MediaCall, ...] = ()  # calls with additional inputs
+    further: tuple[MediaForwardPass, ...] = ()  # calls with additional inputs
     untried: tuple[str, ...] = ()  # image and audio inputs for which no batch could be generated
 
-    def compute_reference(self, run: Forward | None = None) -> ReferenceGradients:
+    def compute_reference_gradients(self, run: Forward | None = None) -> ReferenceGradients:
         """Compute the loss and the gradients for the first batch (or the forward pass ``run``) and further batches."""
         return replace(
-            ReferenceGradients.of(self.model, run or self.run), further_batches=self.compute_further_references()
+            ReferenceGradients.from_model(self.model, run or self.run), further_batches=self.compute_further_gradients()
         )
 
-    def compute_further_references(self) -> tuple[ReferenceGradients, ...]:
+    def compute_further_gradients(self) -> tuple[ReferenceGradients, ...]:
         """Compute the loss and the gradients for each further example batch."""
-        return tuple(ReferenceGradients.of(self.model, further.run) for further in self.further)
+        return tuple(ReferenceGradients.from_model(self.model, further.run) for further in self.further)
 
     def explain_unvalidated_inputs(self, failure: str | None) -> dict[str, str]:
         """Map the name of each input that was not validated to the reason.
@@ -272,7 +272,7 @@ class ReducedModel:
         return {**dict.fromkeys(self.untried, UNTRIED), **dict.fromkeys(further, failure or "")}
 
     @property
-    def samples(self) -> int:
+    def num_samples(self) -> int:
         """The number of samples in the example batch."""
         return Counter(len(x) for x in self.batch.values() if x.dim()).most_common(1)[0][0]
 
@@ -290,9 +290,9 @@ def reduce_model(
         PolicyError: if no reduced model can be built and run, and the model is too large to be copied.
     """
     problems: list[str] = []
-    copies = _make_copy_functions(model)
+    copies = _list_model_copiers(model)
     try:
-        makes = [*_iter_model_makers(model), *copies]
+        makes = [*_iter_reduced_model_builders(model), *copies]
     except Exception as error:  # the class needs more than a config, or cannot be built with different configs
         makes, problems = copies, [_format_error(error)]
     for make, dtype in product(makes, PRECISIONS):
@@ -301,10 +301,12 @@ def reduce_model(
             if make not in copies:
                 if missing := find_layer_kinds(model) - find_layer_kinds(reduced):
                     raise ValueError(f"the reduced model lacks {len(missing)} kinds of layers that the full model has")
-                copy_replaced_forwards(reduced, model)
-            with check_independent_copy(model):
-                run, batch_used = _find_trainable_call(reduced, batch, media_in_text=media_in_text)
-            further = () if batch is not None or media_in_text else tuple(_iter_media_calls(reduced, batch_used))
+                copy_patched_forwards(reduced, model)
+            with check_copy_is_independent(model):
+                run, batch_used = _find_trainable_batch(reduced, batch, media_in_text=media_in_text)
+            further = (
+                () if batch is not None or media_in_text else tuple(_iter_media_forward_passes(reduced, batch_used))
+            )
             tried = {*batch_used, *(name for each in further for name in each.names)}
             media = example_inputs.find_media_inputs(reduced) if batch is None else []
             return ReducedModel(reduced, run, batch_used, further, tuple(name for name in media if name not in tried))
@@ -327,7 +329,7 @@ def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:160]}"
 
 
-def _make_copy_functions(model: nn.Module) -> list[Callable[[], nn.Module]]:
+def _list_model_copiers(model: nn.Module) -> list[Callable[[], nn.Module]]:
     make_copy = partial(copy_and_materialize if is_lazy(model) else copy.deepcopy, model)
     return [make_copy] if count_parameters(model) <= SMALL_NUMEL else []
 
@@ -339,15 +341,15 @@ def copy_small_model(model: nn.Module) -> ReducedModel:
         PolicyError: if the model is too large, or the copy cannot be run.
     """
     problem = f"it has more than {SMALL_NUMEL:,} parameters"
-    for make, dtype in product(_make_copy_functions(model), PRECISIONS):
+    for make, dtype in product(_list_model_copiers(model), PRECISIONS):
         try:
             reduced = remove_hooks(_build_on_cpu(make, dtype))
-            with check_independent_copy(model):
-                return ReducedModel(reduced, *_find_trainable_call(reduced, None, allow_guesses=True))
+            with check_copy_is_independent(model):
+                return ReducedModel(reduced, *_find_trainable_batch(reduced, None, allow_guesses=True))
         except PolicyError as error:
             problem = error.what
         except Exception as error:  # user code may raise anything
-            problem = f"{type(error).__name__}: {get_first_line(error)[:160]}"
+            problem = f"{type(error).__name__}: {get_first_message_line(error)[:160]}"
     raise PolicyError(
         f"No copy of {type(model).__name__} can be run: {problem}.",
         rule="A policy is validated by a forward and a backward pass of a copy with at most "
@@ -394,13 +396,13 @@ def _build_on_cpu(build_model: Callable[[], nn.Module], dtype: torch.dtype) -> n
         return build_model().to(device="cpu", dtype=dtype).eval().requires_grad_(True)
 
 
-def _iter_model_makers(model: nn.Module) -> Iterator[Callable[[], nn.Module]]:
+def _iter_reduced_model_builders(model: nn.Module) -> Iterator[Callable[[], nn.Module]]:
     if not hasattr(getattr(model, "config", None), "to_dict"):
         return
     shrinker = ConfigShrinker(model)
     # with the default number of layers, or as many as needed for one of each kind
     for recompute_derived, even, layers in product(
-        (False, True), (False, True), dict.fromkeys((0, get_min_num_layers(model)))
+        (False, True), (False, True), dict.fromkeys((0, get_num_layers_to_keep(model)))
     ):
         yield partial(_build_reduced_model, shrinker, even=even, layers=layers, recompute_derived=recompute_derived)
 
@@ -419,13 +421,13 @@ def _build_reduced_model(shrinker: ConfigShrinker, **options: Any) -> nn.Module:
 
 def _match_image_and_text_widths(model: nn.Module, small_config: Any) -> nn.Module:
     """Rebuild a multimodal model so that its image features are as wide as its text embeddings, if possible."""
-    made = dict(example_inputs.generate_inputs(model))
+    made = dict(example_inputs.generate_known_inputs(model))
     if width := example_inputs.get_image_feature_width(model, made):
         for path, value in iter_integer_fields(small_config):
             if value == width and len(path) > 1:
                 try:
                     other: nn.Module = type(model)(
-                        replace_fields(small_config, {path: example_inputs.get_text_width(model)})
+                        replace_config_fields(small_config, {path: example_inputs.get_text_embedding_dim(model)})
                     )
                     if not example_inputs.get_image_feature_width(other, made):
                         return other
@@ -434,7 +436,7 @@ def _match_image_and_text_widths(model: nn.Module, small_config: Any) -> nn.Modu
     return model
 
 
-def _find_trainable_call(
+def _find_trainable_batch(
     reduced: nn.Module, batch: Mapping[str, Tensor] | None, *, media_in_text: bool = False, allow_guesses: bool = False
 ) -> tuple[Forward, Mapping[str, Tensor]]:
     """Find the first batch on which the reduced model can be trained; return its forward pass and the batch.
@@ -445,7 +447,7 @@ def _find_trainable_call(
     for inputs in (
         [batch]
         if batch is not None
-        else _iter_batches(reduced, media_in_text=media_in_text, allow_guesses=allow_guesses)
+        else _iter_example_batches(reduced, media_in_text=media_in_text, allow_guesses=allow_guesses)
     ):
         for candidate in (*iter_batches_with_labels(reduced, inputs), inputs):
             run = make_forward_fn(reduced, candidate)
@@ -453,8 +455,8 @@ def _find_trainable_call(
                 native = copy.deepcopy(reduced)  # some modules store results of a forward pass
                 if candidate is not inputs and getattr(run(native), "loss", None) is None:
                     continue
-                ReferenceGradients.of(native, run).check_finite()
-                _set_training_mode(reduced, run, make_forward_fn(reduced, candidate, seed=1))
+                ReferenceGradients.from_model(native, run).check_finite()
+                _choose_training_mode(reduced, run, make_forward_fn(reduced, candidate, seed=1))
                 return run, candidate
             except Exception as error:
                 problem = error if problem is None or candidate is inputs else problem
@@ -462,7 +464,7 @@ def _find_trainable_call(
     raise problem
 
 
-def _iter_batches(
+def _iter_example_batches(
     reduced: nn.Module, *, media_in_text: bool, allow_guesses: bool = False
 ) -> Iterator[Mapping[str, Tensor]]:
     """Yield example batches for the reduced model, with guessed inputs last.
@@ -470,26 +472,29 @@ def _iter_batches(
     Args:
         media_in_text: whether batches with images or audio in the text come before batches with text only.
     """
-    guessed = example_inputs.guess_batches(reduced) if allow_guesses else []
+    guessed = example_inputs.guess_example_batches(reduced) if allow_guesses else []
     try:
         known = example_inputs.make_example_batches(reduced)
     except UnknownInputsError:
         if not guessed:
             raise
         known = []
-    ways = [example_inputs.insert_media_tokens(reduced, dict(example_inputs.generate_inputs(reduced))), known]
+    ways = [
+        example_inputs.iter_batches_with_media_tokens(reduced, dict(example_inputs.generate_known_inputs(reduced))),
+        known,
+    ]
     for way in ways if media_in_text else reversed(ways):
         yield from way
     yield from guessed
 
 
-def find_first_batch(model: nn.Module) -> Mapping[str, Tensor]:
+def find_accepted_batch(model: nn.Module) -> Mapping[str, Tensor]:
     """Return the first example batch that a model accepts, including labels if the model then returns a loss.
 
     Raises the error of the first batch if the model accepts none.
     """
     problem: Exception | None = None
-    for inputs in _iter_batches(model, media_in_text=True):
+    for inputs in _iter_example_batches(model, media_in_text=True):
         for candidate in (*iter_batches_with_labels(model, inputs), inputs):
             try:
                 with torch.no_grad():
@@ -502,10 +507,10 @@ def find_first_batch(model: nn.Module) -> Mapping[str, Tensor]:
     raise problem
 
 
-def _iter_media_calls(reduced: nn.Module, batch_used: Mapping[str, Tensor]) -> Iterator[MediaCall]:
+def _iter_media_forward_passes(reduced: nn.Module, batch_used: Mapping[str, Tensor]) -> Iterator[MediaForwardPass]:
     """Yield a forward pass with images or audio if the reduced model accepts them and ``batch_used`` has none."""
-    made = dict(example_inputs.generate_inputs(reduced))
-    for inputs in (*example_inputs.insert_media_tokens(reduced, made), made):
+    made = dict(example_inputs.generate_known_inputs(reduced))
+    for inputs in (*example_inputs.iter_batches_with_media_tokens(reduced, made), made):
         floats = [name for name, x in inputs.items() if x.is_floating_point()]
         adds_media = _has_media_tokens(reduced, inputs) and not _has_media_tokens(reduced, batch_used)
         names = tuple(name for name in floats if adds_media or name not in batch_used)
@@ -514,10 +519,10 @@ def _iter_media_calls(reduced: nn.Module, batch_used: Mapping[str, Tensor]) -> I
             try:
                 if candidate is not inputs and getattr(run(copy.deepcopy(reduced)), "loss", None) is None:
                     continue
-                ReferenceGradients.of(copy.deepcopy(reduced), run).check_finite()
+                ReferenceGradients.from_model(copy.deepcopy(reduced), run).check_finite()
             except Exception:  # a layout for another model
                 continue
-            yield MediaCall(run, names)
+            yield MediaForwardPass(run, names)
             return
 
 
@@ -527,12 +532,12 @@ def _has_media_tokens(reduced: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
     return MEDIA_TOKEN_FIELDS in inputs and bool(torch.isin(inputs[MEDIA_TOKEN_FIELDS], torch.tensor([*ids, -1])).any())
 
 
-def _set_training_mode(reduced: nn.Module, run: Forward, run_reseeded: Forward) -> None:
+def _choose_training_mode(reduced: nn.Module, run: Forward, run_reseeded: Forward) -> None:
     """Put a model into training mode without dropout, or into eval mode if training is random or fails."""
     disable_dropout(reduced.train())
     try:
         first, again = copy.deepcopy(reduced), copy.deepcopy(reduced)
-        reference = ReferenceGradients.of(first, run)
+        reference = ReferenceGradients.from_model(first, run)
         reference.check_finite()
         is_random = any(compute_probe_loss(call(again)).item() != reference.loss for call in (run, run_reseeded))
     except Exception:

@@ -48,7 +48,7 @@ def find_layer_kinds(model: nn.Module) -> frozenset[LayerKind]:
     )
 
 
-def get_min_num_layers(model: nn.Module) -> int:
+def get_num_layers_to_keep(model: nn.Module) -> int:
     """Return how many of the first layers a reduced model must keep to have a layer of each kind.
 
     Returns 0 if the default number suffices, or if more than ``MAX_LAYERS`` are needed.
@@ -77,11 +77,11 @@ def reduce_layers(
     A field counts layers if a smaller value shortens a module list of the model. If the model cannot be built because
     layers share weights, one more layer of each kind is kept.
     """
-    lengths = _get_list_lengths(model)
+    lengths = _get_module_list_lengths(model)
 
     def try_list_lengths(candidate: Any) -> dict[str, int] | None:
         try:
-            return _get_list_lengths(build_model(copy.deepcopy(candidate)))
+            return _get_module_list_lengths(build_model(copy.deepcopy(candidate)))
         except Exception:  # the field does not count layers
             return None
 
@@ -92,20 +92,20 @@ def reduce_layers(
         """Return whether a field is the number of stages, in a config with a list of the layers per stage."""
         neighbors = (values for at, values in iter_list_fields(config) if at[:-1] == path[:-1])
         is_candidate = path in dict(iter_integer_fields(config)) and any(len(values) == count for values in neighbors)
-        return is_candidate and is_shorter(try_list_lengths(config_fields.replace_fields(few, {path: count})))
+        return is_candidate and is_shorter(try_list_lengths(config_fields.replace_config_fields(few, {path: count})))
 
     kinds = [(path, len(names)) for path, names in iter_list_fields(config, item_type=str)]
     for path, count in [*iter_integer_fields(config), *kinds]:
         if count not in lengths.values():
             continue
-        few = _keep_few_layers(config, path, count, num_first, num_per_kind)
+        few = _remove_layers_from_config(config, path, count, num_first, num_per_kind)
         if (now := try_list_lengths(few)) is None:
-            now = try_list_lengths(few := _keep_few_layers(config, path, count, num_first, num_per_kind + 1))
+            now = try_list_lengths(few := _remove_layers_from_config(config, path, count, num_first, num_per_kind + 1))
         if is_shorter(now) and not counts_stages(path, count, few):
             config, lengths = few, now or lengths
     for path, values in iter_list_fields(config):
         for most in range(LAYERS, min(max(values), LAYERS + 2)):  # one class requires as many layers as stages
-            few = config_fields.replace_fields(config, {path: [min(n, most) for n in values]})
+            few = config_fields.replace_config_fields(config, {path: [min(n, most) for n in values]})
             if is_shorter(now := try_list_lengths(few)):
                 config, lengths = few, now or lengths
                 break
@@ -149,13 +149,13 @@ def reduce_rotary_sections(config: Any, model: nn.Module) -> None:
                     rope["mrope_section"] = [total - (count - 1) * size, *[size] * (count - 1)]
 
 
-def _get_list_lengths(model: nn.Module) -> dict[str, int]:
+def _get_module_list_lengths(model: nn.Module) -> dict[str, int]:
     """Return the number of layers in each module list of a model, except lists of embeddings or heads."""
     lists = {p: [*m.children()] for p, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
     return {path: len(layers) for path, layers in lists.items() if any(any(layer.children()) for layer in layers)}
 
 
-def _keep_few_layers(config: Any, path: Path, count: int, num_first: int, num_per_kind: int) -> Any:
+def _remove_layers_from_config(config: Any, path: Path, count: int, num_first: int, num_per_kind: int) -> Any:
     """Return a copy of a config with fewer layers, and shorten each list in it that has one entry per layer."""
     few = copy.deepcopy(config)
     place, field = get_sub_config(few, path[:-1]), path[-1]
@@ -190,7 +190,7 @@ def _is_list_of_layer_indices(values: Sequence[Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class SmallSizes:
+class ReducedModelSizes:
     """The sizes of a reduced model. Most of them are not divisible by four, to test uneven sharding."""
 
     heads: int = 6  # head count of a config that has only one
@@ -204,12 +204,12 @@ class SmallSizes:
     experts: int = 16
 
     @property
-    def hidden(self) -> int:
+    def hidden_size(self) -> int:
         return self.heads * self.head_dim
 
 
-ODD = SmallSizes()
-EVEN = SmallSizes(heads=16, more=32, head_dim=32, widths=(128, 64, 48, 40, 24))
+ODD = ReducedModelSizes()
+EVEN = ReducedModelSizes(heads=16, more=32, head_dim=32, widths=(128, 64, 48, 40, 24))
 """Sizes for configs that require powers of two or rotate a quarter of a head. With 16 heads, each of four ranks has
 heads of each of four partitions."""
 MANY_WORDS = 2**14  # vocabulary size for classes with hard-coded token ids, used as a last attempt
@@ -229,12 +229,12 @@ class ConfigShrinker:
     """Makes small configs for a model, after it measures which sizes of the model each config field controls."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.make = model, config_fields.make_meta_builder(type(model))
+        self.model, self.make = model, config_fields.make_meta_model_builder(type(model))
         self._few: dict[tuple[int, int], Any] = {}
         every = self._get_config_with_layers(0, 1)
         if find_layer_kinds(model) - find_layer_kinds(self.make(copy.deepcopy(every))):
             every = self._get_config_with_layers(count_layers_to_cover_kinds(model), 1)
-        measurements = config_fields.measure_fields(self.make, every)
+        measurements = config_fields.measure_config_fields(self.make, every)
         self.fields = [field for field in measurements if field.path[-1] not in STAGE_FIELDS]
         self.kinds = config_fields.determine_field_meanings(self.fields)
 
@@ -260,14 +260,18 @@ class ConfigShrinker:
             recompute_derived: whether to recompute derived fields of the config from the reduced fields.
         """
         sizes = replace(EVEN if even else ODD, words=MANY_WORDS if recompute_derived else ODD.words)
-        every = {path for path, _ in config_fields.iter_integers(self.model.config)}
+        every = {path for path, _ in config_fields.iter_integers_and_uniform_lists(self.model.config)}
         named = {(*p[:-1], name): n for p in every if p[-1] in NAMED for name, n in NAMED[p[-1]].items()}
         named = {path: n for path, n in named.items() if path in every}
         few = self._get_config_with_layers(layers, 0 if layers else 1)
-        small = config_fields.replace_fields(few, reduce_fields(self.fields, self.kinds, sizes) | named)
+        small = config_fields.replace_config_fields(
+            few, choose_reduced_field_values(self.fields, self.kinds, sizes) | named
+        )
         if self.count_model_parameters(small) > SMALL_NUMEL:
             fewer = replace(sizes, fewer_channels=FEWER_CHANNELS)
-            small = config_fields.replace_fields(few, reduce_fields(self.fields, self.kinds, fewer) | named)
+            small = config_fields.replace_config_fields(
+                few, choose_reduced_field_values(self.fields, self.kinds, fewer) | named
+            )
         assigned: dict[str, int] = {}
         for path, value in [
             *iter_integer_fields(small),
@@ -302,7 +306,7 @@ def shrink_config(config: Any, **options: Any) -> Any:
         options: options of ``ConfigShrinker.make_small_config``.
     """
     model = build_meta_model(config)
-    return ConfigShrinker(model).make_small_config(**{"layers": get_min_num_layers(model), **options})
+    return ConfigShrinker(model).make_small_config(**{"layers": get_num_layers_to_keep(model), **options})
 
 
 def build_meta_model(config: Any) -> nn.Module:
@@ -356,7 +360,10 @@ def rebuild_config(small_config: Any, kept_fields: Collection[str]) -> Any:
     return type(small_config)(**assigned)
 
 
-HEAD = (config_fields.SizeRole.MATRIX, config_fields.SizeRole.VECTOR)  # where the vocabulary size occurs in an LM head
+HEAD = (
+    config_fields.SizeLocation.MATRIX,
+    config_fields.SizeLocation.VECTOR,
+)  # where the vocabulary size occurs in an LM head
 MIN_HEAD_DIM = 4
 """Smallest number of features of a head. Smaller numbers are the side of a square of merged patches."""
 MAX_HEAD_DIM = 256
@@ -369,13 +376,13 @@ def get_fields_of_same_config(field: ConfigField, others: Sequence[ConfigField])
     return [other for other in others if other.path[:-1] == field.path[:-1]]
 
 
-def reduce_fields(
-    all_fields: Sequence[ConfigField], field_meanings: Mapping[Path, FieldMeaning], sizes: SmallSizes
+def choose_reduced_field_values(
+    all_fields: Sequence[ConfigField], field_meanings: Mapping[Path, FieldMeaning], sizes: ReducedModelSizes
 ) -> dict[Path, int]:
     """Return a small value for each config field that can be reduced, by the path of the field."""
     small: dict[Path, int] = {}
     of = {kind: [field for field in all_fields if field_meanings.get(field.path) is kind] for kind in FieldMeaning}
-    hidden = {n.value: _reduce_hidden_size(n, of[FieldMeaning.HIDDEN], sizes) for n in of[FieldMeaning.HIDDEN]}
+    hidden = {n.value: _choose_small_hidden_size(n, of[FieldMeaning.HIDDEN], sizes) for n in of[FieldMeaning.HIDDEN]}
     words = {
         n.value
         for n in of[FieldMeaning.ROWS]
@@ -383,11 +390,11 @@ def reduce_fields(
     }
     for field in of[FieldMeaning.HEADS]:
         counts = {n.value for n in get_fields_of_same_config(field, of[FieldMeaning.HEADS])}
-        small[field.path] = _reduce_head_counts(counts, sizes)[field.value]
+        small[field.path] = _choose_small_head_counts(counts, sizes)[field.value]
     for field in of[FieldMeaning.HEAD_DIM]:
         dim = sizes.head_dim * _count_parts_per_head(field, get_fields_of_same_config(field, of[FieldMeaning.HEAD_DIM]))
         small[field.path] = dim if field.value >= MIN_HEAD_DIM else field.value
-    small |= {n.path: _reduce_hidden_size(n, of[FieldMeaning.HIDDEN], sizes) for n in of[FieldMeaning.HIDDEN]}
+    small |= {n.path: _choose_small_hidden_size(n, of[FieldMeaning.HIDDEN], sizes) for n in of[FieldMeaning.HIDDEN]}
     for field in of[FieldMeaning.ROWS]:
         small[field.path] = min(field.value, sizes.words if field.value in words else sizes.positions)
     small |= {n.path: min(n.value, sizes.positions) for n in of[FieldMeaning.POSITIONS]}
@@ -396,7 +403,9 @@ def reduce_fields(
     small |= {n.path: min(n.value, LAYERS) for n in of[FieldMeaning.LAYERS]}
     widths = []
     for field in of[FieldMeaning.WIDTH]:
-        product = _reduce_width_of_heads(field, get_fields_of_same_config(field, all_fields), field_meanings, small)
+        product = _choose_small_width_of_heads(
+            field, get_fields_of_same_config(field, all_fields), field_meanings, small
+        )
         if field.value in hidden or product:
             small[field.path] = product or hidden[field.value]
         else:
@@ -404,31 +413,31 @@ def reduce_fields(
     ordered = sorted({n.value for n in widths}, reverse=True)
     small |= {n.path: sizes.widths[min(ordered.index(n.value), len(sizes.widths) - 1)] for n in widths}
     small |= dict(_derive_head_dims_from_widths(all_fields, of, small))
-    return small | _reduce_equal_fields(all_fields, field_meanings, small)
+    return small | _choose_values_of_equal_fields(all_fields, field_meanings, small)
 
 
-def _reduce_hidden_size(field: ConfigField, all_fields: Sequence[ConfigField], sizes: SmallSizes) -> int:
+def _choose_small_hidden_size(field: ConfigField, all_fields: Sequence[ConfigField], sizes: ReducedModelSizes) -> int:
     """Return a small hidden size that is larger or smaller than the main hidden size if the original one was."""
     matrices: dict[int, set[str]] = {}
     for other in get_fields_of_same_config(field, all_fields):
         matrices.setdefault(other.value, set()).update(other.get_changed_matrices())
     most = max(matrices, key=lambda value: len(matrices[value]))
-    return sizes.hidden * (1 + (field.value > most)) // (1 + (field.value < most))
+    return sizes.hidden_size * (1 + (field.value > most)) // (1 + (field.value < most))
 
 
 def _count_parts_per_head(field: ConfigField, neighbors: Sequence[ConfigField]) -> int:
     """Return how many parts a head dim consists of, such as rotary and non-rotary features."""
     if any(a.value + b.value == field.value and a.value != b.value for a, b in combinations(neighbors, 2)):
         return 2
-    part = next((n.value for n in neighbors if n.value in config_fields.get_rotary_features(field)), field.value)
+    part = next((n.value for n in neighbors if n.value in config_fields.get_possible_rotary_dims(field)), field.value)
     return max(1, field.value // part)
 
 
-def _reduce_width_of_heads(
+def _choose_small_width_of_heads(
     field: ConfigField,
     neighbors: Sequence[ConfigField],
     field_meanings: Mapping[Path, FieldMeaning],
-    small: Mapping[Path, int],
+    reduced_values: Mapping[Path, int],
 ) -> int | None:
     """Return a small value for a field that equals the head count times the head dim, or None for other fields."""
     for heads, dim in product(neighbors, neighbors):
@@ -440,30 +449,30 @@ def _reduce_width_of_heads(
             if field_meanings.get(dim.path) is FieldMeaning.HEAD_DIM or (
                 dim.path not in field_meanings and dim.value <= MAX_HEAD_DIM
             ):
-                return small[heads.path] * small.get(dim.path, dim.value)
+                return reduced_values[heads.path] * reduced_values.get(dim.path, dim.value)
     return None
 
 
 def _derive_head_dims_from_widths(
     all_fields: Sequence[ConfigField],
     fields_by_meaning: Mapping[FieldMeaning, Sequence[ConfigField]],
-    small: Mapping[Path, int],
+    reduced_values: Mapping[Path, int],
 ) -> Iterator[tuple[Path, int]]:
     """Yield a path and a small value for each field that equals a hidden size divided by a head count."""
     widths = {
-        (field.path[:-1], int(times * field.value)): int(times * small[field.path])
+        (field.path[:-1], int(times * field.value)): int(times * reduced_values[field.path])
         for field in fields_by_meaning[FieldMeaning.HIDDEN]
-        for spot, times in field.ratios.items() if spot.depth and times.denominator == 1
+        for spot, times in field.size_ratios.items() if spot.depth and times.denominator == 1
     }  # fmt: skip
     for field in all_fields:
         for heads in get_fields_of_same_config(field, fields_by_meaning[FieldMeaning.HEADS]):
             width = widths.get((field.path[:-1], field.value * heads.value), 0)
-            if field.path not in small and width and width % small[heads.path] == 0:
-                yield field.path, width // small[heads.path]
+            if field.path not in reduced_values and width and width % reduced_values[heads.path] == 0:
+                yield field.path, width // reduced_values[heads.path]
 
 
-def _reduce_equal_fields(
-    all_fields: Sequence[ConfigField], field_meanings: Mapping[Path, FieldMeaning], small: Mapping[Path, int]
+def _choose_values_of_equal_fields(
+    all_fields: Sequence[ConfigField], field_meanings: Mapping[Path, FieldMeaning], reduced_values: Mapping[Path, int]
 ) -> dict[Path, int]:
     """Return small values for fields of unknown meaning that have the same value as a field of known meaning.
 
@@ -472,20 +481,20 @@ def _reduce_equal_fields(
     # later meanings take precedence
     meanings = (FieldMeaning.ROWS, FieldMeaning.WIDTH, FieldMeaning.HIDDEN, FieldMeaning.HEAD_DIM, FieldMeaning.HEADS)
     ordered = [n for meaning in meanings for n in all_fields if field_meanings.get(n.path) is meaning]
-    anywhere = {n.value: small[n.path] for n in ordered if n.value >= MIN_UNAMBIGUOUS}
-    known = {(n.path[:-1], n.value): small[n.path] for n in ordered}
+    anywhere = {n.value: reduced_values[n.path] for n in ordered if n.value >= MIN_UNAMBIGUOUS}
+    known = {(n.path[:-1], n.value): reduced_values[n.path] for n in ordered}
     unknown = [
         n
         for n in all_fields
-        if n.path not in small and (n.value >= MIN_UNAMBIGUOUS or n.changes_only_derived_attributes())
+        if n.path not in reduced_values and (n.value >= MIN_UNAMBIGUOUS or n.changes_only_derived_attributes())
     ]
     new = {n.path: known.get((n.path[:-1], n.value), anywhere.get(n.value)) for n in unknown}
     return {path: size for path, size in new.items() if size is not None}
 
 
-def _reduce_head_counts(values: set[int], sizes: SmallSizes) -> dict[int, int]:
+def _choose_small_head_counts(head_counts: set[int], sizes: ReducedModelSizes) -> dict[int, int]:
     """Return a small value for each head count; if a count divides another one, the small values keep this property."""
-    ordered = sorted(values)
+    ordered = sorted(head_counts)
     small = dict.fromkeys(ordered, sizes.heads)
     if len(ordered) > 1 and any(value % ordered[0] == 0 for value in ordered[1:]):
         small[ordered[0]] = sizes.fewer

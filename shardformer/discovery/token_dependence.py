@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardformer.discovery.reduced_model import reduce_model
 from shardformer.discovery.shrink_config import SMALL_NUMEL
-from shardformer.errors import ConfigError, get_first_line
+from shardformer.errors import ConfigError, get_first_message_line
 from shardformer.meta_init.materialization import copy_and_materialize, is_lazy
 
 # B batch, S sequence, V vocabulary
@@ -55,7 +55,9 @@ def measure_label_dependence(model: Any) -> LabelDependence | None:
     return None
 
 
-def check_packing(model: Any, option: str = "data.packing = true", remedy: str = "Remove data.packing") -> None:
+def check_packing_is_supported(
+    model: Any, option: str = "data.packing = true", remedy: str = "Remove data.packing"
+) -> None:
     """Raise ConfigError if a model attends across documents that are packed into one row.
 
     The documents are separated by restarting ``position_ids``. The output of a packed document is compared with that of
@@ -66,10 +68,10 @@ def check_packing(model: Any, option: str = "data.packing = true", remedy: str =
         torch.manual_seed(0)
         try:
             small, ids_BS = _make_small_model(model)
-            is_separated = _separates_documents(small.to(torch.float64), ids_BS)
+            is_separated = _isolates_packed_documents(small.to(torch.float64), ids_BS)
             reason = "lets tokens attend to other documents of their row"
         except Exception as error:  # the model takes no position_ids
-            is_separated, reason = False, f"does not accept rows of several documents: {get_first_line(error)}"
+            is_separated, reason = False, f"does not accept rows of several documents: {get_first_message_line(error)}"
     if not is_separated:
         raise ConfigError(
             f"{option} does not support {type(model).__name__}, which {reason}.",
@@ -78,7 +80,7 @@ def check_packing(model: Any, option: str = "data.packing = true", remedy: str =
         )
 
 
-def _separates_documents(model: nn.Module, ids_BS: Tensor) -> bool:
+def _isolates_packed_documents(model: nn.Module, ids_BS: Tensor) -> bool:
     ids_BS, start = ids_BS[:, :LENGTH], LENGTH // 2
     positions_BS = torch.arange(start).repeat(2).expand_as(ids_BS)
     with torch.no_grad():

@@ -25,7 +25,7 @@ from shardformer.discovery.reduced_model import RELATIVE, ReducedModel, copy_wit
 from shardformer.discovery.shrink_config import SMALL_NUMEL, get_layer_kind
 from shardformer.discovery.validation import TrainingMismatchError, get_layer_stacks, validate_policy
 from shardformer.errors import PolicyError, ShardFormerError
-from shardformer.layout.tied_tensors import max_difference
+from shardformer.layout.tied_tensors import max_abs_difference
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.module_paths import as_path_list, get_by_path, join_path, match_paths
@@ -52,7 +52,7 @@ OF_MLP = (
 OF_EXPERTS = "List the weights that read the input in `up` and the last one in `down`, and set `fused` and `dims`."
 
 
-def suggest_fix(policy: Policy, role: Role | str | None, reduced: ReducedModel, module_path: str | None) -> str:
+def suggest_policy_fix(policy: Policy, role: Role | str | None, reduced: ReducedModel, module_path: str | None) -> str:
     """Return advice on how to correct a policy whose sharded model computes different results."""
     if isinstance(role, Attention) and isinstance(policy, RolePolicy):
         heads = role.num_heads or policy.num_heads
@@ -137,7 +137,7 @@ def _validate_registered_policy(
         )
         if lacks:
             return f"no reduced model can be built that contains {', '.join(sorted(lacks))}", None
-        reference = reduced.compute_reference()
+        reference = reduced.compute_reference_gradients()
     except PolicyError as error:
         return error.what, None
     except Exception as error:
@@ -187,7 +187,7 @@ class PolicyFailure:
     remedy: str | None = None
 
 
-class _NotValidated(Exception):
+class _ValidationImpossibleError(Exception):
     """Raised if a user's policy cannot be validated. The policy is then used without validation."""
 
 
@@ -195,7 +195,7 @@ _RESULTS: dict[Hashable, PolicyError | str | None] = {}
 _ONE_AT_A_TIME = threading.RLock()
 
 
-def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor: int) -> str | None:
+def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor_parallel_size: int) -> str | None:
     """Validate a user's policy by training a sharded copy of the model.
 
     Results are cached. No communication.
@@ -203,7 +203,7 @@ def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor: int) -> str
     Args:
         plan: the plan that the policy made for the model.
         policy: the policy, whose model and config are set.
-        tensor: the tensor parallel size.
+        tensor_parallel_size: the tensor parallel size.
 
     Returns:
         A note that explains why the policy could not be validated, or None if it passed.
@@ -211,17 +211,23 @@ def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor: int) -> str
     Raises:
         PolicyError: if the sharded copy does not run, or its outputs or gradients differ.
     """
-    if not policy.validate or isinstance(policy, DerivedPolicy) or _is_builtin(plan, policy):
+    if not policy.validate or isinstance(policy, DerivedPolicy) or _is_builtin_policy(plan, policy):
         return None
     model = plan.model
     excluded = ("model", "axis", "shard_config", "find_submodel_policy")
     options = repr({name: value for name, value in vars(policy).items() if name not in excluded})
-    key = (type(model), type(policy), options, tensor, hash((*compute_model_fingerprint(model), *plan.fingerprint())))
+    key = (
+        type(model),
+        type(policy),
+        options,
+        tensor_parallel_size,
+        hash((*compute_model_fingerprint(model), *plan.get_fingerprint_lines())),
+    )
     with _ONE_AT_A_TIME:
         if key not in _RESULTS:
             try:
-                _RESULTS[key] = _validate_on_copy(plan, policy, tensor)
-            except _NotValidated as error:
+                _RESULTS[key] = _validate_on_model_copy(plan, policy, tensor_parallel_size)
+            except _ValidationImpossibleError as error:
                 _RESULTS[key] = f"{type(policy).__name__} was not validated on a copy of the model: {error}."
         result = _RESULTS[key]
     if isinstance(result, PolicyError):
@@ -229,14 +235,14 @@ def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor: int) -> str
     return result
 
 
-def _is_builtin(plan: ShardingPlan, policy: Policy) -> bool:
+def _is_builtin_policy(plan: ShardingPlan, policy: Policy) -> bool:
     user_modules = find_user_code_modules(plan.model, [stack.layers for stack in plan.stacks])
     return type(policy).__module__.startswith("shardformer.") and next(user_modules, None) is None
 
 
-def _validate_on_copy(plan: ShardingPlan, policy: Policy, tensor: int) -> PolicyError | None:
+def _validate_on_model_copy(plan: ShardingPlan, policy: Policy, tensor_parallel_size: int) -> PolicyError | None:
     if code := next(_find_user_code_in_policy(plan, policy), None):
-        raise _NotValidated(f"the policy contains user code: {code}")
+        raise _ValidationImpossibleError(f"the policy contains user code: {code}")
     try:
         with (
             torch.inference_mode(False),
@@ -244,27 +250,29 @@ def _validate_on_copy(plan: ShardingPlan, policy: Policy, tensor: int) -> Policy
             torch.autocast("cpu", enabled=False),
             torch.random.fork_rng(devices=[]),
         ):
-            return _PolicyTrial(*_make_trial_model(plan.model, policy, tensor)).find_error()
+            return _PolicyValidator(*_make_trial_model(plan.model, policy, tensor_parallel_size)).find_policy_error()
     except PolicyError as error:  # no copy can be built or called
-        raise _NotValidated(error.what[:1].lower() + error.what[1:]) from error
+        raise _ValidationImpossibleError(error.what[:1].lower() + error.what[1:]) from error
 
 
-def _make_trial_model(model: nn.Module, policy: Policy, tensor: int) -> tuple[ReducedModel, Policy, int]:
+def _make_trial_model(model: nn.Module, policy: Policy, tensor_parallel_size: int) -> tuple[ReducedModel, Policy, int]:
     """Return a copy of a small model, or a reduced model of a large one, with its policy and the number of ranks."""
     numel = reduced_model.count_parameters(model)
     if numel <= SMALL_NUMEL:
-        if numel * tensor > MAX_TRIAL_NUMEL:
-            raise _NotValidated(f"it would take too long to validate {numel:,} parameters over {tensor} ranks")
-        return reduced_model.copy_small_model(model), policy, tensor
+        if numel * tensor_parallel_size > MAX_TRIAL_NUMEL:
+            raise _ValidationImpossibleError(
+                f"it would take too long to validate {numel:,} parameters over {tensor_parallel_size} ranks"
+            )
+        return reduced_model.copy_small_model(model), policy, tensor_parallel_size
     if not _refers_to_head_counts_by_name(policy):
-        raise _NotValidated(
+        raise _ValidationImpossibleError(
             f"the model has more than {SMALL_NUMEL:,} parameters, and the policy specifies head counts as numbers, "
             "which may differ in a reduced model. To enable validation, specify config fields or attributes instead"
         )
     reduced = reduced_model.reduce_model(model)
     if get_layer_kind(reduced.model) != get_layer_kind(model) or any("forward" in vars(m) for m in model.modules()):
-        raise _NotValidated("the reduced model does not contain the same modules as the full model")
-    return reduced, policy, min(tensor, MAX_TRIAL_RANKS)
+        raise _ValidationImpossibleError("the reduced model does not contain the same modules as the full model")
+    return reduced, policy, min(tensor_parallel_size, MAX_TRIAL_RANKS)
 
 
 def _refers_to_head_counts_by_name(policy: Policy) -> bool:
@@ -306,41 +314,47 @@ class _LowPrecisionDetector(TorchDispatchMode):
         return out
 
 
-class _PolicyTrial:
+class _PolicyValidator:
     """Compares sharded copies of a model with an unsharded copy.
 
-    Raises _NotValidated if the copy is not deterministic.
+    Raises _ValidationImpossibleError if the copy is not deterministic.
     """
 
     def __init__(self, reduced: ReducedModel, policy: Policy, tensor: int) -> None:
         self._reduced, self._policy, self._tensor = reduced, policy, tensor
         try:
             native = copy.deepcopy(reduced.model)  # some modules store results of a forward pass
-            first = reduced_model.ReferenceGradients.of(native, reduced.run)
+            first = reduced_model.ReferenceGradients.from_model(native, reduced.run)
             with TRACE_LOCK, _LowPrecisionDetector(native) as low_precision, torch.no_grad():
                 again = reduced_model.compute_probe_loss(reduced.run(native)).item()
             copy_with_shared_weights(reduced.model)
         except Exception as error:
-            raise _NotValidated(validation.summarize_error(error)) from error
+            raise _ValidationImpossibleError(validation.summarize_error(error)) from error
         if not abs(first.loss - again) <= 0.01 * RELATIVE * abs(first.loss):
-            raise _NotValidated("the model is not deterministic: two forward passes with the same batch differ")
+            raise _ValidationImpossibleError(
+                "the model is not deterministic: two forward passes with the same batch differ"
+            )
         self._draws_random_numbers = _draws_random_numbers(native, reduced)
         if low_precision.seen is not None:
             dtype = low_precision.seen
-            raise _NotValidated(f"the model computes in {dtype} internally, and rounding would hide differences")
+            raise _ValidationImpossibleError(
+                f"the model computes in {dtype} internally, and rounding would hide differences"
+            )
         self._reference = replace(first, model=reduced.model)
         self._parts: dict[type[nn.Module], Policy] = {}
 
-    def find_error(self) -> PolicyError | None:
+    def find_policy_error(self) -> PolicyError | None:
         """Return an error that describes how the sharded copy differs from the model, or None if it does not.
 
         The error names the role of the policy that causes the difference, if it is known.
         """
-        fault = self._find_failure(self._policy)
+        fault = self._find_training_failure(self._policy)
         if fault is None:
             return None
         if self._draws_random_numbers:
-            raise _NotValidated("the model draws random numbers, which differ between shards and the full model")
+            raise _ValidationImpossibleError(
+                "the model draws random numbers, which differ between shards and the full model"
+            )
         role, fault = next(self._iter_failing_roles(), (None, fault))
         name, model = type(self._policy).__name__, type(self._reduced.model).__name__
         text = role if isinstance(role, str | None) else f"{type(role).__name__} {role.at!r}"
@@ -348,7 +362,7 @@ class _PolicyTrial:
         return PolicyError(
             f"The policy does not match the model: sharded by {by}, {model} {fault.what}.",
             rule=RULE,
-            remedy=(fault.remedy or suggest_fix(self._policy, role, self._reduced, fault.at)).rstrip(".")
+            remedy=(fault.remedy or suggest_policy_fix(self._policy, role, self._reduced, fault.at)).rstrip(".")
             + ". If the difference is intended, set validate = False in the policy.",
         )
 
@@ -358,12 +372,14 @@ class _PolicyTrial:
             return
         for role, policy in _iter_single_role_policies(self._policy):
             try:
-                if (fault := self._find_failure(policy)) is not None:
+                if (fault := self._find_training_failure(policy)) is not None:
                     yield role, fault
-            except _NotValidated:
+            except _ValidationImpossibleError:
                 continue
 
-    def _find_failure(self, policy: Policy, expected_outputs: dict[str, Tensor] | None = None) -> PolicyFailure | None:
+    def _find_training_failure(
+        self, policy: Policy, expected_outputs: dict[str, Tensor] | None = None
+    ) -> PolicyFailure | None:
         """Train a sharded copy of the model, and return a description of the first failure or difference, or None.
 
         A second run with ``expected_outputs`` finds the module at which a difference appears.
@@ -381,11 +397,11 @@ class _PolicyTrial:
         try:
             run_as_threads(train, tensor=self._tensor, in_turn=True)
             return None
-        except _NotValidated:
+        except _ValidationImpossibleError:
             raise
         except TrainingMismatchError as difference:
             if expected_outputs is None:
-                return self._find_failure(policy, _record_module_outputs(self._reduced))
+                return self._find_training_failure(policy, _record_module_outputs(self._reduced))
             at = next(iter(first), None)
             if not str(difference).startswith("the output"):
                 return PolicyFailure(f"trains differently: {difference}" + (f", as does {at!r}" if at else ""), at)
@@ -393,14 +409,14 @@ class _PolicyTrial:
         except PolicyError as error:
             return PolicyFailure(f"does not run: {error.what}", remedy=error.remedy)
         except ShardFormerError as error:  # an option or input error, which the real forward pass will raise again
-            raise _NotValidated(error.what) from error
+            raise _ValidationImpossibleError(error.what) from error
         except Exception as error:  # a forward pass with wrong shards may raise anything
             at = next((found for model in models if (found := validation.find_failing_module(error, model))), None)
             where = (f" in {at!r}" if at else "") + validation.format_user_code_location(error)
             return PolicyFailure(f"does not run: {validation.summarize_error(error)}{where}", at)
 
     def _shard_with_copy(self, policy: Policy, model: nn.Module, context: ParallelContext) -> None:
-        """Shard a model with a copy of the policy, and raise _NotValidated if that fails.
+        """Shard a model with a copy of the policy, and raise _ValidationImpossibleError if that fails.
 
         Sharding the real model will raise the same error again.
         """
@@ -411,7 +427,7 @@ class _PolicyTrial:
             config = ShardConfig(context=context, extra_kwargs=dict(policy.shard_config.extra_kwargs))
             shard_for_validation(model, config, copied)
         except Exception as error:
-            raise _NotValidated(validation.summarize_error(error)) from error
+            raise _ValidationImpossibleError(validation.summarize_error(error)) from error
 
 
 def _draws_random_numbers(model: nn.Module, reduced: ReducedModel) -> bool:
@@ -470,7 +486,7 @@ def _add_comparison_hooks(model: nn.Module, expected_outputs: dict[str, Tensor],
         x, y = _get_first_tensor(output), expected_outputs.get(path)
         if type(x) is not Tensor or y is None or x.shape != y.shape or not x.is_floating_point():
             return  # sharded logits would be gathered, but the other ranks would not take part
-        if max_difference(x.detach(), y) > RELATIVE * y.abs().max():
+        if max_abs_difference(x.detach(), y) > RELATIVE * y.abs().max():
             different_modules.append(path)
 
     for path, module in model.named_modules():

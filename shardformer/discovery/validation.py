@@ -27,25 +27,25 @@ from shardformer.discovery.reduced_model import (
     compute_probe_loss,
     copy_with_shared_weights,
 )
-from shardformer.errors import PolicyError, ShardFormerError, get_first_line
+from shardformer.errors import PolicyError, ShardFormerError, get_first_message_line
 from shardformer.kernels.attention_registration import find_attention_classes
-from shardformer.layout.sharding_metadata import get_metadata, shard_specs
-from shardformer.layout.tied_tensors import max_difference
+from shardformer.layout.sharding_metadata import get_metadata, get_shard_specs
+from shardformer.layout.tied_tensors import max_abs_difference
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.tensor_grid import GRID_AXIS_NAMES, TensorGrid
 from shardformer.module_paths import LIBRARIES
 from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, owner_layers, owner_stages
 from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward, StageForwardState, is_placeholder
-from shardformer.pipeline.stage_manager import copy_shared_attributes
+from shardformer.pipeline.stage_manager import copy_first_layer_attributes
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import LayerStack
 from shardformer.sharding.apply import shard_for_validation
-from shardformer.sharding.apply_context_parallel import ContextTrialResult, explain_unsupported_attention
+from shardformer.sharding.apply_context_parallel import ContextParallelTrialResult, explain_unsupported_attention
 from shardformer.sharding.apply_tensor_grid import (
     ArgumentSamples,
-    find_full_input_modules,
+    find_modules_with_extra_inputs,
     make_argument_key,
     named_tensor_arguments,
 )
@@ -82,7 +82,7 @@ def find_failing_module(error: BaseException, model: nn.Module) -> str | None:
 
 def summarize_error(error: BaseException) -> str:
     """Return the class name and the first line of an error."""
-    return f"{type(error).__name__}: {get_first_line(error)[:MAX_ERROR_CHARS]}"
+    return f"{type(error).__name__}: {get_first_message_line(error)[:MAX_ERROR_CHARS]}"
 
 
 def _is_library_frame(frame: FrameType) -> bool:
@@ -90,7 +90,7 @@ def _is_library_frame(frame: FrameType) -> bool:
     return name.partition(".")[0] in LIBRARIES or frame.f_code.co_filename.startswith("<")
 
 
-def validate_policy(reference: ReferenceGradients, policy: type[Policy], ranks: int, **options: bool) -> str | None:
+def validate_policy(reference: ReferenceGradients, policy: type[Policy], num_ranks: int, **options: bool) -> str | None:
     """Shard a model with a policy and train the model; return the first difference from unsharded training, or None.
 
     Args:
@@ -101,17 +101,17 @@ def validate_policy(reference: ReferenceGradients, policy: type[Policy], ranks: 
         config = ShardConfig(context=context, **options)  # type: ignore[arg-type]  # boolean options only
         shard_for_validation(model, config, policy())
 
-    return validate_sharding(reference, shard, tensor=ranks)
+    return validate_sharding(reference, shard, tensor=num_ranks)
 
 
 def validate_sharding(
-    reference: ReferenceGradients, shard: Callable[[nn.Module, ParallelContext], None], **sizes: int
+    reference: ReferenceGradients, shard: Callable[[nn.Module, ParallelContext], None], **axis_sizes: int
 ) -> str | None:
     """Train a sharded model with threads as ranks; return the first difference from unsharded training, or None.
 
     Args:
         shard: shards the model on one rank.
-        sizes: sizes of the axes of the device mesh.
+        axis_sizes: sizes of the axes of the device mesh.
     """
 
     def train(context: ParallelContext) -> None:
@@ -122,7 +122,7 @@ def validate_sharding(
             compare_training(expected, model)
 
     try:
-        run_as_threads(train, **sizes, in_turn=True)
+        run_as_threads(train, **axis_sizes, in_turn=True)
     except (TrainingMismatchError, ShardFormerError) as error:
         return error.what if isinstance(error, ShardFormerError) else str(error)
     except Exception as error:  # a forward pass with wrong shards may raise anything
@@ -146,7 +146,7 @@ def compare_training(reference: ReferenceGradients, model: nn.Module) -> None:
             f"the output differs: its test loss is {loss.item():.6g} instead of {reference.loss:.6g}"
         )
     loss.backward()
-    specs, coords = shard_specs(model), get_metadata(model).coords
+    specs, coords = get_shard_specs(model), get_metadata(model).coords
     for name, param in model.named_parameters():
         expected = reference.gradients[name]
         if (expected is None) != (param.grad is None):
@@ -155,8 +155,8 @@ def compare_training(reference: ReferenceGradients, model: nn.Module) -> None:
             )
         if expected is None or param.grad is None or not expected.numel():
             continue
-        shard = specs[name].slice(expected, coords)
-        if not reference.is_within_tolerance(name, max_difference(shard, param.grad)):
+        shard = specs[name].slice_full_tensor(expected, coords)
+        if not reference.is_within_tolerance(name, max_abs_difference(shard, param.grad)):
             raise TrainingMismatchError(f"the gradient of {name} differs")
 
 
@@ -182,7 +182,7 @@ def build_layer_sequence(model: nn.Module, policy: type[RolePolicy], stacks: Seq
     return instantiate_policy(with_stacks, model).layer_sequence()
 
 
-def validate_stages(
+def validate_pipeline_stages(
     reference: ReferenceGradients, policy: type[RolePolicy], stacks: Sequence[LayerStack]
 ) -> str | None:
     """Run a model in two pipeline stages, and return how it differs from the full model, or None.
@@ -205,21 +205,23 @@ def validate_stages(
     return None
 
 
-def _compare_stages(reference: ReferenceGradients, chain: LayerSequence, spans: Sequence[LayerRange]) -> None:
-    owners = owner_layers(reference.model, chain)
-    stages_of_param = owner_stages(owners, spans)
+def _compare_stages(
+    reference: ReferenceGradients, layer_sequence: LayerSequence, layer_ranges: Sequence[LayerRange]
+) -> None:
+    owners = owner_layers(reference.model, layer_sequence)
+    stages_of_param = owner_stages(owners, layer_ranges)
     stages: list[tuple[nn.Module, StageForward]] = []
-    for stage in range(len(spans)):
+    for stage in range(len(layer_ranges)):
         model, placeholders = copy_with_shared_weights(reference.model), ParameterPlaceholders()
         placeholders.replace_params(model, {name: stage in stages_of for name, stages_of in stages_of_param.items()})
-        copy_shared_attributes(model, chain, [spans[stage]])
-        stages.append((model, StageForward(model, chain, placeholders, owners)))
+        copy_first_layer_attributes(model, layer_sequence, [layer_ranges[stage]])
+        stages.append((model, StageForward(model, layer_sequence, placeholders, owners)))
     (first, first_forward), (second, second_forward) = stages
-    _, payload = first_forward.run(first, StageForwardState(spans[0], {}), lambda: reference.run(first))
+    _, payload = first_forward.run(first, StageForwardState(layer_ranges[0], {}), lambda: reference.run(first))
     if payload is None:
         raise TrainingMismatchError("the forward pass did not call all layers of the first stage")
     received = {name: x.detach().requires_grad_(x.requires_grad) for name, x in payload.items()}
-    output, _ = second_forward.run(second, StageForwardState(spans[1], received), lambda: reference.run(second))
+    output, _ = second_forward.run(second, StageForwardState(layer_ranges[1], received), lambda: reference.run(second))
     _compare_outputs(reference, output)
     trains = [name for name, x in payload.items() if x.requires_grad]
     if any(received[name].grad is None for name in trains):
@@ -237,7 +239,7 @@ def _compare_outputs(reference: ReferenceGradients, output: Any) -> None:
         raise TrainingMismatchError("the output of the last stage depends on parameters of an earlier stage")
     for at in here:
         a, b = expected[at], stage_outputs[at]
-        if not max_difference(a, b) <= RELATIVE * a.abs().max():
+        if not max_abs_difference(a, b) <= RELATIVE * a.abs().max():
             raise TrainingMismatchError("the output differs")
     reference.model.zero_grad()
     for outputs in (expected, stage_outputs):
@@ -251,9 +253,9 @@ def _compare_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> Non
     if expected.keys() != gradients.keys():
         name = sorted(expected.keys() ^ gradients.keys())[0]
         raise TrainingMismatchError(f"{name} has a gradient either only with or only without pipeline stages")
-    bounds = reduced_model.compute_tolerances(expected)
+    bounds = reduced_model.compute_gradient_tolerances(expected)
     for name, gradient in expected.items():
-        if gradient.numel() and not max_difference(gradient, gradients[name]) <= bounds[name]:
+        if gradient.numel() and not max_abs_difference(gradient, gradients[name]) <= bounds[name]:
             raise TrainingMismatchError(f"the gradient of {name} differs")
 
 
@@ -275,22 +277,22 @@ def _sum_gradients(full_model: nn.Module, models: Sequence[nn.Module]) -> dict[s
 
 
 @dataclass(frozen=True)
-class ContextValidation:
+class ContextValidationResult:
     """The result of validating context parallelism on a reduced model."""
 
     failure: str | None  # why the sequence cannot be sharded, or None if validation passed
-    findings: ContextTrialResult = field(
-        default_factory=ContextTrialResult
+    findings: ContextParallelTrialResult = field(
+        default_factory=ContextParallelTrialResult
     )  # sequence dims, modules with full sequences
 
 
 Result = TypeVar("Result")
-_CONTEXT_RESULTS: dict[Hashable, ContextValidation] = {}
+_CONTEXT_RESULTS: dict[Hashable, ContextValidationResult] = {}
 
 
 def validate_context_parallel(
     model: nn.Module, policy: Policy, sizes: RingSizes, *, allow_full_attention: bool = True
-) -> ContextValidation:
+) -> ContextValidationResult:
     """Validate context parallelism on a reduced model.
 
     Results are cached by config. No communication.
@@ -301,13 +303,13 @@ def validate_context_parallel(
         allow_full_attention: whether attention modules may be computed for the full sequence on every rank.
     """
     sizes = RingSizes(min(sizes.ring, 2), min(sizes.group, 2), sizes.gathers)
-    key = (reduced_model.make_validation_key(model), sizes.ring, sizes.group, sizes.gathers, allow_full_attention)
-    return _get_or_validate(
+    key = (reduced_model.make_validation_cache_key(model), sizes.ring, sizes.group, sizes.gathers, allow_full_attention)
+    return _get_cached_or_validate(
         _CONTEXT_RESULTS, key, lambda: _validate_context(model, policy, sizes, allow_full_attention)
     )
 
 
-def _get_or_validate(
+def _get_cached_or_validate(
     results: dict[Hashable, Result], key: tuple[Hashable, ...], validate: Callable[[], Result]
 ) -> Result:
     """Return the cached result of a validation. Run the validation if there is none, or if the model has no key."""
@@ -323,19 +325,19 @@ def _get_or_validate(
 
 def _validate_context(
     model: nn.Module, policy: Policy, sizes: RingSizes, allow_full_attention: bool
-) -> ContextValidation:
+) -> ContextValidationResult:
     try:
         reduced = reduced_model.reduce_or_copy_model(model)
     except PolicyError as error:
-        return ContextValidation(error.what)
-    reference = reduced.compute_reference()
+        return ContextValidationResult(error.what)
+    reference = reduced.compute_reference_gradients()
     bound = copy.copy(policy)
     bound.set_model(reduced.model)
     stacks = [StackCallRecord(reference, stack.layers) for stack in bound.stacks()]
-    if any(tokens.shape[0] != reduced.samples == tokens.shape[1] for tokens in stacks):
-        return ContextValidation("its layers take inputs of shape (sequence, batch, hidden)")
+    if any(tokens.shape[0] != reduced.num_samples == tokens.shape[1] for tokens in stacks):
+        return ContextValidationResult("its layers take inputs of shape (sequence, batch, hidden)")
 
-    def train_with(findings: ContextTrialResult, reference: ReferenceGradients) -> ContextValidation:
+    def train_with(findings: ContextParallelTrialResult, reference: ReferenceGradients) -> ContextValidationResult:
         runs: list[Any] = []
 
         def shard(model: nn.Module, context: ParallelContext) -> None:
@@ -347,7 +349,9 @@ def _validate_context(
                 runs.append(get_metadata(model).context_run)
 
         failure = validate_sharding(reference, shard, sequence=sizes.ring * sizes.group)
-        return ContextValidation(failure, replace(findings, dims=runs[0].dims) if runs else ContextTrialResult())
+        return ContextValidationResult(
+            failure, replace(findings, dims=runs[0].dims) if runs else ContextParallelTrialResult()
+        )
 
     not_dispatched = explain_unsupported_attention(reduced.model)
     failure = ""
@@ -370,15 +374,15 @@ def _validate_context(
             )
     if not_dispatched is not None:
         failure = f"it {not_dispatched}, and {failure or 'no module was found that mixes tokens'}"
-    return ContextValidation(failure)
+    return ContextValidationResult(failure)
 
 
 def _iter_context_candidates(
     model: nn.Module, stacks: Sequence[StackCallRecord], *, is_dispatched: bool, allow_full_attention: bool
-) -> Iterator[ContextTrialResult]:
+) -> Iterator[ContextParallelTrialResult]:
     """Yield sets of modules that may need the full sequence under context parallelism, the least expensive first."""
     if is_dispatched:
-        yield ContextTrialResult()
+        yield ContextParallelTrialResult()
     classes = find_attention_classes(model)
 
     def attends(layer: str, name: str) -> bool:
@@ -390,10 +394,10 @@ def _iter_context_candidates(
         (t.layers, name) for t in stacks for layer, name in t.find_token_mixing_modules() if not attends(layer, name)
     )
     if is_dispatched and mixing:
-        yield ContextTrialResult(gathers=mixing)
+        yield ContextParallelTrialResult(gathers=mixing)
     if allow_full_attention:
         yield from (
-            ContextTrialResult(gathers=_remove_duplicates(names), is_whole=True)
+            ContextParallelTrialResult(gathers=_remove_duplicates(names), is_whole=True)
             for names in (attending, attending + mixing)
             if names
         )
@@ -404,7 +408,7 @@ def _remove_duplicates(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]
 
 
 @dataclass(frozen=True)
-class GridValidation:
+class GridValidationResult:
     """The result of validating 2D, 2.5D or 3D tensor parallelism on a reduced model."""
 
     failure: str | None  # why the model cannot be sharded over the grid, or None if validation passed
@@ -412,10 +416,10 @@ class GridValidation:
     unproven: Mapping[str, str] = field(default_factory=dict)  # why the layout was not validated with an input
 
 
-_GRID_RESULTS: dict[Hashable, GridValidation] = {}
+_GRID_RESULTS: dict[Hashable, GridValidationResult] = {}
 
 
-def validate_tensor_grid(model: nn.Module, policy: Policy, grid: TensorGrid) -> GridValidation:
+def validate_tensor_grid(model: nn.Module, policy: Policy, grid: TensorGrid) -> GridValidationResult:
     """Validate 2D, 2.5D or 3D tensor parallelism on a reduced model.
 
     Axes with more than one rank are validated with two ranks. Results are cached by config. No communication.
@@ -425,24 +429,24 @@ def validate_tensor_grid(model: nn.Module, policy: Policy, grid: TensorGrid) -> 
     """
     sizes = tuple(min(axis.size, 2) for axis in (grid.row, grid.column, grid.depth))
     axes = dict(zip(GRID_AXIS_NAMES, sizes, strict=True))
-    key = (reduced_model.make_validation_key(model), grid.mode, sizes)
-    return _get_or_validate(_GRID_RESULTS, key, lambda: _validate_grid(model, policy, grid.mode, axes))
+    key = (reduced_model.make_validation_cache_key(model), grid.mode, sizes)
+    return _get_cached_or_validate(_GRID_RESULTS, key, lambda: _validate_grid(model, policy, grid.mode, axes))
 
 
-def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str, int]) -> GridValidation:
+def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str, int]) -> GridValidationResult:
     try:
         reduced = reduced_model.reduce_model(model)
     except PolicyError as error:
-        return GridValidation(error.what)
-    larger_batch_run = _make_larger_batch_run(reduced)
-    reference = reduced.compute_reference(larger_batch_run)
+        return GridValidationResult(error.what)
+    larger_batch_run = _make_larger_batch_forward(reduced)
+    reference = reduced.compute_reference_gradients(larger_batch_run)
     total = sizes["row"] * sizes["column"] * sizes["depth"]
 
     bound = copy.copy(policy)
     bound.set_model(reduced.model)
     bound.set_shard_config(ShardConfig(context=ParallelContext.of({})))
-    samples = _find_batch_dims(
-        reduced, larger_batch_run, find_full_input_modules(bound), [s.layers for s in bound.stacks()]
+    samples = _find_batch_dims_of_arguments(
+        reduced, larger_batch_run, find_modules_with_extra_inputs(bound), [s.layers for s in bound.stacks()]
     )
 
     def shard(model: nn.Module, context: ParallelContext) -> None:
@@ -451,27 +455,27 @@ def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str,
 
     failure = validate_sharding(reference, shard, tensor=total)
     if failure is None:
-        return GridValidation(None, samples, reduced.explain_unvalidated_inputs(None))
+        return GridValidationResult(None, samples, reduced.explain_unvalidated_inputs(None))
     if (
         reference.further_batches
         and validate_sharding(replace(reference, further_batches=()), shard, tensor=total) is None
     ):
-        return GridValidation(None, samples, reduced.explain_unvalidated_inputs(failure))
-    return GridValidation(failure)
+        return GridValidationResult(None, samples, reduced.explain_unvalidated_inputs(failure))
+    return GridValidationResult(failure)
 
 
-def _make_larger_batch_run(reduced: ReducedModel) -> Forward:
+def _make_larger_batch_forward(reduced: ReducedModel) -> Forward:
     """Return a function that runs a forward pass on the example batch plus one sample."""
-    count = reduced.samples
+    count = reduced.num_samples
     more = {n: torch.cat((x, x[:1])) if x.dim() and len(x) == count else x for n, x in reduced.batch.items()}
     return make_forward_fn(reduced.model, more)
 
 
-def _find_batch_dims(
+def _find_batch_dims_of_arguments(
     reduced: ReducedModel, larger_batch_run: Forward, attentions: list[str], stacks: list[str]
 ) -> ArgumentSamples:
     """Find the batch dim of each module argument, which is the dim that grows with the number of samples."""
-    count = reduced.samples
+    count = reduced.num_samples
     narrow, wide = (
         _record_argument_shapes(reduced.model, run, attentions, stacks) for run in (reduced.run, larger_batch_run)
     )

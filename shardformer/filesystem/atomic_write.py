@@ -38,7 +38,7 @@ class ProcessIdentity(NamedTuple):
     start: int
 
     @classmethod
-    def this(cls) -> ProcessIdentity:
+    def current(cls) -> ProcessIdentity:
         return cls(_get_machine_id(), os.getpid(), _get_start_time(os.getpid()) or 0)
 
     @property
@@ -124,7 +124,7 @@ def make_folder(folder: Path) -> None:
 
 def make_temporary_path(path: Path, kind: str = SAVING) -> Path:
     """Return a unique temporary path in the folder of ``path``, for a file that is later renamed to ``path``."""
-    machine, pid, start = ProcessIdentity.this()
+    machine, pid, start = ProcessIdentity.current()
     return path.with_name(f".{kind}-{path.name[:_MAX_NAME_LENGTH]}-{machine}-{pid}-{start}-{secrets.token_hex(8)}")
 
 
@@ -148,11 +148,11 @@ def remove_stale_temporary_files(folder: Path, name: str) -> None:
     """Remove the temporary files that killed processes created for ``name``, except replaced versions of it."""
     for path, found in find_temporary_paths(folder, name):
         if found.owner.is_dead and found.kind != REPLACED:
-            remove(path)
+            remove_file_or_folder(path)
 
 
-def move_into_place(new: Path, target: Path) -> Path:
-    """Rename the folder ``new`` to ``target``. Return the temporary path to which an existing target was moved.
+def move_into_place(new_folder: Path, target: Path) -> Path:
+    """Rename the folder ``new_folder`` to ``target``. Return the temporary path to which an existing target was moved.
 
     Raises OSError if a folder cannot be renamed. The previous target is then restored.
     """
@@ -160,7 +160,7 @@ def move_into_place(new: Path, target: Path) -> Path:
     if is_there:
         target.rename(replaced)
     try:
-        new.rename(target)
+        new_folder.rename(target)
     except BaseException:
         if is_there:
             replaced.rename(target)
@@ -168,7 +168,7 @@ def move_into_place(new: Path, target: Path) -> Path:
     return replaced
 
 
-def remove(path: Path) -> None:
+def remove_file_or_folder(path: Path) -> None:
     """Remove a file or folder without following symbolic links, and ignore errors."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
@@ -177,29 +177,29 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def create_file(path: Path) -> BinaryIO:
+def create_new_file(path: Path) -> BinaryIO:
     """Create a file and open it for writing. Raises OSError if the file or a symbolic link of that name exists."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     return os.fdopen(descriptor, "wb", buffering=0)
 
 
-def write_all(file: BinaryIO, data: Any) -> None:
+def write_all_bytes(file: BinaryIO, data: Any) -> None:
     """Write all bytes of ``data`` to an unbuffered file, with several calls of ``write`` if needed."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]
 
 
-def write_new(path: Path, data: bytes, *, to_disk: bool = False) -> None:
+def write_new_file(path: Path, data: bytes, *, sync_to_disk: bool = False) -> None:
     """Create a file that contains ``data``, and optionally sync it to disk. Raises OSError if the file exists."""
-    with create_file(path) as file:
-        write_all(file, data)
-        if to_disk:
+    with create_new_file(path) as file:
+        write_all_bytes(file, data)
+        if sync_to_disk:
             os.fsync(file.fileno())
 
 
 @contextmanager
-def replace_atomically(path: Path) -> Iterator[Path]:
+def replace_file_atomically(path: Path) -> Iterator[Path]:
     """Yield a temporary path, and rename the file there to ``path`` if the ``with`` block raises no error.
 
     The temporary path has the same suffix. Readers see either the old or the new file. If the block raises, ``path`` is
@@ -211,13 +211,13 @@ def replace_atomically(path: Path) -> Iterator[Path]:
         yield hidden
         os.replace(hidden, path)
     finally:
-        remove(hidden)
+        remove_file_or_folder(hidden)
 
 
-def replace_text(path: Path, text: str, *, to_disk: bool = True) -> None:
+def replace_text_atomically(path: Path, text: str, *, sync_to_disk: bool = True) -> None:
     """Replace the content of a file with ``text`` atomically. By default, the text is first synced to disk."""
-    with replace_atomically(path) as hidden:
-        write_new(hidden, text.encode(), to_disk=to_disk)
+    with replace_file_atomically(path) as hidden:
+        write_new_file(hidden, text.encode(), sync_to_disk=sync_to_disk)
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class DirectoryWriter:
     own: re.Pattern[str]
     key: str
 
-    def replace(self, folder: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
+    def replace_directory(self, folder: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
         """Call ``write`` with a temporary directory, then replace ``folder`` by this directory.
 
         If ``write`` raises, or an OSError occurs, the folder is unchanged. If the process dies, the folder is
@@ -244,7 +244,7 @@ class DirectoryWriter:
             write(hidden)
             self.replace_target(hidden, target)
         finally:
-            remove(hidden)
+            remove_file_or_folder(hidden)
 
     def create_temporary_directory(self, target: Path, sibling: Path) -> Path:
         """Create a temporary directory next to ``sibling``, after cleaning up the directories of killed processes."""
@@ -252,7 +252,7 @@ class DirectoryWriter:
         remove_stale_temporary_files(sibling.parent, target.name)
         for path, found in find_temporary_paths(sibling.parent, target.name):
             if found.kind == REPLACED and found.owner.is_dead:
-                self._remove_replaced(path, target) if target.exists() else path.rename(target)
+                self._remove_replaced_directory(path, target) if target.exists() else path.rename(target)
         hidden = make_temporary_path(sibling)
         hidden.mkdir()
         return hidden
@@ -263,27 +263,27 @@ class DirectoryWriter:
         The directories are exchanged, unless ``target`` has subfolders (other processes may write into them), is the
         working directory, or cannot be renamed. In these cases its files are replaced one by one. Raises OSError.
         """
-        kept = self._find_other_files(target, new)
+        kept = self._find_unrelated_files(target, new)
         is_current = target.exists() and os.path.samefile(target, os.curdir)
         if is_current or new.parent != target.parent or any(path.is_dir() and not path.is_symlink() for path in kept):
-            self._replace_files(new, target)
+            self._replace_files_one_by_one(new, target)
             return
         _link_files(kept, new)
-        self._remove_replaced(move_into_place(new, target), target)
+        self._remove_replaced_directory(move_into_place(new, target), target)
 
-    def _remove_replaced(self, replaced: Path, target: Path) -> None:
+    def _remove_replaced_directory(self, replaced: Path, target: Path) -> None:
         """Move the unrelated files of the replaced directory to ``target``, then remove the replaced directory."""
-        for path in self._find_other_files(replaced, target):
+        for path in self._find_unrelated_files(replaced, target):
             path.rename(target / path.name)
-        remove(replaced)
+        remove_file_or_folder(replaced)
 
-    def _find_other_files(self, target: Path, new: Path) -> list[Path]:
+    def _find_unrelated_files(self, target: Path, new: Path) -> list[Path]:
         """Return the files of the directory ``target`` that an export did not write, such as a tokenizer or a log."""
         there = sorted(target.iterdir()) if target.is_dir() else []
         written = {path.name for path in new.iterdir()}
         return [path for path in there if path.name not in written and not self.own.fullmatch(path.name)]
 
-    def _replace_files(self, temporary: Path, target: Path) -> None:
+    def _replace_files_one_by_one(self, temporary: Path, target: Path) -> None:
         """Move the files in ``temporary`` to ``target``. The file ``key`` is removed first and moved last."""
         new = {path.name for path in temporary.iterdir()}
         (target / self.key).unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shardformer.errors import ConfigError, InputError
-from shardformer.filesystem.atomic_write import ProcessIdentity, make_folder, write_new
+from shardformer.filesystem.atomic_write import ProcessIdentity, make_folder, write_new_file
 
 LOCK = ".shardformer.lock"
 REFRESH_S, STALE_S = 5.0, 30.0
@@ -33,7 +33,7 @@ _RULE = "Only one job at a time may write to a folder"
 
 
 @dataclass(eq=False)
-class _Lock:
+class _FolderLock:
     """Lock on a folder that this process owns until all objects that hold it have been garbage collected."""
 
     path: Path
@@ -49,7 +49,7 @@ class _ProcessLocks:
         os.register_at_fork(after_in_child=self.reset_locks)
 
     def reset_locks(self) -> None:
-        self.locks: dict[str, _Lock] = {}
+        self.locks: dict[str, _FolderLock] = {}
         self.is_refreshing = False
         self.acquiring = threading.Lock()
         self.changing = threading.RLock()  # reentrant, because finalizers may run during any allocation
@@ -58,7 +58,7 @@ class _ProcessLocks:
 _LOCKS = _ProcessLocks()
 
 
-def hold(folder: Path, holder: Any) -> bool:
+def acquire_folder_lock(folder: Path, holder: Any) -> bool:
     """Lock a folder against other processes until ``holder`` is garbage collected. Create the folder if needed.
 
     Several objects of a process may hold the same folder. Only the first rank of a job calls this, so nothing is
@@ -76,7 +76,7 @@ def hold(folder: Path, holder: Any) -> bool:
     with _LOCKS.acquiring:
         lock = _LOCKS.locks.get(key)
         if lock is None or not _owns_lock_file(lock):
-            new = _Lock(Path(key, LOCK), holders=lock.holders if lock is not None else set())
+            new = _FolderLock(Path(key, LOCK), holders=lock.holders if lock is not None else set())
             _acquire_lock_file(new, folder)
             lock = new
         with _LOCKS.changing:
@@ -87,16 +87,16 @@ def hold(folder: Path, holder: Any) -> bool:
             if id(holder) in lock.holders:
                 return False
             lock.holders.add(id(holder))
-    weakref.finalize(holder, _release_holder, key, id(holder), os.getpid())
+    weakref.finalize(holder, _release_lock_of_holder, key, id(holder), os.getpid())
     return True
 
 
-def release(folder: Path, holder: Any) -> None:
+def release_folder_lock(folder: Path, holder: Any) -> None:
     """Release the lock that ``holder`` has on a folder. Without another holder, the folder is unlocked."""
-    _release_holder(os.path.realpath(folder), id(holder), os.getpid())
+    _release_lock_of_holder(os.path.realpath(folder), id(holder), os.getpid())
 
 
-def check_lock_is_held(folder: Path) -> None:
+def check_folder_lock_is_held(folder: Path) -> None:
     """Raise InputError if another process has taken over the lock that this process had on a folder."""
     lock = _LOCKS.locks.get(os.path.realpath(folder))
     if lock is None or _owns_lock_file(lock):
@@ -104,7 +104,7 @@ def check_lock_is_held(folder: Path) -> None:
     with suppress(FileExistsError):  # the lock file was removed, so lock the folder again
         _create_lock_file(lock)
         return
-    owner = _describe_owner(_read_lock_file(lock.path) or {})
+    owner = _describe_lock_owner(_read_lock_file(lock.path) or {})
     raise InputError(
         f"The lock of {folder} was taken over by {owner} while this process did not respond.",
         rule=_RULE,
@@ -112,7 +112,7 @@ def check_lock_is_held(folder: Path) -> None:
     )
 
 
-def _release_holder(key: str, holder_id: int, pid: int) -> None:
+def _release_lock_of_holder(key: str, holder_id: int, pid: int) -> None:
     if pid != os.getpid():  # a forked child does not own its parent's locks
         return
     with _LOCKS.changing:
@@ -127,7 +127,7 @@ def _release_holder(key: str, holder_id: int, pid: int) -> None:
                     lock.path.unlink()
 
 
-def _acquire_lock_file(lock: _Lock, folder: Path) -> None:
+def _acquire_lock_file(lock: _FolderLock, folder: Path) -> None:
     """Create the lock file of a folder, or take it over if its owner has ended. Raises ConfigError if it is in use."""
     while True:
         with suppress(FileExistsError):
@@ -137,12 +137,12 @@ def _acquire_lock_file(lock: _Lock, folder: Path) -> None:
         if found is None:
             continue
         owner = ProcessIdentity(str(found.get("machine")), int(found.get("process", 0)), int(found.get("started", 0)))
-        is_own = owner == ProcessIdentity.this()  # for example after a failed release
-        if not (is_own or owner.is_dead or (not owner.is_on_this_machine and _is_stale(lock.path))):
+        is_own = owner == ProcessIdentity.current()  # for example after a failed release
+        if not (is_own or owner.is_dead or (not owner.is_on_this_machine and _is_lock_file_stale(lock.path))):
             if not os.path.lexists(lock.path):
                 continue  # the lock has just been released
             raise ConfigError(
-                f"{folder} is in use by {_describe_owner(found)}.",
+                f"{folder} is in use by {_describe_lock_owner(found)}.",
                 rule=_RULE,
                 remedy=f"Use a different folder for each job, or end that process first. If that process is no longer "
                 f"running, remove {lock.path}.",
@@ -150,8 +150,8 @@ def _acquire_lock_file(lock: _Lock, folder: Path) -> None:
         _remove_stale_lock(lock.path, found)
 
 
-def _create_lock_file(lock: _Lock) -> None:
-    process = ProcessIdentity.this()
+def _create_lock_file(lock: _FolderLock) -> None:
+    process = ProcessIdentity.current()
     try:
         user = getpass.getuser()
     except (OSError, KeyError):
@@ -161,7 +161,7 @@ def _create_lock_file(lock: _Lock) -> None:
         "machine": process.machine, "since": time.strftime("%Y-%m-%d %H:%M:%S%z"),
     }  # fmt: skip
     try:
-        write_new(lock.path, f"{json.dumps(content)}\n".encode())
+        write_new_file(lock.path, f"{json.dumps(content)}\n".encode())
     except FileExistsError:
         raise
     except OSError:
@@ -183,7 +183,7 @@ def _read_lock_file(path: Path) -> dict[str, Any] | None:
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.EISDIR):
                 raise
-            raise _lock_file_error(path) from error
+            raise _make_invalid_lock_file_error(path) from error
         try:
             found = json.loads(data)
         except ValueError:
@@ -191,23 +191,23 @@ def _read_lock_file(path: Path) -> dict[str, Any] | None:
         if isinstance(found, dict):
             return found
         if data or not is_file:
-            raise _lock_file_error(path)
+            raise _make_invalid_lock_file_error(path)
         if time.monotonic() > end:
-            return {"machine": ProcessIdentity.this().machine}  # the owner was killed
+            return {"machine": ProcessIdentity.current().machine}  # the owner was killed
         time.sleep(0.05)
 
 
-def _lock_file_error(path: Path) -> ConfigError:
+def _make_invalid_lock_file_error(path: Path) -> ConfigError:
     return ConfigError(f"{path} is not a lock file of ShardFormer.", remedy="Remove it, or use another folder.")
 
 
-def _owns_lock_file(lock: _Lock) -> bool:
+def _owns_lock_file(lock: _FolderLock) -> bool:
     with suppress(ConfigError):
         return (_read_lock_file(lock.path) or {}).get("token") == lock.token
     return False
 
 
-def _is_stale(path: Path) -> bool:
+def _is_lock_file_stale(path: Path) -> bool:
     """Wait for the owner of a lock file to refresh it, and return True if this does not happen within 30 s."""
     before, end = _get_lock_file_stamp(path), time.monotonic() + STALE_S
     while time.monotonic() < end:
@@ -237,7 +237,9 @@ def _remove_stale_lock(path: Path, stale_content: dict[str, Any]) -> None:
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # without flock (network file systems), ``check_lock_is_held`` detects a lost lock
+        with suppress(
+            OSError
+        ):  # without flock (network file systems), ``check_folder_lock_is_held`` detects a lost lock
             fcntl.flock(folder, fcntl.LOCK_EX)
         if _read_lock_file(path) == stale_content:
             with suppress(FileNotFoundError):
@@ -246,7 +248,7 @@ def _remove_stale_lock(path: Path, stale_content: dict[str, Any]) -> None:
         os.close(folder)
 
 
-def _describe_owner(content: dict[str, Any]) -> str:
+def _describe_lock_owner(content: dict[str, Any]) -> str:
     words = [f"process {content.get('process')} of {content.get('user')} on {content.get('host')}"]
     return ", since ".join([*words, str(content["since"])] if "since" in content else words)
 

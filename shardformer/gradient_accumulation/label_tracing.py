@@ -30,11 +30,11 @@ class TensorSize:
     dim: int
     sign: int = 1
 
-    def evaluate(self, tensors: Tensors) -> int:
+    def compute_size(self, tensors: Tensors) -> int:
         return self.sign * tensors[self.name].shape[self.dim]
 
     @staticmethod
-    def match(number: int, tensors: Tensors) -> TensorSize | int:
+    def from_number(number: int, tensors: Tensors) -> TensorSize | int:
         """Return the ``TensorSize`` of a tensor dimension whose size is ``number``, or ``number`` if there is none.
 
         Ignores the first dimension of each tensor, and the numbers -1, 0 and 1.
@@ -84,7 +84,7 @@ def evaluate_expression(expression: Expression, tensors: Tensors, values: dict[i
     def evaluate_argument(x: Any) -> Any:
         if isinstance(x, BatchTensor | DerivedTensor):
             return evaluate_expression(x, tensors, values)
-        return x.evaluate(tensors) if isinstance(x, TensorSize) else x
+        return x.compute_size(tensors) if isinstance(x, TensorSize) else x
 
     args, kwargs = (
         _map_nested(expression.args, evaluate_argument),
@@ -130,7 +130,9 @@ class LabelTracer:
         expression: Expression | None = self._expressions.get(tensor)
         return expression
 
-    def record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+    def record_function_call(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
+    ) -> None:
         is_write = is_inplace(func, kwargs)
         written = args[0] if is_write and args and isinstance(args[0], Tensor) else None
         if written is None and not isinstance(out, Tensor | tuple | list):
@@ -162,7 +164,7 @@ class LabelTracer:
         def to_expression(x: Any) -> Any:
             nonlocal num_known
             if not isinstance(x, Tensor):
-                return TensorSize.match(x, self._tensors) if has_sizes and type(x) is int else x
+                return TensorSize.from_number(x, self._tensors) if has_sizes and type(x) is int else x
             expression = self.get_expression(x)
             if expression is not None:
                 num_known += 1

@@ -1,8 +1,8 @@
 """Scale the losses of micro-batches so that their sum equals the loss of the full batch.
 
 Micro-batches can have different numbers of labels, because of padding or a short last micro-batch. The mean of their
-mean losses then differs from the mean over all tokens of the batch. While the model's head runs, ``LossWeights``
-intercepts the mean losses of ``torch.nn.functional`` and replaces the i-th one by
+mean losses then differs from the mean over all tokens of the batch. While the model's head runs,
+``MicroBatchLossScaler`` intercepts the mean losses of ``torch.nn.functional`` and replaces the i-th one by
 
     mean_m * n_mi / N_i             n_mi = labels counted in micro-batch m,   N_i = sum of n_mi over all micro-batches
 
@@ -88,7 +88,9 @@ class LossCall:
     ignore_index: int | None
 
     @classmethod
-    def bind(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LossCall:
+    def from_call_arguments(
+        cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> LossCall:
         bound = _signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         named = bound.arguments
@@ -110,21 +112,23 @@ class LossCall:
         return self.reduction in ("mean", "batchmean")
 
     @property
-    def has_classes(self) -> bool:
+    def has_class_index_targets(self) -> bool:
         """Whether the target of the loss contains class indices."""
         return RECORDED_LOSSES[self.func] == "classes" and self.basis is not None and not self.basis.is_floating_point()
 
     @property
-    def has_weights(self) -> bool:
-        return self.named.get("weight") is not None and (self.has_classes or self.func in _WEIGHT_NORMALIZED_LOSSES)
+    def has_label_weights(self) -> bool:
+        return self.named.get("weight") is not None and (
+            self.has_class_index_targets or self.func in _WEIGHT_NORMALIZED_LOSSES
+        )
 
-    def compute(self) -> Tensor:
+    def compute_loss(self) -> Tensor:
         """Call the loss function with the recorded arguments."""
         return self.func(*self.args, **self.kwargs)
 
-    def compute_count(self) -> LossCount:
+    def compute_mean_denominator(self) -> LossCount:
         """Return the denominator of a mean loss, such as the number of labels that are not ignored."""
-        if self.has_classes or self.has_weights:
+        if self.has_class_index_targets or self.has_label_weights:
             assert self.basis is not None
             return self.count_labels(self.basis, self.ignore_index)
         first: Tensor = next(iter(self.named.values()))
@@ -138,33 +142,37 @@ class LossCall:
             return int(torch.broadcast_shapes(first.shape, self.basis.shape).numel())
         return self.basis.numel() // self._num_classes()  # class probabilities
 
-    def count_labels(self, basis: Tensor, ignore_index: int | None) -> LossCount:
+    def count_labels(self, target_or_weights: Tensor, ignore_index: int | None) -> LossCount:
         """Return the denominator of a mean loss for a different target or weight tensor.
 
         For a tensor without data, this is the number of its elements.
         """
-        if not has_data(basis):
-            return basis.numel()
+        if not has_data(target_or_weights):
+            return target_or_weights.numel()
         weight: Tensor | None = self.named.get("weight")
-        if not self.has_classes:
-            return basis.detach().sum(dtype=torch.float64)
-        counted = torch.ones_like(basis, dtype=torch.bool) if ignore_index is None else basis != ignore_index
+        if not self.has_class_index_targets:
+            return target_or_weights.detach().sum(dtype=torch.float64)
+        counted = (
+            torch.ones_like(target_or_weights, dtype=torch.bool)
+            if ignore_index is None
+            else target_or_weights != ignore_index
+        )
         if weight is None:
             return counted.sum()
-        of_target = weight.detach().double()[torch.where(counted, basis, 0).to(weight.device)]
+        of_target = weight.detach().double()[torch.where(counted, target_or_weights, 0).to(weight.device)]
         return torch.where(counted.to(weight.device), of_target, 0.0).sum()
 
     @property
     def ignores_extra_class(self) -> bool:
         """Whether ``ignore_index`` equals the number of classes, as in question answering models."""
-        return self.has_classes and self.ignore_index == self._num_classes()
+        return self.has_class_index_targets and self.ignore_index == self._num_classes()
 
     def find_ignore_index(self, tensors: Tensors, other_tensors: Tensors) -> int | None:
         """Return the ``ignore_index`` of another micro-batch, which may be its sequence length."""
         if self.ignore_index is None or not self.ignores_extra_class:
             return self.ignore_index
-        size = TensorSize.match(self.ignore_index, tensors)
-        return size.evaluate(other_tensors) if isinstance(size, TensorSize) else size
+        size = TensorSize.from_number(self.ignore_index, tensors)
+        return size.compute_size(other_tensors) if isinstance(size, TensorSize) else size
 
     def _num_classes(self) -> int:
         if "linear_weight" in self.named:
@@ -189,7 +197,7 @@ Problem = Callable[[], str]
 
 
 @dataclass
-class _LossTotals:
+class _LossLabelCounts:
     """The number of labels in each micro-batch that one of the model's calls of a loss function counts.
 
     For a mean loss, the numbers are predicted. For a summed loss, they are counted in each call.
@@ -210,7 +218,7 @@ class _RecordedLosses:
     reductions: list[str] = field(default_factory=list)
 
 
-class LossWeights:
+class MicroBatchLossScaler:
     """A recorder that scales the losses of micro-batches so that they sum to the loss of the full batch.
 
     Call ``start(m)`` and ``stop()`` before and after the head in each micro-batch's forward pass. Run the backward pass
@@ -248,147 +256,155 @@ class LossWeights:
         self._num_ranks = 1 if self._data_axis is None else self._data_axis[0].size
         self._is_full_batch = len(micro_batches) == 1 and self._data_axis is None
         self._counts, self._weight = counts, 0.0
-        self._weight_shares = None if loss_weight is None else self._compute_weight_shares(loss_weight)
-        self._losses: list[_LossTotals] = []
+        self._weight_shares = None if loss_weight is None else self._compute_micro_batch_weights(loss_weight)
+        self._losses: list[_LossLabelCounts] = []
         self._first: int | None = None
         self._forwards: dict[int, _RecordedLosses] = {}
         self._factors: dict[int, Tensor] = {}  # per micro-batch: factor of each recorded loss in the micro-batch's loss
         self._deferred_checks: list[tuple[Tensor, Problem]] = []
-        self._recorder: _LossRecorder | None = None
+        self._recorder: _LossFunctionRecorder | None = None
         self._is_evaluation = not torch.is_grad_enabled()
         self.has_only_class_means = self._weight_shares is None
         """Whether all recorded losses are means over labels of the batch, so that samples are independent."""
 
-    def start(self, index: int) -> None:
-        """Start recording calls of loss functions in micro-batch ``index``. Call ``stop`` after its forward pass."""
-        self.stop()
+    def start_recording(self, micro_batch_index: int) -> None:
+        """Start recording calls of loss functions in a micro-batch. Call ``stop_recording`` after its forward pass."""
+        self.stop_recording()
         if self._weight_shares is not None or (self._is_full_batch and not self._counts):
             return
         if self._first is None:
-            self._first = index
-        if index == self._first:
+            self._first = micro_batch_index
+        if micro_batch_index == self._first:
             self._losses = []
-        self._forwards[index] = _RecordedLosses()
-        needs_labels = index == self._first and not self._is_full_batch
-        trace = LabelTracer(dict(iterate_named_tensors(self._micro_batches[index]))) if needs_labels else None
-        self._recorder = _LossRecorder(self, index, trace)
+        self._forwards[micro_batch_index] = _RecordedLosses()
+        needs_labels = micro_batch_index == self._first and not self._is_full_batch
+        trace = (
+            LabelTracer(dict(iterate_named_tensors(self._micro_batches[micro_batch_index]))) if needs_labels else None
+        )
+        self._recorder = _LossFunctionRecorder(self, micro_batch_index, trace)
         self._recorder.__enter__()
 
-    def stop(self) -> None:
+    def stop_recording(self) -> None:
         """Stop recording the calls of loss functions in the current micro-batch."""
         watch, self._recorder = self._recorder, None
         if watch is not None:
             watch.__exit__(None, None, None)
 
-    def scale_loss(self, index: int, loss: Tensor) -> Tensor:
+    def scale_loss(self, micro_batch_index: int, loss: Tensor) -> Tensor:
         """Scale the loss of a micro-batch to its contribution to the loss of the full batch.
 
         Raises ConfigError if the loss is not a linear combination of the recorded losses.
         """
         if self._weight_shares is not None:
-            share = self._weight_shares[index]
+            share = self._weight_shares[micro_batch_index]
             return loss * share if share else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
         if self._is_full_batch:
             return loss
-        forward = self._forwards.pop(index, _RecordedLosses())
+        forward = self._forwards.pop(micro_batch_index, _RecordedLosses())
         if not forward.parts:
             unreduced = " except with reduction='none'" if "none" in forward.reductions else ""
-            raise not_sum_of_means_error(
+            raise make_not_sum_of_means_error(
                 f"The model returned the loss {loss.detach()} without calling a loss function of "
                 f"torch.nn.functional{unreduced}"
             )
         if loss.numel() != 1:
-            raise not_sum_of_means_error(
-                f"The loss of micro-batch {index} has the shape {tuple(loss.shape)}, but it must be a scalar"
+            raise make_not_sum_of_means_error(
+                f"The loss of micro-batch {micro_batch_index} has the shape {tuple(loss.shape)}, but it must be a "
+                "scalar"
             )
         if len(forward.parts) != len(self._losses):
-            raise not_sum_of_means_error(
-                f"The model called {len(forward.parts)} loss functions for micro-batch {index}, but "
+            raise make_not_sum_of_means_error(
+                f"The model called {len(forward.parts)} loss functions for micro-batch {micro_batch_index}, but "
                 f"{len(self._losses)} for micro-batch {self._first}"
             )
-        self._check_linear_combination(index, loss, forward)
+        self._check_linear_combination(micro_batch_index, loss, forward)
         return loss.detach() if self._is_evaluation else loss
 
-    def finish(self) -> None:
+    def run_deferred_checks(self) -> None:
         """Run the checks that were deferred to avoid synchronizing with the GPU. Raises ConfigError if one fails."""
         checks, self._deferred_checks = self._deferred_checks, []
         results = tolist_or_ones(torch.stack([ok for ok, _ in checks])) if checks else []
         for (_, problem), ok in zip(checks, results, strict=True):
             if not ok:
-                raise not_sum_of_means_error(problem())
-        self._check_no_divided_sum()
+                raise make_not_sum_of_means_error(problem())
+        self._check_summed_loss_is_not_divided()
 
     @property
-    def counted(self) -> float | None:
+    def num_counted_labels(self) -> float | None:
         """Number of labels in the mean loss of the full batch, or None if the terms of the loss have different ones."""
         if self._weight_shares is not None:
             return self._weight
         return totals.pop() if len(totals := {x.total if x.is_mean else None for x in self._losses}) == 1 else None
 
     @property
-    def factors(self) -> Tensor:
+    def factors_hash(self) -> Tensor:
         """A hash of the factors by which the model multiplies its mean losses. It must be equal on all data ranks."""
         values = next(iter(self._factors.values()), torch.zeros(0, dtype=torch.float64))
         return (values * torch.arange(1, len(values) + 1, device=values.device)).sum()
 
-    def record_loss(self, index: int, trace: LabelTracer | None, call: LossCall) -> Tensor:
-        """Record a call of a loss function in micro-batch ``index``, and return its share of the full batch's loss."""
-        forward = self._forwards[index]
+    def record_loss(self, micro_batch_index: int, label_tracer: LabelTracer | None, call: LossCall) -> Tensor:
+        """Record a call of a loss function in a micro-batch, and return its share of the full batch's loss."""
+        forward = self._forwards[micro_batch_index]
         forward.reductions.append(call.reduction)
         if self._is_full_batch:
-            total = float(call.compute_count()) if call.is_mean else 0.0
-            self._losses.append(_LossTotals(call.name, call.is_mean, total=total))
+            total = float(call.compute_mean_denominator()) if call.is_mean else 0.0
+            self._losses.append(_LossLabelCounts(call.name, call.is_mean, total=total))
         if self._is_full_batch or call.reduction == "none":
-            return call.compute()
+            return call.compute_loss()
         loss_index = len(forward.parts)
-        if index == self._first:
-            self._losses.append(_LossTotals(call.name, call.is_mean))
+        if micro_batch_index == self._first:
+            self._losses.append(_LossLabelCounts(call.name, call.is_mean))
             if call.is_mean:
-                self._store_counts(self._losses[-1], index, trace, call, loss_index)
+                self._store_label_counts(self._losses[-1], micro_batch_index, label_tracer, call, loss_index)
             else:
                 self.has_only_class_means = False
         elif [(x.name, x.is_mean) for x in self._losses[loss_index : loss_index + 1]] != [(call.name, call.is_mean)]:
-            raise not_sum_of_means_error(
-                f"The model computes loss {loss_index} of micro-batch {index} with {call.name}, but uses a different "
-                f"loss function or reduction in micro-batch {self._first}"
+            raise make_not_sum_of_means_error(
+                f"The model computes loss {loss_index} of micro-batch {micro_batch_index} with {call.name}, but uses a "
+                f"different loss function or reduction in micro-batch {self._first}"
             )
         elif call.is_mean:
-            self._check_count(index, loss_index, call)
-        part = self._compute_share(self._losses[loss_index], index, call)
+            self._check_predicted_count(micro_batch_index, loss_index, call)
+        part = self._compute_loss_share(self._losses[loss_index], micro_batch_index, call)
         if self._is_evaluation:
             part = part.detach().requires_grad_()
         forward.parts.append(part)
-        with self.enable_grad_in_evaluation(index):
+        with self.enable_grad_in_evaluation(micro_batch_index):
             return part.clone()
 
-    def enable_grad_in_evaluation(self, index: int) -> AbstractContextManager[Any]:
+    def enable_grad_in_evaluation(self, micro_batch_index: int) -> AbstractContextManager[Any]:
         """Enable gradients during evaluation, in order to compute the factors of the recorded losses."""
-        return torch.enable_grad() if self._is_evaluation and self._forwards[index].parts else nullcontext()
+        return torch.enable_grad() if self._is_evaluation and self._forwards[micro_batch_index].parts else nullcontext()
 
-    def _compute_share(self, loss: _LossTotals, index: int, call: LossCall) -> Tensor:
+    def _compute_loss_share(self, loss_counts: _LossLabelCounts, micro_batch_index: int, call: LossCall) -> Tensor:
         if not call.is_mean:
-            loss.seen[index] = call.compute_count()
-            return call.compute() * self._num_ranks if self._data_axis is not None else call.compute()
-        n, total = loss.n_m[index], loss.total
+            loss_counts.seen[micro_batch_index] = call.compute_mean_denominator()
+            return call.compute_loss() * self._num_ranks if self._data_axis is not None else call.compute_loss()
+        n, total = loss_counts.n_m[micro_batch_index], loss_counts.total
         if not total:  # the full batch's loss is NaN, too
-            return call.compute()
-        return call.compute() * (n * self._num_ranks / total) if n else call.compute_with_reduction("sum") * 0.0
+            return call.compute_loss()
+        return call.compute_loss() * (n * self._num_ranks / total) if n else call.compute_with_reduction("sum") * 0.0
 
-    def _store_counts(
-        self, loss: _LossTotals, index: int, trace: LabelTracer | None, call: LossCall, loss_index: int
+    def _store_label_counts(
+        self,
+        loss_counts: _LossLabelCounts,
+        micro_batch_index: int,
+        label_tracer: LabelTracer | None,
+        call: LossCall,
+        loss_index: int,
     ) -> None:
         """Predict and store the number of labels that a mean loss counts in each micro-batch.
 
         If the prediction fails, this rank sends NaN to the other data ranks, which would otherwise wait for it.
         """
         try:
-            loss.n_m = self._predict_counts(index, trace, call, loss_index)
+            loss_counts.n_m = self._predict_label_counts(micro_batch_index, label_tracer, call, loss_index)
         except ShardFormerError:
-            self._sum_over_data(math.nan)
+            self._sum_over_data_ranks(math.nan)
             raise
-        loss.total = self._sum_over_data(sum(loss.n_m))
+        loss_counts.total = self._sum_over_data_ranks(sum(loss_counts.n_m))
 
-    def _sum_over_data(self, value: float) -> float:
+    def _sum_over_data_ranks(self, value: float) -> float:
         if self._data_axis is None:
             return value
         axis, device = self._data_axis
@@ -401,9 +417,9 @@ class LossWeights:
             remedy="See the log of that rank for the error.",
         )
 
-    def _compute_weight_shares(self, loss_weight: LossWeight) -> list[float]:
+    def _compute_micro_batch_weights(self, loss_weight: LossWeight) -> list[float]:
         weights = [float(loss_weight(m)) for m in self._micro_batches]
-        total = self._weight = self._sum_over_data(sum(weights))
+        total = self._weight = self._sum_over_data_ranks(sum(weights))
         if not total > 0 or min(weights) < 0:
             raise ConfigError(
                 f"loss_weight returned {weights}. The weights must not be negative, and their sum must be positive.",
@@ -411,43 +427,50 @@ class LossWeights:
             )
         return [weight * self._num_ranks / total for weight in weights]
 
-    def _predict_counts(self, first: int, trace: LabelTracer | None, call: LossCall, loss_index: int) -> list[float]:
-        here = call.compute_count()
+    def _predict_label_counts(
+        self, first_index: int, label_tracer: LabelTracer | None, call: LossCall, loss_index: int
+    ) -> list[float]:
+        here = call.compute_mean_denominator()
         tensors = [dict(iterate_named_tensors(m)) for m in self._micro_batches]
-        n_m = self._predict_counts_from_labels(first, trace, call, loss_index, tensors)
-        self.has_only_class_means = self.has_only_class_means and n_m is not None and call.has_classes
+        n_m = self._predict_counts_from_labels(first_index, label_tracer, call, loss_index, tensors)
+        self.has_only_class_means = self.has_only_class_means and n_m is not None and call.has_class_index_targets
         if n_m is None:
-            n_m = self._predict_counts_from_samples(first, call, here)
-        n_m[first] = here
+            n_m = self._predict_counts_from_samples(first_index, call, here)
+        n_m[first_index] = here
         if any(isinstance(n, Tensor) for n in n_m):
             device = next(n.device for n in n_m if isinstance(n, Tensor))
             n_m = torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device) for n in n_m]).tolist()
         return [float(n) for n in n_m]
 
     def _predict_counts_from_labels(
-        self, first: int, trace: LabelTracer | None, call: LossCall, loss_index: int, tensors: list[dict[Any, Tensor]]
+        self,
+        first_index: int,
+        label_tracer: LabelTracer | None,
+        call: LossCall,
+        loss_index: int,
+        micro_batch_tensors: list[dict[Any, Tensor]],
     ) -> list[Any] | None:
         """Predict the number of labels of each micro-batch from its label tensor, or return None if it is unknown."""
-        basis, here = call.basis, tensors[first]
+        basis, here = call.basis, micro_batch_tensors[first_index]
         if basis is None:
             return None
-        n, counts = call.compute_count(), call.has_classes or call.has_weights
+        n, counts = call.compute_mean_denominator(), call.has_class_index_targets or call.has_label_weights
 
         def count(m: int, there: Tensor) -> LossCount:
             if counts:
-                return call.count_labels(there.to(basis.device), call.find_ignore_index(here, tensors[m]))
+                return call.count_labels(there.to(basis.device), call.find_ignore_index(here, micro_batch_tensors[m]))
             assert isinstance(n, int)
             return n * there.numel() // max(basis.numel(), 1)
 
-        expression = None if trace is None else trace.get_expression(basis)
+        expression = None if label_tracer is None else label_tracer.get_expression(basis)
         if expression is not None:
             try:
-                bases = [evaluate_expression(expression, of_m) for of_m in tensors]
+                bases = [evaluate_expression(expression, of_m) for of_m in micro_batch_tensors]
             except (RuntimeError, IndexError, TypeError, ValueError, KeyError):
                 bases = []  # an expression with a fixed length, in a micro-batch of another length
-            if bases and _is_equal_tensor(bases[first], basis):
+            if bases and _are_equal_tensors(bases[first_index], basis):
                 return [count(m, there) for m, there in enumerate(bases)]
-        if not call.has_classes:
+        if not call.has_class_index_targets:
             return None
         ignore_index = -100 if call.ignore_index is None else call.ignore_index
         used = [form for i, form in self._label_transforms.items() if i < loss_index]
@@ -456,36 +479,39 @@ class LossWeights:
             return None
         form = self._label_transforms[loss_index] if self._label_transforms.get(loss_index) in forms else forms[0]
         self._label_transforms[loss_index] = form
-        there_m = [call.find_ignore_index(here, of_m) for of_m in tensors]
-        return [count(m, form(tensors[m], ignore_index if i is None else i)) for m, i in enumerate(there_m)]
+        there_m = [call.find_ignore_index(here, of_m) for of_m in micro_batch_tensors]
+        return [count(m, form(micro_batch_tensors[m], ignore_index if i is None else i)) for m, i in enumerate(there_m)]
 
-    def _predict_counts_from_samples(self, first: int, call: LossCall, first_count: LossCount) -> list[Any]:
+    def _predict_counts_from_samples(self, first_index: int, call: LossCall, first_count: LossCount) -> list[Any]:
         """Predict the number of labels of each micro-batch from its number of samples, if no label is ignored."""
-        size = self._sizes[first]
-        full = call.basis.numel() if call.has_classes and call.basis is not None else None
-        if call.has_weights or (full is not None and int(first_count) != full) or int(first_count) % size:
+        size = self._sizes[first_index]
+        full = call.basis.numel() if call.has_class_index_targets and call.basis is not None else None
+        if call.has_label_weights or (full is not None and int(first_count) != full) or int(first_count) % size:
             shape = None if call.basis is None else tuple(call.basis.shape)
-            raise not_sum_of_means_error(
-                f"The loss {call.name} counts {float(first_count):g} labels in {size} samples of micro-batch {first}, "
-                f"but the micro-batch contains no tensor of shape {shape} with these labels"
+            raise make_not_sum_of_means_error(
+                f"The loss {call.name} counts {float(first_count):g} labels in {size} samples of micro-batch "
+                f"{first_index}, but the micro-batch contains no tensor of shape {shape} with these labels"
             )
         return [int(first_count) // size * other for other in self._sizes]
 
-    def _check_count(self, index: int, loss_index: int, call: LossCall) -> None:
-        expected, seen = self._losses[loss_index].n_m[index], torch.as_tensor(call.compute_count())
+    def _check_predicted_count(self, micro_batch_index: int, loss_index: int, call: LossCall) -> None:
+        expected, seen = (
+            self._losses[loss_index].n_m[micro_batch_index],
+            torch.as_tensor(call.compute_mean_denominator()),
+        )
         name = call.name  # the deferred check must not keep the logits alive
         self._check_or_defer(
             (seen - expected).abs() <= 1e-6 * abs(expected),
             lambda: (
                 f"{name}, which computes loss {loss_index} of the model, counts {float(seen):g} labels in micro-batch "
-                f"{index} instead of the predicted {expected:g}"
+                f"{micro_batch_index} instead of the predicted {expected:g}"
             ),
         )
 
-    def _check_linear_combination(self, index: int, loss: Tensor, recorded_losses: _RecordedLosses) -> None:
+    def _check_linear_combination(self, micro_batch_index: int, loss: Tensor, recorded_losses: _RecordedLosses) -> None:
         """Check that the loss of every micro-batch is the same linear combination of its recorded losses."""
         if loss.requires_grad:
-            factors = self._compute_factors(loss, recorded_losses)
+            factors = self._compute_loss_factors(loss, recorded_losses)
         elif self._is_evaluation:  # detached, or not computed from the recorded losses
             factors = loss.new_ones(len(recorded_losses.parts), dtype=torch.float64)
         else:  # no trainable parameters
@@ -498,50 +524,51 @@ class LossWeights:
         self._check_or_defer(  # NaN passes
             ~((value - expected).abs() > bound * scale),
             lambda: (
-                f"The loss of micro-batch {index} is {float(value):.6g}, but its mean losses sum to "
+                f"The loss of micro-batch {micro_batch_index} is {float(value):.6g}, but its mean losses sum to "
                 f"{float(expected):.6g}. The loss contains another term or is not a sum"
             ),
         )
-        self._factors[index] = factors
+        self._factors[micro_batch_index] = factors
         before = self._factors[next(iter(self._factors))]
         self._check_or_defer(
             ~((factors - before).abs() > bound * before.abs()).any(),
             lambda: (
-                f"The model multiplies its mean losses by {factors.tolist()} in micro-batch {index}, but by "
+                f"The model multiplies its mean losses by {factors.tolist()} in micro-batch {micro_batch_index}, but "
+                "by "
                 f"{before.tolist()} in another micro-batch"
             ),
         )
 
     @staticmethod
-    def _compute_factors(loss: Tensor, recorded_losses: _RecordedLosses) -> Tensor:
+    def _compute_loss_factors(loss: Tensor, recorded_losses: _RecordedLosses) -> Tensor:
         trained = [part for part in recorded_losses.parts if part.requires_grad]
         grads = iter(torch.autograd.grad(loss, trained, retain_graph=True, allow_unused=True))
         of_parts = [next(grads) if part.requires_grad else None for part in recorded_losses.parts]
         zero = loss.new_zeros((), dtype=torch.float64)
         return torch.stack([zero if grad is None else grad.double() for grad in of_parts])
 
-    def _check_no_divided_sum(self) -> None:
+    def _check_summed_loss_is_not_divided(self) -> None:
         """Raise ConfigError if the model divides a summed loss by the number of labels in a micro-batch."""
         for loss_index, loss in enumerate(self._losses):
             n_m = {m: float(n) for m, n in loss.seen.items()}
-            total = self._sum_over_data(sum(n_m.values())) if n_m else 0.0
+            total = self._sum_over_data_ranks(sum(n_m.values())) if n_m else 0.0
             for m, n in n_m.items():
                 factor = float(self._factors[m][loss_index]) if m in self._factors else 0.0
                 if n < total and abs(factor * n - 1) < 1e-6:
-                    raise not_sum_of_means_error(
+                    raise make_not_sum_of_means_error(
                         f"The model divides the summed {loss.name} by {n:g}, the number of labels in micro-batch {m}"
                     )
 
-    def _check_or_defer(self, is_valid: Tensor, describe: Problem) -> None:
+    def _check_or_defer(self, is_valid: Tensor, describe_problem: Problem) -> None:
         """Raise ConfigError if ``is_valid`` is False. On a GPU, this check is deferred to ``finish``."""
         if is_valid.device.type != "cpu":
-            self._deferred_checks.append((is_valid, describe))
+            self._deferred_checks.append((is_valid, describe_problem))
         elif not tolist_or_ones(is_valid):
-            raise not_sum_of_means_error(describe())
+            raise make_not_sum_of_means_error(describe_problem())
 
 
-class _LossRecorder(TorchFunctionMode):
-    def __init__(self, weights: LossWeights, index: int, trace: LabelTracer | None) -> None:
+class _LossFunctionRecorder(TorchFunctionMode):
+    def __init__(self, weights: MicroBatchLossScaler, index: int, trace: LabelTracer | None) -> None:
         super().__init__()
         self._weights, self._index, self._trace = weights, index, trace
 
@@ -550,19 +577,19 @@ class _LossRecorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in RECORDED_LOSSES:
-            return self._weights.record_loss(self._index, self._trace, LossCall.bind(func, args, kwargs))
+            return self._weights.record_loss(self._index, self._trace, LossCall.from_call_arguments(func, args, kwargs))
         with self._weights.enable_grad_in_evaluation(self._index):
             out = func(*args, **kwargs)
         if self._trace is not None:
-            self._trace.record(func, args, kwargs, out)
+            self._trace.record_function_call(func, args, kwargs, out)
         return out
 
 
-def _is_equal_tensor(x: Tensor, basis: Tensor) -> bool:
-    return x.shape == basis.shape and bool(tolist_or_ones((x.detach().to(basis) == basis.detach()).all()))
+def _are_equal_tensors(x: Tensor, other: Tensor) -> bool:
+    return x.shape == other.shape and bool(tolist_or_ones((x.detach().to(other) == other.detach()).all()))
 
 
-def not_sum_of_means_error(problem: str) -> ConfigError:
+def make_not_sum_of_means_error(problem: str) -> ConfigError:
     return ConfigError(
         problem,
         rule="With several micro-batches, the loss must be a sum of mean losses of torch.nn.functional with constant "
@@ -584,25 +611,28 @@ class GatherInTrialError(Exception):
 
 
 @torch.no_grad()
-def loss_compares_samples(loss_fn: Callable[..., Any], output: Any, batch: Any, size: int, num_parts: int) -> bool:
+def loss_compares_samples(
+    loss_fn: Callable[..., Any], output: Any, batch: Any, batch_size: int, num_micro_batches: int
+) -> bool:
     """Test whether ``loss_fn`` compares samples with each other, as a contrastive loss does.
 
     The loss of two samples is then neither the mean nor the sum of their losses.
 
     Args:
-        output, batch: the output and batch of ``size`` samples.
-        num_parts: number of micro-batches. If there is only one, a loss may call ``gather_over_data``.
+        output, batch: the output and batch of ``batch_size`` samples.
+        num_micro_batches: number of micro-batches. If there is only one, a loss may call ``gather_over_data``.
     """
-    if size < 2:
+    if batch_size < 2:
         return False
     token = IN_TRIAL.set(True)
     try:
         alone = [
-            float(loss_fn(_select_rows(output, size, i, i + 1), _select_rows(batch, size, i, i + 1))) for i in (0, 1)
+            float(loss_fn(_select_rows(output, batch_size, i, i + 1), _select_rows(batch, batch_size, i, i + 1)))
+            for i in (0, 1)
         ]
-        both = float(loss_fn(_select_rows(output, size, 0, 2), _select_rows(batch, size, 0, 2)))
+        both = float(loss_fn(_select_rows(output, batch_size, 0, 2), _select_rows(batch, batch_size, 0, 2)))
     except GatherInTrialError:
-        return num_parts > 1
+        return num_micro_batches > 1
     except Exception:  # the test is inconclusive
         return False
     finally:
@@ -618,17 +648,21 @@ def is_mean_or_sum(part_losses: Sequence[float], joint_loss: float, tolerance: f
     return is_mean or abs(joint_loss - sum(part_losses)) <= tolerance
 
 
-def _select_rows(value: Any, size: int, begin: int, end: int) -> Any:
+def _select_rows(value: Any, batch_size: int, begin: int, end: int) -> Any:
     if isinstance(value, Tensor):
-        return value[begin:end].clone() if value.dim() and value.shape[0] == size else value
+        return value[begin:end].clone() if value.dim() and value.shape[0] == batch_size else value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
-            f.name: _select_rows(getattr(value, f.name), size, begin, end) for f in dataclasses.fields(value) if f.init
+            f.name: _select_rows(getattr(value, f.name), batch_size, begin, end)
+            for f in dataclasses.fields(value)
+            if f.init
         }
         kind: Any = type(value)
         return kind(**fields)
     if isinstance(value, Mapping):
-        return rebuild_container(value, {name: _select_rows(each, size, begin, end) for name, each in value.items()})
+        return rebuild_container(
+            value, {name: _select_rows(each, batch_size, begin, end) for name, each in value.items()}
+        )
     if isinstance(value, (list, tuple)):
-        return rebuild_container(value, [_select_rows(each, size, begin, end) for each in value])
+        return rebuild_container(value, [_select_rows(each, batch_size, begin, end) for each in value])
     return value

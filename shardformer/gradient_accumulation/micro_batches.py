@@ -47,10 +47,10 @@ def get_special_token_ids(config: Any) -> dict[str, int]:
     return {n: x for n, x in fields.items() if n.endswith(("_token_id", "_token_index")) and type(x) is int}
 
 
-def find_flattened_inputs(batch: Mapping[Any, Any]) -> set[str]:
+def find_patch_inputs(batch: Mapping[Any, Any]) -> set[str]:
     """Return the names of the inputs with the patch grid of each image, and of those with one row per patch."""
     names = set()
-    for grid, patch_counts in _iterate_grids(batch):
+    for grid, patch_counts in _iterate_patch_grids(batch):
         flat = [
             name for name in _list_inputs_of_length(batch, sum(patch_counts)) if name not in (grid, MEDIA_TOKEN_FIELDS)
         ]
@@ -58,38 +58,38 @@ def find_flattened_inputs(batch: Mapping[Any, Any]) -> set[str]:
     return names
 
 
-def find_sample_ends(batch: Mapping[Any, Any], samples: int, ids: Ids) -> dict[str, Ends]:
+def find_row_ends_of_samples(batch: Mapping[Any, Any], num_samples: int, media_token_ids: Ids) -> dict[str, Ends]:
     """Find which rows belong to each sample, for inputs that do not have one row per sample.
 
     Raises InputError if grids, tokens and inputs do not match, or match in several ways.
     """
     ends: dict[str, Ends] = {}
-    for grid, patch_counts in [*_iterate_grids(batch), *_iterate_count_inputs(batch, samples)]:
-        names = _find_per_patch_inputs(batch, grid, sum(patch_counts), samples)
+    for grid, patch_counts in [*_iterate_patch_grids(batch), *_iterate_count_inputs(batch, num_samples)]:
+        names = _find_per_patch_inputs(batch, grid, sum(patch_counts), num_samples)
         if not names:
             continue
-        images = _find_image_ends(batch, grid, patch_counts, samples, ids)
+        images = _find_image_ends_of_samples(batch, grid, patch_counts, num_samples, media_token_ids)
         patches = [0, *accumulate(patch_counts)]
         found = {grid: images, **{name: [patches[i] for i in images] for name in names}}
-        found |= dict.fromkeys(_iterate_per_image_inputs(batch, grid, len(patch_counts), samples), images)
+        found |= dict.fromkeys(_iterate_per_image_inputs(batch, grid, len(patch_counts), num_samples), images)
         for name, rows in found.items():
             if ends.setdefault(name, rows) != rows:
-                raise _ambiguous_rows_error(batch, name, samples, f"it matches {grid} and another grid")
+                raise _make_ambiguous_rows_error(batch, name, num_samples, f"it matches {grid} and another grid")
     return ends
 
 
-def _iterate_grids(batch: Mapping[Any, Any]) -> Iterator[tuple[str, list[int]]]:
+def _iterate_patch_grids(batch: Mapping[Any, Any]) -> Iterator[tuple[str, list[int]]]:
     """Yield the name of each grid input, such as ``image_grid_thw``, and the number of patches of each image."""
     for name, x in batch.items():
         if isinstance(name, str) and "grid" in name and _is_integer(x) and x.dim() == 2 and x.shape[1] <= 3:
             yield name, tolist_or_ones(x.prod(-1))
 
 
-def _iterate_count_inputs(batch: Mapping[Any, Any], samples: int) -> Iterator[tuple[str, list[int]]]:
+def _iterate_count_inputs(batch: Mapping[Any, Any], num_samples: int) -> Iterator[tuple[str, list[int]]]:
     """Yield (name, values) of each input that contains how many rows of another input each sample has."""
     for name, x in batch.items():
         words = set(name.split("_")) if isinstance(name, str) else set()
-        if words & set(COUNTS) and _is_integer(x) and x.shape == (samples,):
+        if words & set(COUNTS) and _is_integer(x) and x.shape == (num_samples,):
             yield name, tolist_or_ones(x)
 
 
@@ -101,76 +101,84 @@ def _list_inputs_of_length(batch: Mapping[Any, Any], length: int) -> list[str]:
     return [name for name, x in batch.items() if isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == length]
 
 
-def _has_same_modality(name: str, grid: str) -> bool:
-    return ("video" in name or "second" in name) == ("video" in grid)
+def _has_same_modality(name: str, grid_name: str) -> bool:
+    return ("video" in name or "second" in name) == ("video" in grid_name)
 
 
-def _find_per_patch_inputs(batch: Mapping[Any, Any], grid: str, length: int, samples: int) -> list[str]:
+def _find_per_patch_inputs(batch: Mapping[Any, Any], grid_name: str, num_patches: int, num_samples: int) -> list[str]:
     """Return the names of the inputs with one row per patch. Raises InputError if the rows might be samples."""
-    names = [name for name in _list_inputs_of_length(batch, length) if name != grid]
-    names = [name for name in names if _has_same_modality(name, grid)] or names
-    if names and length == samples and batch[grid].dim() == 1:
+    names = [name for name in _list_inputs_of_length(batch, num_patches) if name != grid_name]
+    names = [name for name in names if _has_same_modality(name, grid_name)] or names
+    if names and num_patches == num_samples and batch[grid_name].dim() == 1:
         return []  # one row per sample
-    if names and length in (samples, 1):
-        why = f"{grid} describes {length} rows in total, so that a row can be a sample or a patch"
-        raise _ambiguous_rows_error(batch, names[-1], samples, why)
+    if names and num_patches in (num_samples, 1):
+        why = f"{grid_name} describes {num_patches} rows in total, so that a row can be a sample or a patch"
+        raise _make_ambiguous_rows_error(batch, names[-1], num_samples, why)
     return names
 
 
-def _iterate_per_image_inputs(batch: Mapping[Any, Any], grid: str, images: int, samples: int) -> Iterator[str]:
-    """Yield the names of inputs with one row or number per image, except for the patch grid ``grid``."""
-    if batch[grid].dim() == 1:
+def _iterate_per_image_inputs(
+    batch: Mapping[Any, Any], grid_name: str, num_images: int, num_samples: int
+) -> Iterator[str]:
+    """Yield the names of inputs with one row or number per image, except for the patch grid ``grid_name``."""
+    if batch[grid_name].dim() == 1:
         return
     for name, x in batch.items():
         numbers = isinstance(x, list | tuple) and all(isinstance(n, int | float) for n in x)
         length = len(x) if numbers else x.shape[0] if isinstance(x, Tensor) and x.dim() > 0 else -1
-        is_named = "grid" in name and _has_same_modality(name, grid)
-        if name != grid and length == images and (is_named or (not numbers and images not in (samples, 1))):
+        is_named = "grid" in name and _has_same_modality(name, grid_name)
+        if (
+            name != grid_name
+            and length == num_images
+            and (is_named or (not numbers and num_images not in (num_samples, 1)))
+        ):
             yield name
 
 
-def _find_image_ends(batch: Mapping[Any, Any], grid: str, patch_counts: Sequence[int], samples: int, ids: Ids) -> Ends:
-    if batch[grid].dim() == 1:
-        return list(range(samples + 1))
-    candidates, known = _count_media_tokens(batch, grid, ids)
+def _find_image_ends_of_samples(
+    batch: Mapping[Any, Any], grid_name: str, patch_counts: Sequence[int], num_samples: int, media_token_ids: Ids
+) -> Ends:
+    if batch[grid_name].dim() == 1:
+        return list(range(num_samples + 1))
+    candidates, known = _count_media_tokens(batch, grid_name, media_token_ids)
     matches = [ends for counts in candidates if (ends := _assign_images_to_samples(counts, patch_counts)) is not None]
-    if not candidates and len(patch_counts) == samples:
-        return list(range(samples + 1))  # the batch contains only images
+    if not candidates and len(patch_counts) == num_samples:
+        return list(range(num_samples + 1))  # the batch contains only images
     if matches and all(ends == matches[0] for ends in matches):
         return matches[0]
     why = "several tokens could be the placeholders of its images"
     if not matches:
         why = "the placeholder tokens do not match its images" if known or candidates else "the batch has no tokens"
-    raise _ambiguous_rows_error(batch, grid, samples, why)
+    raise _make_ambiguous_rows_error(batch, grid_name, num_samples, why)
 
 
-def _count_media_tokens(batch: Mapping[Any, Any], grid: str, ids: Ids) -> tuple[list[list[int]], bool]:
+def _count_media_tokens(batch: Mapping[Any, Any], grid_name: str, media_token_ids: Ids) -> tuple[list[list[int]], bool]:
     """Count the image placeholder tokens of each sample, for every token id that can be the placeholder.
 
     Also returns whether the id of the placeholder is known. Works for videos and audio, too.
     """
     kinds, tokens = batch.get(KINDS), batch.get(MEDIA_TOKEN_FIELDS)
-    of = "video" if "video" in grid else "audio" if "audio" in grid else "image"
+    of = "video" if "video" in grid_name else "audio" if "audio" in grid_name else "image"
     if isinstance(kinds, Tensor):
-        return [_count_per_row(kinds, {"image": 1, "video": 2, "audio": 3}[of])], True
+        return [_count_token_per_row(kinds, {"image": 1, "video": 2, "audio": 3}[of])], True
     if not isinstance(tokens, Tensor):
         return [], False
-    known = [token for name, token in ids.items() if name.startswith(f"{of}_token")]
-    named = [counts for token in known if sum(counts := _count_per_row(tokens, token))]
+    known = [token for name, token in media_token_ids.items() if name.startswith(f"{of}_token")]
+    named = [counts for token in known if sum(counts := _count_token_per_row(tokens, token))]
     if named:
         return named[:1], True
-    return [_count_per_row(tokens, token) for token in tolist_or_ones(tokens.unique())], False
+    return [_count_token_per_row(tokens, token) for token in tolist_or_ones(tokens.unique())], False
 
 
-def _count_per_row(tokens: Tensor, token: int) -> list[int]:
-    return list(tolist_or_ones((tokens == token).flatten(1).sum(-1)))
+def _count_token_per_row(token_ids: Tensor, token_id: int) -> list[int]:
+    return list(tolist_or_ones((token_ids == token_id).flatten(1).sum(-1)))
 
 
-def _assign_images_to_samples(tokens: Sequence[int], patch_counts: Sequence[int]) -> Ends | None:
+def _assign_images_to_samples(token_counts: Sequence[int], patch_counts: Sequence[int]) -> Ends | None:
     """Assign images to samples by counting placeholder tokens, or return None if the counts do not match.
 
     Args:
-        tokens: number of placeholder tokens in each sample.
+        token_counts: number of placeholder tokens in each sample.
         patch_counts: number of patches in each image.
 
     >>> _assign_images_to_samples([6, 1], [8, 16, 4])  # one token for four patches
@@ -178,20 +186,20 @@ def _assign_images_to_samples(tokens: Sequence[int], patch_counts: Sequence[int]
     >>> _assign_images_to_samples([3, 4], [8, 16, 4]) is None
     True
     """
-    if not sum(tokens) or sum(patch_counts) % sum(tokens):
+    if not sum(token_counts) or sum(patch_counts) % sum(token_counts):
         return None
-    share = sum(patch_counts) // sum(tokens)
+    share = sum(patch_counts) // sum(token_counts)
     places = {patches: image for image, patches in enumerate(accumulate(patch_counts, initial=0))}
-    ends = [places.get(share * n) for n in accumulate(tokens, initial=0)]
+    ends = [places.get(share * n) for n in accumulate(token_counts, initial=0)]
     if any(n % share for n in patch_counts) or len(places) <= len(patch_counts):
         return None
     return [end for end in ends if end is not None] if None not in ends else None
 
 
-def _ambiguous_rows_error(batch: Mapping[Any, Any], name: str, samples: int, reason: str) -> InputError:
+def _make_ambiguous_rows_error(batch: Mapping[Any, Any], name: str, num_samples: int, reason: str) -> InputError:
     return InputError(
         f"The rows of the input {name} of shape {tuple(batch[name].shape)} cannot be divided among "
-        f"{samples} samples: {reason}.",
+        f"{num_samples} samples: {reason}.",
         rule="A tensor with one row per image or patch is split by the placeholder tokens of each sample.",
         remedy=f"Add {KINDS} to the batch, as transformers' processors do, and check that the images are in the "
         "order of the samples. Or use one data rank and one micro-batch.",
@@ -261,14 +269,14 @@ def check_micro_batch_arguments(micro_batches: int | None, micro_batch_size: int
         )
 
 
-def get_batch_size(batch: Mapping[str, Any], main: str | None = None) -> int:
+def get_batch_size(batch: Mapping[str, Any], main_input_name: str | None = None) -> int:
     """Return the number of samples in a batch.
 
     This is the size of the first dimension of ``batch[main]``, or of the first tensor that does not contain patches.
     Raises ConfigError if the batch contains no tensor with a batch dimension.
     """
-    named = _find_main_input(batch, main) if main in batch or find_flattened_inputs(batch) else None
-    for _, tensor in iterate_named_tensors([named, _drop_flattened_inputs(batch), *_list_grids(batch)]):
+    named = _find_main_input(batch, main_input_name) if main_input_name in batch or find_patch_inputs(batch) else None
+    for _, tensor in iterate_named_tensors([named, _drop_patch_inputs(batch), *_list_patch_grids(batch)]):
         if tensor.dim() > 0:
             return tensor.shape[0]
     raise ConfigError(
@@ -277,27 +285,32 @@ def get_batch_size(batch: Mapping[str, Any], main: str | None = None) -> int:
     )
 
 
-def _find_main_input(batch: Mapping[Any, Any], main: str | None) -> Any:
-    flat = find_flattened_inputs(batch)
-    known = (name for name in (main, MEDIA_TOKEN_FIELDS, "inputs_embeds") if name in batch and name not in flat)
+def _find_main_input(batch: Mapping[Any, Any], main_input_name: str | None) -> Any:
+    flat = find_patch_inputs(batch)
+    known = (
+        name for name in (main_input_name, MEDIA_TOKEN_FIELDS, "inputs_embeds") if name in batch and name not in flat
+    )
     return next((batch[name] for name in known), None)
 
 
-def _drop_flattened_inputs(value: Any) -> Any:
+def _drop_patch_inputs(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
-    flat = find_flattened_inputs(value)
-    return {name: _drop_flattened_inputs(inner) for name, inner in value.items() if name not in flat}
+    flat = find_patch_inputs(value)
+    return {name: _drop_patch_inputs(inner) for name, inner in value.items() if name not in flat}
 
 
-def _list_grids(batch: Mapping[Any, Any]) -> list[Any]:
-    return [batch[name] for name in batch if name in find_flattened_inputs(batch) and "grid" in name]
+def _list_patch_grids(batch: Mapping[Any, Any]) -> list[Any]:
+    return [batch[name] for name in batch if name in find_patch_inputs(batch) and "grid" in name]
 
 
 def split_batch(
-    batch: Mapping[str, Any], sizes: Sequence[int], main: str | None = None, ids: Ids = MappingProxyType({})
+    batch: Mapping[str, Any],
+    micro_batch_sizes: Sequence[int],
+    main_input_name: str | None = None,
+    media_token_ids: Ids = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Split a batch into micro-batches, with ``sizes`` as the number of samples in each.
+    """Split a batch into micro-batches, with ``micro_batch_sizes`` as the number of samples in each.
 
     Tensors and arrays whose first dimension is the batch size are split along it, including those in nested containers.
     Lists with one entry per sample are split, too. Image patches are split where the images of a sample end. Integer
@@ -305,24 +318,27 @@ def split_batch(
     dimension. Tensors with one row or no dimensions, and all other values, are passed to every micro-batch.
 
     Args:
-        main: name of the input that has one row per sample.
-        ids: name of a field in the model's config -> id of a placeholder token of images.
+        main_input_name: name of the input that has one row per sample.
+        media_token_ids: name of a field in the model's config -> id of a placeholder token of images.
 
     Raises:
-        ConfigError: ``sizes`` do not sum to the batch size.
+        ConfigError: ``micro_batch_sizes`` do not sum to the batch size.
         InputError: a tensor has a different number of rows.
     """
-    total = get_batch_size(batch, main)
-    if sum(sizes) != total:
+    total = get_batch_size(batch, main_input_name)
+    if sum(micro_batch_sizes) != total:
         raise ConfigError(
-            f"The micro-batch sizes {list(sizes)} sum to {sum(sizes)}, but the batch has {total} samples.",
+            f"The micro-batch sizes {list(micro_batch_sizes)} sum to {sum(micro_batch_sizes)}, but the batch has "
+            f"{total} samples.",
             remedy="Compute the sizes of this batch with compute_micro_batch_sizes.",
         )
-    if len(sizes) == 1:
+    if len(micro_batch_sizes) == 1:
         return [dict(batch)]
-    splitter = _BatchSplitter([0, *accumulate(sizes)], _find_main_input(batch, main), ids)
+    splitter = _BatchSplitter(
+        [0, *accumulate(micro_batch_sizes)], _find_main_input(batch, main_input_name), media_token_ids
+    )
     parts = splitter.split_mapping(batch)
-    return [{name: column[i] for name, column in parts.items()} for i in range(len(sizes))]
+    return [{name: column[i] for name, column in parts.items()} for i in range(len(micro_batch_sizes))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,7 +351,7 @@ class _BatchSplitter:
 
     def split_mapping(self, batch: Mapping[Any, Any], path: str = "") -> dict[Any, list[Any]]:
         """Split each input of a batch, and return a dict from the name of each input to the list of its slices."""
-        rows = find_sample_ends(batch, self.ends[-1], self.ids)
+        rows = find_row_ends_of_samples(batch, self.ends[-1], self.ids)
         return {
             name: self._slice_rows(value, [rows[name][end] for end in self.ends])
             if name in rows
@@ -350,14 +366,17 @@ class _BatchSplitter:
             return self._slice_rows(value, self.ends)
         if isinstance(value, Mapping) and any(True for _ in iterate_named_tensors(value)):
             inner = self.split_mapping(value, f"{path}.")
-            return [rebuild_container(value, {name: column[i] for name, column in inner.items()}) for i in self._parts]
+            return [
+                rebuild_container(value, {name: column[i] for name, column in inner.items()})
+                for i in self._micro_batch_indices
+            ]
         if isinstance(value, list | tuple) and any(True for _ in iterate_named_tensors(value)):
             columns = [self._split_value(inner, f"{path}[{i}]") for i, inner in enumerate(value)]
-            return [rebuild_container(value, [column[i] for column in columns]) for i in self._parts]
-        return [value for _ in self._parts]
+            return [rebuild_container(value, [column[i] for column in columns]) for i in self._micro_batch_indices]
+        return [value for _ in self._micro_batch_indices]
 
     @property
-    def _parts(self) -> range:
+    def _micro_batch_indices(self) -> range:
         return range(len(self.ends) - 1)
 
     def _split_tensor(self, x: Tensor, path: str) -> list[Tensor]:
@@ -365,40 +384,43 @@ class _BatchSplitter:
         is_like = isinstance(self.main, Tensor) and self.main.dim() > 1 and x.shape[1:] == self.main.shape[:2]
         is_stack = is_like and x.dim() == 3 and not x.is_floating_point()
         if is_stack and x.shape[0] == samples > 1:
-            raise _row_count_error(path, x, samples, "either of its first two dimensions could be the batch dimension")
+            raise _make_row_count_error(
+                path, x, samples, "either of its first two dimensions could be the batch dimension"
+            )
         if x.dim() > 0 and x.shape[0] == samples:
             return self._slice_rows(x, self.ends)
         if is_stack:
             return [x[:, start:end] for start, end in pairwise(self.ends)]
         if x.dim() == 0 or x.shape[0] == 1:
-            return [x for _ in self._parts]
-        raise _row_count_error(path, x, samples, "the batch contains no grid that describes these rows")
+            return [x for _ in self._micro_batch_indices]
+        raise _make_row_count_error(path, x, samples, "the batch contains no grid that describes these rows")
 
     @staticmethod
     def _slice_rows(value: Any, ends: Ends) -> list[Any]:
         return [value[start:end] for start, end in pairwise(ends)]
 
 
-def has_entry_per_sample(value: Any, samples: int) -> bool:
+def has_entry_per_sample(value: Any, num_samples: int) -> bool:
     """Return whether a list, tuple or array contains one entry per sample.
 
     A list of tensors with one row per sample is a list of inputs. A tuple has one entry per sample only if it contains
     strings, as torch collates them. A tuple of numbers is a size.
     """
-    if samples < 2:
+    if num_samples < 2:
         return False
     if isinstance(value, numpy.ndarray):
-        return bool(value.ndim) and value.shape[0] == samples
-    if not isinstance(value, (list, tuple)) or hasattr(value, "_fields") or len(value) != samples:
+        return bool(value.ndim) and value.shape[0] == num_samples
+    if not isinstance(value, (list, tuple)) or hasattr(value, "_fields") or len(value) != num_samples:
         return False
     if isinstance(value, tuple):
         return all(isinstance(each, (str, bytes)) for each in value)
-    return not any(isinstance(each, Tensor) and each.dim() and each.shape[0] == samples for each in value)
+    return not any(isinstance(each, Tensor) and each.dim() and each.shape[0] == num_samples for each in value)
 
 
-def _row_count_error(path: str, x: Tensor, samples: int, reason: str) -> InputError:
+def _make_row_count_error(path: str, x: Tensor, num_samples: int, reason: str) -> InputError:
     return InputError(
-        f"The input {path} of shape {tuple(x.shape)} has {x.shape[0]} rows in a batch of {samples} samples: {reason}.",
+        f"The input {path} of shape {tuple(x.shape)} has {x.shape[0]} rows in a batch of {num_samples} samples: "
+        f"{reason}.",
         rule="The first dimension of a tensor is the batch. Image patches also need a grid with one row per image, "
         "such as image_grid_thw.",
         remedy="Pass one row per sample, or one row (x[None]) for all samples. To avoid the split, use one "
@@ -406,31 +428,41 @@ def _row_count_error(path: str, x: Tensor, samples: int, reason: str) -> InputEr
     )
 
 
-def merge_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+def merge_micro_batch_outputs(outputs: Sequence[Any], micro_batch_sizes: Sequence[int]) -> Any:
     """Merge the outputs of micro-batches into the output of the full batch.
 
     Tensors whose first dimension is the micro-batch size are concatenated, including those in nested containers and
     dataclasses. Scalar tensors (losses) become None, because only the caller knows how to reduce them. Other values are
     kept if they are equal in all micro-batches, and become None otherwise.
     """
-    first = parts[0]
-    if any(type(part) is not type(first) for part in parts):
+    first = outputs[0]
+    if any(type(part) is not type(first) for part in outputs):
         return None
     if isinstance(first, Tensor):
-        return _merge_tensors(parts, sizes)
+        return _merge_tensors(outputs, micro_batch_sizes)
     if dataclasses.is_dataclass(first):
         names = [f.name for f in dataclasses.fields(first) if f.init]
         kind: Any = type(first)
-        return kind(**{name: merge_outputs([getattr(part, name) for part in parts], sizes) for name in names})
+        return kind(
+            **{
+                name: merge_micro_batch_outputs([getattr(part, name) for part in outputs], micro_batch_sizes)
+                for name in names
+            }
+        )
     if isinstance(first, Mapping):
-        if any(part.keys() != first.keys() for part in parts):
+        if any(part.keys() != first.keys() for part in outputs):
             return None
-        return rebuild_container(first, {name: merge_outputs([part[name] for part in parts], sizes) for name in first})
+        return rebuild_container(
+            first,
+            {name: merge_micro_batch_outputs([part[name] for part in outputs], micro_batch_sizes) for name in first},
+        )
     if isinstance(first, list | tuple):
-        if any(len(part) != len(first) for part in parts):
+        if any(len(part) != len(first) for part in outputs):
             return None
-        return rebuild_container(first, [merge_outputs(column, sizes) for column in zip(*parts)])
-    return first if all(_is_equal(part, first) for part in parts) else None
+        return rebuild_container(
+            first, [merge_micro_batch_outputs(column, micro_batch_sizes) for column in zip(*outputs)]
+        )
+    return first if all(_is_equal(part, first) for part in outputs) else None
 
 
 def _is_equal(value: Any, other: Any) -> bool:
@@ -440,13 +472,13 @@ def _is_equal(value: Any, other: Any) -> bool:
         return False
 
 
-def _merge_tensors(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor | None:
-    first = parts[0]
-    if any(part.dim() == 0 for part in parts):
+def _merge_tensors(tensors: Sequence[Tensor], micro_batch_sizes: Sequence[int]) -> Tensor | None:
+    first = tensors[0]
+    if any(part.dim() == 0 for part in tensors):
         return None
-    if all(part.shape[0] == size for part, size in zip(parts, sizes, strict=True)):
-        return torch.cat(list(parts)) if len(parts) > 1 else first
-    return first if all(torch.equal(part, first) for part in parts) else None
+    if all(part.shape[0] == size for part, size in zip(tensors, micro_batch_sizes, strict=True)):
+        return torch.cat(list(tensors)) if len(tensors) > 1 else first
+    return first if all(torch.equal(part, first) for part in tensors) else None
 
 
 def rebuild_container(template: Any, content: Any) -> Any:

@@ -42,7 +42,9 @@ class OwnerRankTransfer:
         self._axis = gradients[0].axis
         self._ranks = range(self._axis.size)
 
-    def start_sum(self, shard_numel: int, ranges: Sequence[slice], gradient_flags: Tensor) -> PendingCollective:
+    def start_reduce_to_owners(
+        self, shard_numel: int, ranges: Sequence[slice], gradient_flags: Tensor
+    ) -> PendingCollective:
         """Start summing the gradients of each parameter on the rank that owns the parameter.
 
         Communicates each slice of a gradient once, and ``gradient_flags`` to all ranks.
@@ -69,7 +71,7 @@ class OwnerRankTransfer:
                     begin = ranges[n].start - self._axis.rank * shard_numel
                     spec = self._gradients[n].entry.spec
                     full = shard[begin : begin + self._gradients[n].numel].view(spec.shape)
-                    local = local.view(spec.local_shape(self._coords_by_rank[rank]))
+                    local = local.view(spec.get_local_shape(self._coords_by_rank[rank]))
                     for box in spec.boxes(self._coords_by_rank[rank]):
                         box.view_in_full(full).add_(box.view_in_local(local))
                 shard[shard_numel:] += part[-len(gradient_flags) :]
@@ -77,7 +79,7 @@ class OwnerRankTransfer:
 
         return collectives.start_all_to_all(outgoing, arriving, self._axis, "gradients").then(add_received_slices)
 
-    def start_parameter_transfer(self, shard: Tensor, full: Tensor, ranges: Sequence[slice]) -> PendingCollective:
+    def start_sending_parameters(self, shard: Tensor, full: Tensor, ranges: Sequence[slice]) -> PendingCollective:
         """Start sending the other ranks their slices of the parameters that this rank owns.
 
         Communicates each slice of a parameter once.
@@ -97,7 +99,9 @@ class OwnerRankTransfer:
             for numbers, part in zip(owned_by_rank, received.split(arriving), strict=True):
                 for n, local in zip(numbers, part.split(self._get_slice_numels(here, numbers)), strict=True):
                     spec = self._gradients[n].entry.spec
-                    spec.place(local.view(spec.local_shape(coords)), full[ranges[n]].view(spec.shape), coords)
+                    spec.copy_shard_into_full(
+                        local.view(spec.get_local_shape(coords)), full[ranges[n]].view(spec.shape), coords
+                    )
             return full
 
         return collectives.start_all_to_all(outgoing, arriving, self._axis, "parameters").then(place_received_slices)
@@ -106,7 +110,7 @@ class OwnerRankTransfer:
         return [n for n, place in enumerate(ranges) if shard_numel and place.start // shard_numel == rank]
 
     def _get_slice_numels(self, rank: int, indices: Sequence[int]) -> list[int]:
-        return [prod(self._gradients[n].entry.spec.local_shape(self._coords_by_rank[rank])) for n in indices]
+        return [prod(self._gradients[n].entry.spec.get_local_shape(self._coords_by_rank[rank])) for n in indices]
 
     def _pack_slice(self, gradient: GradientSlot, like: Tensor) -> Tensor:
         grad = gradient.param.grad
@@ -119,7 +123,7 @@ class OwnerRankTransfer:
     ) -> Tensor:
         begin, gradient = ranges[index].start - self._axis.rank * shard_numel, self._gradients[index]
         full = shard[begin : begin + gradient.numel].view(gradient.entry.spec.shape)
-        return gradient.entry.spec.slice(full, self._coords_by_rank[rank]).reshape(-1)
+        return gradient.entry.spec.slice_full_tensor(full, self._coords_by_rank[rank]).reshape(-1)
 
 
 ALIGNMENT_ELEMENTS = 32
@@ -141,7 +145,7 @@ class GradientSlot:
     entry: ParamEntry
     axis: Axis
     coords: Coords
-    bucket: Bucket | None = None
+    bucket: GradientBucket | None = None
     shard_coords: Sequence[Coords] = ()  # of each rank of the axis, if one rank gathers the slices of all
     is_full: bool = False  # whether one rank gets the full gradient, for an optimizer that needs full matrices
     changed: bool = False  # since the last reduction
@@ -155,10 +159,10 @@ class GradientSlot:
         spec = self.entry.spec
         self.is_shared = is_shared
         summed = [size for name, size in spec.axes.items() if self.is_full or name in self.entry.reduction.sum_over]
-        self.copies = spec.num_copies() * (self.axis.size // (prod(summed) if is_shared else 1))
+        self.copies = spec.count_copies() * (self.axis.size // (prod(summed) if is_shared else 1))
         """Number of ranks that store each element: a scalar, or a tensor of the full shape."""
 
-    def gather_to_owner(self, axis: Axis | None, coords_by_rank: Sequence[Coords] = ()) -> None:
+    def assign_to_owner_rank(self, axis: Axis | None, coords_by_rank: Sequence[Coords] = ()) -> None:
         """Make one rank receive the full gradient of this parameter, for an optimizer that needs full matrices.
 
         Args:
@@ -194,25 +198,25 @@ class GradientSlot:
         """Number of elements of the gradient in the bucket."""
         return self.shape.numel()
 
-    def pack(self, out: Tensor, divisor: Tensor | float) -> None:
-        """Divide the gradient by ``divisor`` and write it to ``out``, or write zeros if it is missing."""
+    def write_to_bucket(self, bucket_range: Tensor, divisor: Tensor | float) -> None:
+        """Divide the gradient by ``divisor`` and write it to ``bucket_range``, or write zeros if it is missing."""
         grad = self.param.grad
         if grad is None:
-            out.zero_()
+            bucket_range.zero_()
             return
         grad = grad.to_dense() if grad.is_sparse else grad
         if not self.is_shared:
-            torch.div(grad.reshape(-1), divisor, out=out)
+            torch.div(grad.reshape(-1), divisor, out=bucket_range)
         else:
-            full = out.zero_().view(self.entry.spec.shape)
-            self.entry.spec.place(grad, full, self.coords)
+            full = bucket_range.zero_().view(self.entry.spec.shape)
+            self.entry.spec.copy_shard_into_full(grad, full, self.coords)
             full.div_(divisor.to(full) if isinstance(divisor, Tensor) else divisor)
 
-    def unpack(self, flat: Tensor) -> Tensor:
-        """Return this rank's gradient as a view of ``flat``, the gradient's range of a reduced bucket."""
+    def view_in_bucket(self, bucket_range: Tensor) -> Tensor:
+        """Return this rank's gradient as a view of ``bucket_range``, the gradient's range of a reduced bucket."""
         if not self.is_shared:
-            return flat.view(self.param.shape)
-        return self.entry.spec.slice(flat.view(self.entry.spec.shape), self.coords)
+            return bucket_range.view(self.param.shape)
+        return self.entry.spec.slice_full_tensor(bucket_range.view(self.entry.spec.shape), self.coords)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientSlot:
         memo[id(self)] = copied = GradientSlot(deepcopy(self.entry, memo), self.axis, self.coords)
@@ -221,7 +225,7 @@ class GradientSlot:
 
 
 @dataclass(eq=False)
-class Bucket:
+class GradientBucket:
     """A bucket of gradients that are reduced together with one collective.
 
     ``dtype`` is the dtype of the reduction, by default that of the parameters.
@@ -238,11 +242,11 @@ class Bucket:
     watch: ConsistencyMonitorProtocol | None = None  # its numbers are appended to the gradients
 
     @property
-    def is_summed(self) -> bool:
+    def is_reduced(self) -> bool:
         return self.work is None or self.work.is_completed()
 
     @property
-    def slices(self) -> OwnerRankTransfer | None:
+    def owner_rank_transfer(self) -> OwnerRankTransfer | None:
         """The transfer of gradient slices to owner ranks, or None if the bucket uses a reduce-scatter instead."""
         first = self.gradients[0]
         is_direct = self.axis.size > 1 and self.axis.transport.prefers_direct_exchange(first.param)
@@ -302,7 +306,7 @@ class Bucket:
         each = max(1, *used)
         return each, [slice(r * each + at, r * each + at + n) for (r, at), n in zip(starts, sizes, strict=True)]
 
-    def allocate_flat(self, numel: int) -> Tensor:
+    def allocate_buffer(self, numel: int) -> Tensor:
         first = self.gradients[0].param
         dtype = first.dtype if self.dtype is None else torch.promote_types(first.dtype, self.dtype)
         if self.memory is not None:
@@ -314,18 +318,18 @@ class Bucket:
     ) -> None:
         """Divide the gradients by ``divisors`` and start an all-reduce of them and of ``get_extra_values``."""
         tail = self.get_extra_values()
-        self.flat = flat = self.allocate_flat(numel + len(tail))
+        self.flat = flat = self.allocate_buffer(numel + len(tail))
         for gap in _iter_padding_ranges(ranges, numel):
             flat[gap] = 0
         flat[numel:] = torch.tensor(tail, dtype=flat.dtype, device=flat.device)
         for gradient, place, divisor in zip(self.gradients, ranges, divisors, strict=True):
-            gradient.pack(flat[place], divisor)
+            gradient.write_to_bucket(flat[place], divisor)
             if clears_grads:
                 gradient.param.grad = None
         if self.axis.size > 1:
-            self.work = collectives.start_sum(flat, self.axis, "gradients")
+            self.work = collectives.start_inplace_all_reduce(flat, self.axis, "gradients")
 
-    def reset(self) -> None:
+    def reset_after_backward(self) -> None:
         self.flat = self.work = None
         self.is_sent = False
         self.pending = len(self.gradients)
@@ -351,17 +355,17 @@ class AllReduceToGrad:
     def __init__(self) -> None:
         self._sparse: list[tuple[GradientSlot, Tensor]] = []  # sparse gradients and their dense sums
 
-    def scale(self, gradient: GradientSlot) -> Tensor | float:
+    def get_gradient_scale(self, gradient: GradientSlot) -> Tensor | float:
         """Return the factor by which to multiply a new gradient before autograd accumulates it."""
         copies = gradient.copies
         if isinstance(copies, Tensor):
-            copies = gradient.entry.spec.slice(copies.expand(gradient.entry.spec.shape), gradient.coords)
+            copies = gradient.entry.spec.slice_full_tensor(copies.expand(gradient.entry.spec.shape), gradient.coords)
         return copies / gradient.divisor
 
-    def start(self, bucket: Bucket) -> None:
+    def start_reduction(self, bucket: GradientBucket) -> None:
         bucket.start_all_reduce(*bucket.get_packed_ranges(), [gradient.copies for gradient in bucket.gradients])
 
-    def finish(self, bucket: Bucket) -> None:
+    def finish_reduction(self, bucket: GradientBucket) -> None:
         """Wait for the all-reduce, and write the summed gradients into ``.grad``."""
         flat = bucket.flat
         assert flat is not None
@@ -373,7 +377,7 @@ class AllReduceToGrad:
         had = None if all(n > 0 for n in bucket.gradient_presence) else tolist_or_ones(counts)
         for i, (gradient, place) in enumerate(zip(bucket.gradients, places, strict=True)):
             if had is None or had[i]:
-                value = gradient.unpack(flat[place])
+                value = gradient.view_in_bucket(flat[place])
                 if had is not None and had[i] < 0:
                     self._sparse.append((gradient, value))
                 elif gradient.param.grad is None:
@@ -422,43 +426,45 @@ class ReduceScatterToShards:
 
     def __init__(
         self,
-        receive: Callable[[Bucket, Tensor, Tensor], None],
+        receive: Callable[[GradientBucket, Tensor, Tensor], None],
         arrives: Callable[[GradientSlot], None] = lambda _: None,
         takes: Callable[[GradientSlot], None] = lambda _: None,
         ends: Callable[[], None] = lambda: None,
     ) -> None:
         self._receive, self._arrives, self._takes, self.on_backward_end = receive, arrives, takes, ends
 
-    def scale(self, gradient: GradientSlot) -> Tensor | float:
+    def get_gradient_scale(self, gradient: GradientSlot) -> Tensor | float:
         self._arrives(gradient)
         self._takes(gradient)
         return 1.0
 
-    def start(self, bucket: Bucket) -> None:
+    def start_reduction(self, bucket: GradientBucket) -> None:
         for gradient in bucket.gradients:
             self._takes(gradient)
-        self._start(bucket)
+        self._start_collective(bucket)
 
-    def _start(self, bucket: Bucket) -> None:
+    def _start_collective(self, bucket: GradientBucket) -> None:
         ranks, tail = bucket.axis.size, bucket.get_extra_values()
         each, places = bucket.get_shard_ranges(ranks)
-        if (slices := bucket.slices) is not None:
-            bucket.work = slices.start_sum(each, places, bucket.allocate_flat(len(tail)).copy_(torch.tensor(tail)))
+        if (slices := bucket.owner_rank_transfer) is not None:
+            bucket.work = slices.start_reduce_to_owners(
+                each, places, bucket.allocate_buffer(len(tail)).copy_(torch.tensor(tail))
+            )
             for gradient in bucket.gradients:
                 gradient.param.grad = None
             return
-        bucket.flat = bucket.allocate_flat(ranks * (each + len(tail)))
+        bucket.flat = bucket.allocate_buffer(ranks * (each + len(tail)))
         rows = bucket.flat.view(ranks, each + len(tail))
         rows[:, each:] = torch.tensor(tail, dtype=rows.dtype, device=rows.device)
         for gap in _iter_padding_ranges(places, ranks * each):
             for rank, at, _ in _split_at_rows(gap, each):
                 rows[rank, at] = 0
         for gradient, place in zip(bucket.gradients, places, strict=True):
-            _pack_rows(gradient, place, rows[:, :each])
+            _write_to_bucket_rows(gradient, place, rows[:, :each])
             gradient.param.grad = None
         bucket.work = collectives.start_reduce_scatter(bucket.flat, bucket.axis, 0, purpose="gradients")
 
-    def finish(self, bucket: Bucket) -> None:
+    def finish_reduction(self, bucket: GradientBucket) -> None:
         shard, each = bucket.work.wait(), bucket.get_shard_ranges(bucket.axis.size)[0]
         self._receive(bucket, shard[:each], bucket.check_extra_values(shard[each:]))
 
@@ -469,11 +475,11 @@ class AllReduceToShards(ReduceScatterToShards):
     ``.grad`` is set to None. Communicates one all-reduce of the gradients, with one number for each gradient.
     """
 
-    def _start(self, bucket: Bucket) -> None:
+    def _start_collective(self, bucket: GradientBucket) -> None:
         divisors = [gradient.divisor for gradient in bucket.gradients]
         bucket.start_all_reduce(*bucket.get_shard_ranges(), divisors, clears_grads=True)
 
-    def finish(self, bucket: Bucket) -> None:
+    def finish_reduction(self, bucket: GradientBucket) -> None:
         assert bucket.flat is not None
         flat = bucket.flat if bucket.work is None else bucket.work.wait()
         total = bucket.get_shard_ranges()[0]
@@ -507,15 +513,15 @@ def _split_at_rows(flat_range: slice, row_numel: int) -> Iterator[tuple[int, sli
         yield row, in_row, slice(low - flat_range.start, high - flat_range.start)
 
 
-def _pack_rows(gradient: GradientSlot, flat_range: slice, rows: Tensor) -> None:
+def _write_to_bucket_rows(gradient: GradientSlot, flat_range: slice, rows: Tensor) -> None:
     """Divide a gradient by its divisor, and write it into a bucket whose rows are not contiguous in memory."""
     grad, parts = gradient.param.grad, list(_split_at_rows(flat_range, rows.shape[1]))
     if len(parts) == 1:
-        gradient.pack(rows[parts[0][:2]], gradient.divisor)
+        gradient.write_to_bucket(rows[parts[0][:2]], gradient.divisor)
         return
     if grad is None or gradient.is_shared:
         values = rows.new_empty(gradient.numel)
-        gradient.pack(values, gradient.divisor)
+        gradient.write_to_bucket(values, gradient.divisor)
     else:
         values = grad.reshape(-1)
     divisor = 1.0 if grad is None or gradient.is_shared else gradient.divisor
@@ -523,8 +529,10 @@ def _pack_rows(gradient: GradientSlot, flat_range: slice, rows: Tensor) -> None:
         torch.div(values[source], divisor, out=rows[row, at])
 
 
-def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], context: ParallelContext) -> None:
-    """Make one rank receive the full gradient of each parameter whose ``id()`` is in ``params``.
+def assign_gradient_owners(
+    gradients: Sequence[GradientSlot], param_ids: Collection[int], context: ParallelContext
+) -> None:
+    """Make one rank receive the full gradient of each parameter whose ``id()`` is in ``param_ids``.
 
     All ranks must call this function in the same order. Communicates the names of the required axes and the ranks'
     coordinates, and creates process groups.
@@ -532,7 +540,7 @@ def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], co
     Raises:
         ConfigError: A parameter is sharded over tensor ranks and also shared by several pipeline stages.
     """
-    chosen = [gradient for gradient in gradients if id(gradient.param) in params]
+    chosen = [gradient for gradient in gradients if id(gradient.param) in param_ids]
     axes_of_sharded = {id(g): _get_gradient_axes(g, context) for g in chosen if g.entry.spec.is_sharded}
     wanted = set(axes_of_sharded.values())
     for axis in context.base_axes:
@@ -548,9 +556,9 @@ def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], co
             )
         names = axes_of_sharded.get(id(gradient))
         if names is None:
-            gradient.gather_to_owner(None)
+            gradient.assign_to_owner_rank(None)
         else:
-            gradient.gather_to_owner(axes[names], coords_by_rank[names])
+            gradient.assign_to_owner_rank(axes[names], coords_by_rank[names])
 
 
 def _get_gradient_axes(gradient: GradientSlot, context: ParallelContext) -> tuple[str, ...]:

@@ -60,17 +60,17 @@ def clip_grad_norm_(
     else:
         total = owner.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
     if error_if_nonfinite:
-        _check_finite(total)
+        _check_norm_is_finite(total)
     if owner is None:
-        scale_gradients(model, total, max_norm)
+        clip_gradients_with_norm(model, total, max_norm)
     return total
 
 
-def scale_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients of a model, which have the norm ``norm``, to a norm of at most ``max_norm``."""
+def clip_gradients_with_norm(model: nn.Module, total_norm: Tensor, max_norm: float) -> None:
+    """Scale the gradients of a model, which have the norm ``total_norm``, to a norm of at most ``max_norm``."""
     if math.isinf(max_norm):
         return  # inf / inf would make all gradients NaN
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    scale = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
     for p in model.parameters():
         if p.grad is not None:
             p.grad.mul_(scale.to(p.grad))
@@ -97,25 +97,25 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     return compute_grad_norm(model_entries, state, norm_type)
 
 
-def compute_grad_norm(entries: Sequence[ParamEntry], state: ShardingMetadata, norm_type: float) -> Tensor:
+def compute_grad_norm(param_entries: Sequence[ParamEntry], metadata: ShardingMetadata, norm_type: float) -> Tensor:
     """Return the gradient norm of some parameters of a model over all ranks.
 
     Communicates one all-reduce of one number over each axis over which a parameter of the model is sharded.
     """
     check_number("norm_type", norm_type, example=2.0)
     op = "max" if math.isinf(norm_type) else "sum"
-    coords = state.coords
-    names = [name for name in coords if any(name in e.reduction.norm_over for e in state.entries)]
-    terms = [t for e in entries if (t := _compute_local_norm_term(e, norm_type, coords, names)) is not None]
+    coords = metadata.coords
+    names = [name for name in coords if any(name in e.reduction.norm_over for e in metadata.entries)]
+    terms = [t for e in param_entries if (t := _compute_local_norm_term(e, norm_type, coords, names)) is not None]
     # use information that all ranks share: a rank or a stage may have no gradient
-    is_wide = any(e.param.dtype in (torch.float64, torch.complex128) for e in state.entries)
-    device = next((e.param.device for e in state.entries), torch.device("cpu"))
+    is_wide = any(e.param.dtype in (torch.float64, torch.complex128) for e in metadata.entries)
+    device = next((e.param.device for e in metadata.entries), torch.device("cpu"))
     dtype = torch.float64 if is_wide or "pipe" in names else torch.float32
     total = torch.zeros((), dtype=dtype, device=device)
     for term in terms:
         total = torch.maximum(total, term.to(total)) if op == "max" else total + term.to(total)
     for name in names:
-        total = all_reduce(total, state.axis(name), op=op, purpose="norm")
+        total = all_reduce(total, metadata.get_axis(name), op=op, purpose="norm")
     total = total if op == "max" else total ** (1.0 / norm_type)
     return total if is_wide else total.float()
 
@@ -133,7 +133,7 @@ def _compute_local_norm_term(
     others = [coords[name] for name in axis_names if name not in reduction.norm_over]
     if grad is None or any(others) or (reduction.stages and reduction.stages[0] != coords["pipe"]):
         return None
-    num_copies = entry.spec.num_copies(coords)
+    num_copies = entry.spec.count_copies(coords)
     if grad.is_sparse:
         grad = grad.to_dense() if isinstance(num_copies, Tensor) else grad.coalesce().values()
     magnitude = grad.detach().abs()
@@ -149,21 +149,21 @@ _CLIPPED: ContextVar[Sequence[Tensor] | None] = ContextVar("clipped", default=No
 """The parameters that were passed to the current ``clip_grad_norm_`` call of this thread."""
 
 
-def _apply_clip_patch() -> Undo:
+def _apply_clip_grad_norm_patch() -> Undo:
     clip = torch.nn.utils.clip_grad_norm_
     return replace_decorated_function(
-        clip, _patch_clip, (clip_grad, "clip_grad_norm_"), (torch.nn.utils, "clip_grad_norm_")
+        clip, _wrap_clip_grad_norm, (clip_grad, "clip_grad_norm_"), (torch.nn.utils, "clip_grad_norm_")
     )
 
 
-def _apply_norm_patch() -> Undo:
+def _apply_total_norm_patch() -> Undo:
     norm = torch.nn.utils.get_total_norm
     return replace_decorated_function(
-        norm, _patch_total_norm, (clip_grad, "_get_total_norm"), (torch.nn.utils, "get_total_norm")
+        norm, _wrap_get_total_norm, (clip_grad, "_get_total_norm"), (torch.nn.utils, "get_total_norm")
     )
 
 
-def _patch_clip(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _wrap_clip_grad_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -180,7 +180,7 @@ def _patch_clip(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return clip_grad_norm_
 
 
-def _patch_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _wrap_get_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def total_norm(
         tensors: Tensor | Iterable[Tensor],
@@ -198,22 +198,22 @@ def _patch_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         norms = []
         for state, entries in found.items():
             if state.gradient_owner is not None:
-                norms.append(state.gradient_owner.norm_of([e.param for e in entries], float(norm_type)))
+                norms.append(state.gradient_owner.compute_grad_norm([e.param for e in entries], float(norm_type)))
             else:
                 norms.append(compute_grad_norm(entries, state, float(norm_type)))
         if others := [g for g in grads if id(g) not in known]:
             norms.append(original(others, norm_type, False, foreach))
         total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]), float(norm_type))
         if error_if_nonfinite:
-            _check_finite(total)
+            _check_norm_is_finite(total)
         return total
 
     return total_norm
 
 
-def _check_finite(norm: Tensor) -> None:
-    if not bool(torch.isfinite(norm)):
-        raise RuntimeError(f"Gradients cannot be clipped, because their norm is {norm.item()}")
+def _check_norm_is_finite(total_norm: Tensor) -> None:
+    if not bool(torch.isfinite(total_norm)):
+        raise RuntimeError(f"Gradients cannot be clipped, because their norm is {total_norm.item()}")
 
 
 def _check_model_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
@@ -222,7 +222,7 @@ def _check_model_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> No
     for owner in (state.gradient_owner for state in get_local_metadata() if state.gradient_owner is not None):
         for p in (p for group in owner.param_groups for p in group["params"]):
             if id(p) in clipped or (p.grad is not None and id(p.grad) in clipped):
-                raise _zero_gradients_error("the parameters of a ZeroOptimizer instead of model.parameters()")
+                raise _make_zero_gradients_error("the parameters of a ZeroOptimizer instead of model.parameters()")
 
 
 def _group_params_by_model(params: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
@@ -230,7 +230,7 @@ def _group_params_by_model(params: Sequence[Tensor]) -> dict[ShardingMetadata, l
     found = {}
     for state, entries in group_by_metadata(params).items():
         entries = [e for e in entries if e.param.grad is not None]
-        if _is_sharded(state) and (entries or state.context.pipe.size > 1):
+        if _has_sharded_gradients(state) and (entries or state.context.pipe.size > 1):
             found[state] = entries
     return found
 
@@ -241,7 +241,7 @@ def _group_grads_by_model(grads: Sequence[Tensor]) -> dict[ShardingMetadata, lis
         return _find_model_of_other_stages()
     missing = {id(g) for g in grads}
     found = {}
-    for state in filter(_is_sharded, get_local_metadata()):
+    for state in filter(_has_sharded_gradients, get_local_metadata()):
         entries = [e for e in state.entries if e.param.grad is not None and id(e.param.grad) in missing]
         if entries:
             found[state] = entries
@@ -251,9 +251,9 @@ def _group_grads_by_model(grads: Sequence[Tensor]) -> dict[ShardingMetadata, lis
     return found
 
 
-def _is_sharded(state: ShardingMetadata) -> bool:
-    return state.gradient_owner is not None or any(
-        state.axis(name).size > 1 for e in state.entries for name in e.reduction.norm_over
+def _has_sharded_gradients(metadata: ShardingMetadata) -> bool:
+    return metadata.gradient_owner is not None or any(
+        metadata.get_axis(name).size > 1 for e in metadata.entries for name in e.reduction.norm_over
     )
 
 
@@ -263,7 +263,7 @@ def _find_model_of_other_stages() -> dict[ShardingMetadata, list[ParamEntry]]:
         gc.collect()  # ignore models that are no longer referenced
     states = [state for state in get_local_metadata() if state.context.pipe.size > 1]
     if not states and any(state.gradient_owner is not None for state in get_local_metadata()):
-        raise _zero_gradients_error("no gradients")
+        raise _make_zero_gradients_error("no gradients")
     if len(states) > 1:
         raise ConfigError(
             "torch.nn.utils.clip_grad_norm_ received no gradients and cannot determine which of the "
@@ -273,7 +273,7 @@ def _find_model_of_other_stages() -> dict[ShardingMetadata, list[ParamEntry]]:
     return {state: [] for state in states}
 
 
-def _zero_gradients_error(received: str) -> ConfigError:
+def _make_zero_gradients_error(received: str) -> ConfigError:
     return ConfigError(
         f"torch.nn.utils.clip_grad_norm_ received {received}, but ZeRO stores the gradients separately from .grad.",
         remedy="Pass model.parameters(), or call shardformer.clip_grad_norm_(model, max_norm), or use "
@@ -286,11 +286,11 @@ CLIPPING_PATCHES: Mapping[Patch, Apply] = {
         "torch.nn.utils.get_total_norm",
         "shardformer.gradients.clipping",
         "counts each element of sharded gradients once, over all ranks",
-    ): _apply_norm_patch,
+    ): _apply_total_norm_patch,
     Patch(
         "torch.nn.utils.clip_grad_norm_",
         "shardformer.gradients.clipping",
         "clips by the global norm of a sharded model, including gradients that ZeRO keeps",
-    ): _apply_clip_patch,
+    ): _apply_clip_grad_norm_patch,
 }
 """Scripts may have imported the functions, so the patches replace the code below their ``no_grad`` decorator."""

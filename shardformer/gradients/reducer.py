@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.gradients.buckets import AllReduceToGrad, Bucket, BucketReduction, GradientSlot, ReduceScatterToShards
+from shardformer.gradients.buckets import (
+    AllReduceToGrad,
+    BucketReduction,
+    GradientBucket,
+    GradientSlot,
+    ReduceScatterToShards,
+)
 from shardformer.layout.sharding_metadata import ConsistencyMonitorProtocol, get_metadata
 from shardformer.torch_compat import at_end_of_backward
 
@@ -23,7 +29,7 @@ class PausableReducer:
     is_paused = was_paused = False
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally inside this context, without reducing them over ranks.
 
         The next backward pass outside the context reduces them.
@@ -42,21 +48,21 @@ class PausableReducer:
 
         def before_accumulation(grad: Tensor) -> Tensor | None:
             me, one = reducer(), slot()
-            return me._on_gradient(one, grad) if me is not None and one is not None else None
+            return me._before_accumulation(one, grad) if me is not None and one is not None else None
 
         def after_accumulation(param: Tensor) -> None:
             me, one = reducer(), slot()
             if me is not None and one is not None:
-                me._on_accumulated(one)
+                me._after_accumulation(one)
 
         param: Any = gradient.param
         return param.register_hook(before_accumulation), param.register_post_accumulate_grad_hook(after_accumulation)
 
-    def _on_gradient(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
+    def _before_accumulation(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
         """Handle a new gradient before autograd accumulates it. Return a replacement, or None to keep it."""
         return None
 
-    def _on_accumulated(self, gradient: GradientSlot) -> None:
+    def _after_accumulation(self, gradient: GradientSlot) -> None:
         """Handle a gradient after autograd has accumulated it into ``.grad``."""
 
 
@@ -71,7 +77,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     ...     model(**first_half).loss.backward()
     >>> model(**second_half).loss.backward()    # doctest: +SKIP
     """
-    with get_metadata(model).paused():
+    with get_metadata(model).no_sync():
         yield
 
 
@@ -107,17 +113,17 @@ class GradientReducer(PausableReducer):
         self._end = end or AllReduceToGrad()
         self._has_fixed_buckets = self._is_end_callback_registered = self._has_unreduced_gradients = False
         self._hooked: dict[int, Any] = {}
-        self._buckets: list[Bucket] = []
+        self._buckets: list[GradientBucket] = []
         self._num_started = self._num_finished = 0  # number of buckets whose reduction started, and finished
-        self.refresh()
+        self.prepare_for_backward()
 
-    def refresh(self) -> None:
+    def prepare_for_backward(self) -> None:
         """Register hooks on newly unfrozen parameters, and reset the buckets if a backward pass was interrupted."""
         if self._is_end_callback_registered:
             self._is_end_callback_registered = self._has_unreduced_gradients = False
             self._num_started = self._num_finished = 0
             for bucket in self._buckets:
-                bucket.reset()
+                bucket.reset_after_backward()
         if self._hooked and not torch.is_grad_enabled():
             return  # a forward pass with other adapters, during which parameters may be frozen
         trainable = [g for g in self.gradients if g.param.requires_grad]
@@ -131,7 +137,7 @@ class GradientReducer(PausableReducer):
                 f"{unknown[0].entry.name} was unfrozen after shard_optimizer was called.",
                 remedy="Unfreeze it before you create the optimizer and call shard_optimizer.",
             )
-        self.close()
+        self.remove_gradient_hooks()
         self._hooked = {id(g.param): self._register_gradient_hooks(g) for g in trainable}
         self._buckets = _fill_buckets(trainable, self._bucket_bytes)
         if self._buckets:
@@ -139,7 +145,7 @@ class GradientReducer(PausableReducer):
 
     def switch_to_sharded_reduction(
         self, reduction: ReduceScatterToShards, dtype: torch.dtype | None, bucket_bytes: int, overlap: bool
-    ) -> Sequence[Bucket]:
+    ) -> Sequence[GradientBucket]:
         """Switch to a reduction after which each rank has one shard of each bucket.
 
         Args:
@@ -149,22 +155,22 @@ class GradientReducer(PausableReducer):
         Returns:
             The buckets, which no longer change. Unfreezing a parameter then raises ConfigError.
         """
-        self.close()  # refill the buckets
+        self.remove_gradient_hooks()  # refill the buckets
         self._bucket_bytes, self._overlaps = bucket_bytes, overlap
-        self.refresh()
+        self.prepare_for_backward()
         self._end, self._has_fixed_buckets = reduction, True
         for bucket in self._buckets:
             bucket.dtype = dtype
         return self._buckets
 
-    def close(self) -> None:
+    def remove_gradient_hooks(self) -> None:
         """Remove the hooks from the parameters, so that gradients are no longer reduced."""
         for handles in self._hooked.values():
             for handle in handles:
                 handle.remove()
         self._hooked = {}
 
-    def start(self) -> None:
+    def start_reduction(self) -> None:
         """Start reducing the gradients that were accumulated inside ``no_sync``.
 
         All ranks must call this method, including ranks without gradients. ``finish`` waits for the result.
@@ -172,12 +178,12 @@ class GradientReducer(PausableReducer):
         while self._num_started < len(self._buckets):
             self._start_next_bucket()
 
-    def finish(self) -> None:
+    def finish_reduction(self) -> None:
         """Wait until all buckets are reduced, and store the reduced gradients."""
         while self._num_finished < self._num_started:
             self._finish_next_bucket()
         for bucket in self._buckets:
-            bucket.reset()
+            bucket.reset_after_backward()
         self._num_started = self._num_finished = 0
         self._has_unreduced_gradients = self.was_paused = False
         self.passes += 1
@@ -186,11 +192,11 @@ class GradientReducer(PausableReducer):
     def _start_next_bucket(self) -> None:
         bucket = self._buckets[self._num_started]
         bucket.is_sent = True
-        self._end.start(bucket)
+        self._end.start_reduction(bucket)
         self._num_started += 1
         while (
             self._num_started - self._num_finished > MAX_REDUCTIONS_IN_FLIGHT
-            or self._buckets[self._num_finished].is_summed
+            or self._buckets[self._num_finished].is_reduced
         ):
             self._finish_next_bucket()
             if self._num_finished == self._num_started:
@@ -198,21 +204,21 @@ class GradientReducer(PausableReducer):
 
     def _finish_next_bucket(self) -> None:
         bucket = self._buckets[self._num_finished]
-        self._end.finish(bucket)
+        self._end.finish_reduction(bucket)
         for gradient in bucket.gradients:
             gradient.changed = False
         bucket.flat = bucket.work = None
         self._num_finished += 1
 
-    def _on_gradient(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
+    def _before_accumulation(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
         if gradient.bucket is not None and gradient.bucket.is_sent:
             self._reduce_all_buckets()  # the second gradient in a backward pass must wait for the reduction in progress
-        scale = self._end.scale(gradient)
+        scale = self._end.get_gradient_scale(gradient)
         if isinstance(scale, Tensor):
             return grad * scale.to(grad)
         return grad * scale if scale != 1 else None
 
-    def _on_accumulated(self, gradient: GradientSlot) -> None:
+    def _after_accumulation(self, gradient: GradientSlot) -> None:
         if not self.is_paused and self._overlaps:
             # earlier buckets only: other hooks of this parameter may still change its gradient
             while self._num_started < len(self._buckets) and self._buckets[self._num_started].pending == 0:
@@ -225,33 +231,33 @@ class GradientReducer(PausableReducer):
         self._has_unreduced_gradients = True
         if not self._is_end_callback_registered:
             self._is_end_callback_registered = True
-            at_end_of_backward(self._end_backward)
+            at_end_of_backward(self._on_backward_end)
         if not gradient.arrived:
             gradient.arrived = True
             assert gradient.bucket is not None
             gradient.bucket.pending -= 1
 
-    def _end_backward(self) -> None:
+    def _on_backward_end(self) -> None:
         self._is_end_callback_registered = False
         if self._has_unreduced_gradients:
             self._reduce_all_buckets()
 
     def _reduce_all_buckets(self) -> None:
-        self.start()
-        self.finish()
+        self.start_reduction()
+        self.finish_reduction()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
         end = None if self._has_fixed_buckets else self._end  # a copied model has no ZeroOptimizer
         return GradientReducer(deepcopy(self.gradients, memo), self._bucket_bytes, end, deepcopy(self._watch, memo))
 
 
-def _fill_buckets(gradients: list[GradientSlot], bucket_bytes: int) -> list[Bucket]:
+def _fill_buckets(gradients: list[GradientSlot], bucket_bytes: int) -> list[GradientBucket]:
     """Assign gradients to buckets of at most ``bucket_bytes``, in reverse order of the parameters.
 
     All gradients of a bucket have the same axis, dtype and device.
     """
-    buckets: list[Bucket] = []
-    open_ones: dict[tuple[Any, ...], tuple[Bucket, int]] = {}
+    buckets: list[GradientBucket] = []
+    open_ones: dict[tuple[Any, ...], tuple[GradientBucket, int]] = {}
     for gradient in reversed(gradients):
         param = gradient.param
         key = (gradient.axis.ranks, param.dtype, param.device, gradient.is_full, gradient.is_shared)
@@ -261,7 +267,7 @@ def _fill_buckets(gradients: list[GradientSlot], bucket_bytes: int) -> list[Buck
             limit = bucket_bytes * gradient.axis.size  # each rank gets bucket_bytes
         size = gradient.numel * gradient.param.element_size()
         if bucket is None or used + size > limit:
-            bucket, used = Bucket(gradient.axis), 0
+            bucket, used = GradientBucket(gradient.axis), 0
             buckets.append(bucket)
         bucket.gradients.append(gradient)
         gradient.bucket, gradient.arrived = bucket, False

@@ -38,22 +38,22 @@ from shardformer.checkpoint.save import save_checkpoint
 from shardformer.comm.collectives import all_gather, all_gather_objects, all_reduce, broadcast_object
 from shardformer.comm.sharded_tensor import to_full_tensors
 from shardformer.config import ParallelConfig
-from shardformer.errors import ConfigError, check_choice, check_library_version
-from shardformer.filesystem.lock import release
+from shardformer.errors import ConfigError, check_choice, check_minimum_library_version
+from shardformer.filesystem.lock import release_folder_lock
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, get_local_metadata, get_metadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
 from shardformer.torch_compat import is_compiled_wrapper
-from shardformer.torch_patches import Patch, install, replace_attribute
+from shardformer.torch_patches import Patch, install_patch, replace_attribute
 from shardformer.training.data_loader import make_example_arguments
-from shardformer.training.initialize import make_context, make_engine_without_data
+from shardformer.training.initialize import make_engine_without_data, make_parallel_context
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
-check_library_version("accelerate", accelerate.__version__)
+check_minimum_library_version("accelerate", accelerate.__version__)
 
 OTHER_BACKENDS = (
     "deepspeed_plugin",
@@ -164,11 +164,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> None:
         for name in OTHER_BACKENDS:
             if kwargs.get(name) is not None:
-                raise _unsupported_backend_error(name)
+                raise _make_unsupported_backend_error(name)
         if context is None and parallel is None:
             contexts = {id(table.context): table.context for table in get_local_metadata()}
             context = next(iter(contexts.values())) if len(contexts) == 1 else None
-        config = ParallelConfig.of(parallel)
+        config = ParallelConfig.from_value(parallel)
         if config.pipe > 1:
             raise ConfigError(
                 f"Accelerator does not support pipe={config.pipe}.",
@@ -176,7 +176,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "follow a schedule.",
                 remedy="Use shardformer.initialize and engine.train_step(batch), or set pipe=1.",
             )
-        context = make_context(context, config)  # joins the process group before accelerate does
+        context = make_parallel_context(context, config)  # joins the process group before accelerate does
         super().__init__(*args, **kwargs)
         self.use_context(context, config, policy)
 
@@ -187,9 +187,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         if self.distributed_type in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
             setting = f"distributed_type={str(self.distributed_type).rpartition('.')[2]}"
-            raise _unsupported_backend_error(setting)
+            raise _make_unsupported_backend_error(setting)
         if getattr(self, "parallelism_config", None) is not None:
-            raise _unsupported_backend_error("parallelism_config")
+            raise _make_unsupported_backend_error("parallelism_config")
         if self.dataloader_config.dispatch_batches:
             raise ConfigError(
                 "dispatch_batches=True is not supported.",
@@ -240,11 +240,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         loaders = [each for each in args if isinstance(each, DataLoader)]
         for model in [*(each for each in args if isinstance(each, nn.Module)), *self.sharded_models]:
             own = [each for each in objects if _is_unprepared_optimizer(each) and _is_optimizer_of_model(each, model)]
-            if (replaced := self._shard(model, own, loaders)) is not None:
+            if (replaced := self._shard_model_and_optimizers(model, own, loaders)) is not None:
                 objects = [replaced if any(each is o for o in own) else each for each in objects]
         return super().prepare(*objects, **kwargs)
 
-    def _shard(
+    def _shard_model_and_optimizers(
         self, model: nn.Module, optimizers: Sequence[Optimizer], loaders: Sequence[DataLoader[Any]]
     ) -> Optimizer | None:
         """Shard a model and its optimizers, and return the ZeRO optimizer that replaces them, or None."""
@@ -273,7 +273,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         is_plain = optimizers and not isinstance(optimizers[0], ZeroOptimizer)
         if is_plain and self.config.effective_zero_stage is not None:
-            return shard_optimizer(sharded, list(optimizers), **self.config.zero_options())
+            return shard_optimizer(sharded, list(optimizers), **self.config.get_zero_options())
         return None
 
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
@@ -332,7 +332,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Run the backward pass, after scaling the loss if a ZeRO optimizer trains in fp16."""
         owners = [get_metadata(model).gradient_owner for model in self.sharded_models]
         with ExitStack() as stack:
-            for scale in [stack.enter_context(owner.scaled()) for owner in owners if owner is not None]:
+            for scale in [stack.enter_context(owner.scale_loss()) for owner in owners if owner is not None]:
                 loss = loss if scale == 1 else loss.float() * scale
             super().backward(loss, **kwargs)
 
@@ -420,9 +420,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         with self._without_sharded_models() as models:
             folder = str(super().save_state(output_dir, safe_serialization, **kwargs))
         for number, (model, optimizers) in enumerate(models):
-            place = _get_checkpoint_folder(folder, number)
+            place = _get_model_checkpoint_folder(folder, number)
             save_checkpoint(model, place, optimizers)  # replaces an older one
-            release(Path(place), model)
+            release_folder_lock(Path(place), model)
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
@@ -445,7 +445,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         assert input_dir is not None
         if not is_plain:
             for number, (model, optimizers) in enumerate(models):
-                load_checkpoint(model, _get_checkpoint_folder(input_dir, number), optimizers)
+                load_checkpoint(model, _get_model_checkpoint_folder(input_dir, number), optimizers)
             return
         folder, (model, optimizers) = Path(input_dir), models[0]
         if len(optimizers) != 1:
@@ -455,10 +455,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 remedy="Save the training run with shardformer.integrations.accelerate.Accelerator, which also runs in "
                 "one process.",
             )
-        weights = _load_tensor_file(folder, SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
+        weights = _load_first_existing_tensor_file(folder, SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
         weights = {name.removeprefix("module."): value for name, value in weights.items()}  # saved by DDP
         model.load_state_dict(_add_tied_weight_names(weights, model))
-        load_full_optimizer_state(model, optimizers[0], _load_tensor_file(folder, f"{OPTIMIZER_NAME}.bin"))
+        load_full_optimizer_state(
+            model, optimizers[0], _load_first_existing_tensor_file(folder, f"{OPTIMIZER_NAME}.bin")
+        )
 
     @contextmanager
     def _without_sharded_models(self) -> Iterator[list[tuple[nn.Module, list[Optimizer]]]]:
@@ -497,10 +499,10 @@ def _patch_transformers_reduce() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("transformers.") and vars(module).get("reduce") is _REDUCE:
             patch = Patch(f"{name}.reduce", f"{__name__}.Accelerator", "counts the targets of data-parallel ranks")
-            install(patch, partial(replace_attribute, module, "reduce", _reduce_num_targets))
+            install_patch(patch, partial(replace_attribute, module, "reduce", _reduce_over_data_ranks))
 
 
-def _reduce_num_targets(tensor: Tensor, reduction: str = "mean", scale: float = 1.0) -> Any:
+def _reduce_over_data_ranks(tensor: Tensor, reduction: str = "mean", scale: float = 1.0) -> Any:
     context: ParallelContext | None = getattr(_CURRENT, "context", None)
     if context is None or reduction != "mean":
         return _REDUCE(tensor, reduction, scale)
@@ -508,8 +510,8 @@ def _reduce_num_targets(tensor: Tensor, reduction: str = "mean", scale: float = 
     return mean * PartialState().num_processes  # by which the loss divides
 
 
-def _get_checkpoint_folder(folder: str | os.PathLike[str], number: int) -> str:
-    return os.path.join(folder, f"{CHECKPOINT_FOLDER}_{number}")
+def _get_model_checkpoint_folder(folder: str | os.PathLike[str], model_index: int) -> str:
+    return os.path.join(folder, f"{CHECKPOINT_FOLDER}_{model_index}")
 
 
 def _count_saved_models(folder: str | os.PathLike[str] | None) -> tuple[int, bool]:
@@ -520,7 +522,7 @@ def _count_saved_models(folder: str | os.PathLike[str] | None) -> tuple[int, boo
     return sharded or plain, not sharded and plain > 0
 
 
-def _load_tensor_file(folder: Path, *names: str) -> Any:
+def _load_first_existing_tensor_file(folder: Path, *names: str) -> Any:
     path = next((folder / name for name in names if (folder / name).is_file()), folder / names[0])
     return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
 
@@ -551,7 +553,7 @@ def _is_optimizer_of_model(optimizer: Optimizer, model: nn.Module) -> bool:
     return any(id(p) in held for group in optimizer.param_groups for p in group["params"])
 
 
-def _unsupported_backend_error(setting: str) -> ConfigError:
+def _make_unsupported_backend_error(setting: str) -> ConfigError:
     return ConfigError(
         f"accelerate is configured with {setting}.",
         rule="Only one library can shard the model.",

@@ -53,23 +53,23 @@ class GlobalLossAverager:
         finally:
             self._samples = None
 
-    def mark_if_uses_num_items(self, args: Any) -> None:
+    def detect_use_of_num_items(self, args: Any) -> None:
         """Mark the loss as already weighted if ``args`` contain the number of items."""
         self._is_weighted |= self.items is not None and any(each is self.items for each in args)
 
-    def scale_to_global_mean(self, mean: Tensor, count: float) -> Tensor:
-        """Scale a mean of ``count`` values so that the average over the ranks is the mean of all their values.
+    def scale_to_global_mean(self, local_mean: Tensor, local_count: float) -> Tensor:
+        """Scale a mean of ``local_count`` values so that the average over the ranks is the mean of all their values.
 
         All-reduces one number over the data-parallel ranks.
         """
         if self._data.size == 1:
-            return mean
+            return local_mean
         self._is_weighted = True
-        count = 0.0 if self.has_no_samples else count
-        total = self._sum(torch.tensor(float(count), device=mean.device))
+        local_count = 0.0 if self.has_no_samples else local_count
+        total = self._sum_over_ranks(torch.tensor(float(local_count), device=local_mean.device))
         if not total:
-            return mean  # NaN, as in one process
-        return mean * (count * self._data.size / total) if count else mean.nan_to_num() * 0.0
+            return local_mean  # NaN, as in one process
+        return local_mean * (local_count * self._data.size / total) if local_count else local_mean.nan_to_num() * 0.0
 
     def warn_if_unequal_labels(self, labels: Any) -> None:
         """Warn once if an unweighted loss is averaged over ranks that have different numbers of labels.
@@ -92,7 +92,7 @@ class GlobalLossAverager:
     def warn_if_contrastive(self, loss: LossCall) -> None:
         """Warn once if a contrastive loss compares only the samples of this rank's batch with each other."""
         logits, size = next(iter(loss.named.values())), self.batch_size
-        if self._has_warned_of_samples or not loss.has_classes or tuple(logits.shape) != (size, size):
+        if self._has_warned_of_samples or not loss.has_class_index_targets or tuple(logits.shape) != (size, size):
             return
         assert loss.basis is not None
         if size is not None and size > 1 and loss.basis.tolist() == list(range(size)):
@@ -117,7 +117,7 @@ class GlobalLossAverager:
             loss = loss.nan_to_num() * 0.0
         return all_reduce(loss.clone(), self._data, purpose="loss") / self._data.size
 
-    def _sum(self, number: Tensor) -> float:
+    def _sum_over_ranks(self, number: Tensor) -> float:
         return float(all_reduce(number, self._data, purpose="loss"))
 
 
@@ -130,11 +130,11 @@ class WeightedLossMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._mean.mark_if_uses_num_items((*args, *kwargs.values()))
-        if func not in RECORDED_LOSSES or not (call := LossCall.bind(func, args, kwargs)).is_mean:
+        self._mean.detect_use_of_num_items((*args, *kwargs.values()))
+        if func not in RECORDED_LOSSES or not (call := LossCall.from_call_arguments(func, args, kwargs)).is_mean:
             return func(*args, **kwargs)
         self._mean.warn_if_contrastive(call)
-        return self._mean.scale_to_global_mean(call.compute(), float(call.compute_count()))
+        return self._mean.scale_to_global_mean(call.compute_loss(), float(call.compute_mean_denominator()))
 
 
 class DataParallelLabelSmoother:

@@ -28,25 +28,25 @@ from torch.optim import Optimizer
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.plain_state import load_full_optimizer_state
 from shardformer.checkpoint.save import save_checkpoint
-from shardformer.comm.collective_call import collective_call
+from shardformer.comm.collective_call import run_and_compare_across_ranks
 from shardformer.comm.collectives import all_gather_numbers
 from shardformer.config import ParallelConfig
-from shardformer.errors import ConfigError, check_library_version
-from shardformer.filesystem.lock import release
+from shardformer.errors import ConfigError, check_minimum_library_version
+from shardformer.filesystem.lock import release_folder_lock
 from shardformer.gradient_accumulation.label_tracing import LabelTransform
-from shardformer.gradient_accumulation.micro_batch_loss import LossWeights
+from shardformer.gradient_accumulation.micro_batch_loss import MicroBatchLossScaler
 from shardformer.gradients.reducer import no_sync
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, get_metadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
-from shardformer.random_state import restore_cpu_generators
+from shardformer.random_state import preserve_cpu_random_states
 from shardformer.training.data_loader import make_example_arguments
-from shardformer.training.initialize import make_context, make_engine_without_data
+from shardformer.training.initialize import make_engine_without_data, make_parallel_context
 
 is_standalone = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 pl: Any = importlib.import_module("pytorch_lightning" if is_standalone else "lightning.pytorch")
 """The package that the script uses. Lightning is published under two names, whose classes do not mix."""
-check_library_version("lightning", pl.__version__)
+check_minimum_library_version("lightning", pl.__version__)
 
 STATE_KEY = "lightning"
 """Key of Lightning's own state in ``extra`` of a checkpoint."""
@@ -86,7 +86,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     optimizers: list[Optimizer]
 
     def __init__(self, parallel: Any = None, *, policy: Any = None, **options: Any) -> None:
-        self.parallel, self.policy = ParallelConfig.of(parallel), policy
+        self.parallel, self.policy = ParallelConfig.from_value(parallel), policy
         default = ParallelConfig()
         for name, remedy in UNSUPPORTED_FIELDS.items():
             if (value := getattr(self.parallel, name)) != getattr(default, name):
@@ -111,20 +111,22 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     def setup_environment(self) -> None:
         """Initialize the process group and create the process grid."""
         super().setup_environment()
-        self.context = make_context(self.context, self.parallel)
+        self.context = make_parallel_context(self.context, self.parallel)
 
     def setup(self, trainer: Any) -> None:
         """Shard the model, together with the optimizer that ``configure_optimizers`` returns."""
         context = self._context
         self.accelerator.setup(trainer)
-        collective_call(context, partial(self._check, trainer), action="train with Lightning")
+        run_and_compare_across_ranks(
+            context, partial(self._check_trainer_options, trainer), action="train with Lightning"
+        )
         self.model = self.precision_plugin.convert_module(self.model)
         is_fitting = trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
         if is_fitting:
             self.setup_optimizers(trainer)
         optimizers, example = self.optimizers if is_fitting else None, partial(self._get_example_inputs, trainer)
         engine = make_engine_without_data(self.sharded_model, optimizers, self.parallel, context, self.policy, example)
-        self._move_others()
+        self._move_unsharded_modules()
         # Lightning clips the parameters of the optimizer, which are slices of the model's under ZeRO
         self.precision_plugin.main_params = lambda _: engine.model.parameters()
         self.precision_plugin.clip_gradients = partial(pl.plugins.Precision.clip_gradients, self.precision_plugin)
@@ -140,10 +142,10 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     def _get_example_inputs(self, trainer: Any) -> Any:
         """Return example inputs from the training data, with which a policy can be derived, or None."""
         source = trainer.fit_loop._data_source
-        with restore_cpu_generators():
+        with preserve_cpu_random_states():
             return make_example_arguments(source.dataloader(), self.sharded_model) if source.is_defined() else None
 
-    def _move_others(self) -> None:
+    def _move_unsharded_modules(self) -> None:
         """Move all of the LightningModule except the sharded model to this rank's device."""
         modules, name = self.lightning_module._modules, self._model_attribute_name
         model = modules[name]
@@ -181,7 +183,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         model: nn.Module = getattr(self.lightning_module, self._model_attribute_name)
         return model
 
-    def _check(self, trainer: Any) -> None:
+    def _check_trainer_options(self, trainer: Any) -> None:
         """Raise ConfigError for Trainer options that do not work with a sharded model."""
         plugins = pl.plugins
         known = (plugins.Precision, plugins.MixedPrecision, plugins.HalfPrecision, plugins.DoublePrecision)
@@ -218,9 +220,9 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             if is_used:
                 remedy = "Remove or change this setting."
                 raise ConfigError(f"ShardFormerStrategy does not support {what}.", rule=rule, remedy=remedy)
-        self._check_earlier_fit(trainer)
+        self._check_can_reuse_sharded_model(trainer)
 
-    def _check_earlier_fit(self, trainer: Any) -> None:
+    def _check_can_reuse_sharded_model(self, trainer: Any) -> None:
         """Raise ConfigError if the model is already sharded in a way that this strategy cannot reuse."""
         if METADATA_ATTRIBUTE not in self.sharded_model.__dict__:
             return
@@ -255,16 +257,16 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a metric over the data-parallel ranks. Communicates one all-reduce of the tensor."""
         data = self._context.data
-        if not _is_world(group):
+        if not _is_world_group(group):
             return super().reduce(tensor, group, reduce_op)
         return tensor if data.size == 1 else super().reduce(tensor, data.group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor from all data-parallel ranks along a new dimension. Communicates one all-gather."""
         data = self._context.data
-        if _is_world(group) and data.size == 1:
+        if _is_world_group(group) and data.size == 1:
             return tensor.unsqueeze(0)
-        gathered: Tensor = super().all_gather(tensor, data.group if _is_world(group) else group, sync_grads)
+        gathered: Tensor = super().all_gather(tensor, data.group if _is_world_group(group) else group, sync_grads)
         return gathered
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -287,12 +289,12 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         if data.size == 1 or self.parallel.average_loss_over == "ranks":
             return super().training_step(*args, **kwargs)
         batch = {"args": args, "kwargs": kwargs}
-        weights = LossWeights([batch], [1], None, self._label_transforms, (data, self.root_device))
-        weights.start(0)
+        weights = MicroBatchLossScaler([batch], [1], None, self._label_transforms, (data, self.root_device))
+        weights.start_recording(0)
         try:
             output = super().training_step(*args, **kwargs)
         finally:
-            weights.stop()
+            weights.stop_recording()
         loss = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
             raise ConfigError(
@@ -301,13 +303,13 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
                 remedy="Return loss * 0.0 to skip the samples of this rank, or filter the data before training.",
             )
         weights.scale_loss(0, loss)
-        weights.finish()
+        weights.run_deferred_checks()
         return output
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, after scaling the loss if ``ParallelConfig(precision="fp16")`` is set."""
         owner = get_metadata(self.sharded_model).gradient_owner
-        with nullcontext(1) if owner is None else owner.scaled() as scale:
+        with nullcontext(1) if owner is None else owner.scale_loss() as scale:
             loss = closure_loss if scale == 1 else closure_loss.float() * scale
             result: Tensor = super().backward(loss, *args, **kwargs)
         return result
@@ -347,7 +349,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         extra = {STATE_KEY: base64.b64encode(written.getvalue()).decode()}
         optimizers = self.optimizers if "optimizer_states" in checkpoint else None
         save_checkpoint(model, folder, optimizers, step=checkpoint["global_step"], extra=extra, retention=1)
-        release(folder, model)
+        release_folder_lock(folder, model)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the model and its optimizer from a checkpoint of any layout, and return Lightning's own state."""
@@ -389,7 +391,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         self.accelerator.teardown()
 
 
-def _is_world(group: Any) -> bool:
+def _is_world_group(group: Any) -> bool:
     return group is None or group is torch.distributed.group.WORLD
 
 

@@ -39,10 +39,10 @@ from shardformer.integrations.accelerate import (
 from shardformer.integrations.global_batch_loss import DataParallelLabelSmoother, GlobalLossAverager, WeightedLossMode
 from shardformer.layout.sharding_metadata import get_metadata
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.torch_patches import Patch, install, replace_attribute
+from shardformer.torch_patches import Patch, install_patch, replace_attribute
 from shardformer.training.data_loader import make_example_arguments
-from shardformer.training.initialize import make_context, make_engine_without_data, make_pipeline
-from shardformer.transformers_compat import is_cache, load_transformers
+from shardformer.training.initialize import make_engine_without_data, make_parallel_context, make_pipeline
+from shardformer.transformers_compat import is_kv_cache, load_transformers
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.elementwise_trial import needs_full_matrices
 from shardformer.zero.shard_optimizer import shard_optimizer
@@ -95,14 +95,14 @@ class ShardedTrainer:
         context: ParallelContext | None = None,
         **options: Any,
     ) -> None:
-        self._set_layout(model, args, parallel, policy, context)
+        self._set_parallel_layout(model, args, parallel, policy, context)
         if others:
             super().__init__(model, args, *others, **options)  # type: ignore[call-arg]
         else:  # args is not the second argument of all trainers
             super().__init__(model, args=args, **options)  # type: ignore[call-arg]
         self._shard_after_init()
 
-    def _set_layout(
+    def _set_parallel_layout(
         self, model: Any, args: Any, parallel: Any, policy: Any = None, context: ParallelContext | None = None
     ) -> None:
         """Set the parallel layout and check the training arguments before Trainer is initialized."""
@@ -116,15 +116,17 @@ class ShardedTrainer:
         if (
             parallel is not None
             and of_arguments is not None
-            and ParallelConfig.of(of_arguments) != ParallelConfig.of(parallel)
+            and ParallelConfig.from_value(of_arguments) != ParallelConfig.from_value(parallel)
         ):
             raise ConfigError(
                 f"TrainingArguments(parallel={of_arguments}) differs from Trainer(parallel={parallel!r:.80}).",
                 remedy="Pass the layout to only one of them.",
             )
-        self.parallel, self.policy = ParallelConfig.of(of_arguments if parallel is None else parallel), policy
+        self.parallel, self.policy = ParallelConfig.from_value(of_arguments if parallel is None else parallel), policy
         sharded = find_sharded_model(model)
-        self.context = make_context(context or (get_metadata(sharded).context if sharded else None), self.parallel)
+        self.context = make_parallel_context(
+            context or (get_metadata(sharded).context if sharded else None), self.parallel
+        )
         self._loss_mean = GlobalLossAverager(self.context.data)
         check_training_arguments(args, self.parallel)
 
@@ -141,13 +143,15 @@ class ShardedTrainer:
                 f"TrainingArguments found one process, but the layout {self.context} needs several.",
                 remedy="If you train on CPUs, pass use_cpu=True to TrainingArguments.",
             )
-        self._shard(self.model)
+        self._shard_model(self.model)
         if self.label_smoother is not None:
             self.label_smoother = DataParallelLabelSmoother(self.label_smoother, self._loss_mean)
 
-    def _shard(self, model: Any) -> None:
+    def _shard_model(self, model: Any) -> None:
         """Shard the model, together with its optimizer if the user passed one."""
-        is_stage = self.has_stages and find_sharded_model(model) is not None  # which knows only the total number
+        is_stage = (
+            self.has_pipeline_stages and find_sharded_model(model) is not None
+        )  # which knows only the total number
         has_count = hasattr(model, "num_parameters")
         self._num_parameters = model.num_parameters(exclude_embeddings=not is_stage) if has_count else 0
         optimizer = self.optimizer
@@ -178,7 +182,7 @@ class ShardedTrainer:
         model = super().call_model_init(trial)  # type: ignore[misc]
         if hasattr(self, "state"):  # later than __init__, which shards the model itself
             self.optimizer = None
-            self._shard(model)
+            self._shard_model(model)
         return model
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -219,7 +223,7 @@ class ShardedTrainer:
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.context.data.size)
 
     @contextmanager
-    def _set_process_count(self, num_processes: int, process_index: int) -> Iterator[None]:
+    def _override_world_size_and_rank(self, num_processes: int, process_index: int) -> Iterator[None]:
         """Make ``args.world_size`` and ``args.process_index`` return these numbers inside the context."""
         args = self.args
         before = args.distributed_state
@@ -231,20 +235,20 @@ class ShardedTrainer:
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         data = self.context.data
-        with self._set_process_count(
+        with self._override_world_size_and_rank(
             data.size, data.rank
         ):  # for the seeds of the loader's workers, and for batch_rebalance
             return super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
 
     def set_initial_training_values(self, args: Any, loader: Any, *others: Any, **options: Any) -> Any:
-        self._check_loader(loader, "get_train_dataloader")
+        self._check_loader_splits_samples(loader, "get_train_dataloader")
         return super().set_initial_training_values(args, loader, *others, **options)  # type: ignore[misc]
 
-    def _check_loader(self, loader: Any, method: str) -> None:
+    def _check_loader_splits_samples(self, loader: Any, method_name: str) -> None:
         """Raise ConfigError if all data-parallel ranks would read the same samples from a data loader."""
         if self.context.data.size > 1 and has_same_samples_on_all_ranks(loader):
             raise ConfigError(
-                f"{method} of {type(self).__name__} returns a DataLoader that yields the same samples on all "
+                f"{method_name} of {type(self).__name__} returns a DataLoader that yields the same samples on all "
                 f"{self.context.data.size} data-parallel ranks.",
                 remedy="Return self.accelerator.prepare(loader), which splits the samples over the ranks.",
             )
@@ -261,11 +265,13 @@ class ShardedTrainer:
         return sampler
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        with self._set_process_count(self.context.data.size, self.args.process_index):  # for the speed in the log
+        with self._override_world_size_and_rank(
+            self.context.data.size, self.args.process_index
+        ):  # for the speed in the log
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        with self._set_process_count(self.context.data.size, self.args.process_index):
+        with self._override_world_size_and_rank(self.context.data.size, self.args.process_index):
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -273,7 +279,7 @@ class ShardedTrainer:
 
         Seq2SeqTrainer would keep them, because one process needs no padding. It averages the losses over batches.
         """
-        self._check_loader(dataloader, "get_eval_dataloader or get_test_dataloader")
+        self._check_loader_splits_samples(dataloader, "get_eval_dataloader or get_test_dataloader")
         use_objects = self.args.eval_use_gather_object
         gather_losses = self.gather_function
         gather_samples = partial(self.accelerator.gather_for_metrics, use_gather_object=use_objects)
@@ -298,11 +304,11 @@ class ShardedTrainer:
 
     def _shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
         stage = self.parallel.effective_zero_stage
-        if stage is None and _is_any_matrix_sharded(self.sharded_model) and _needs_full_matrices(optimizer):
+        if stage is None and _has_sharded_parameters(self.sharded_model) and _needs_full_matrices(optimizer):
             stage = 0
         if stage is None or isinstance(getattr(optimizer, "optimizer", optimizer), ZeroOptimizer):
             return optimizer
-        return shard_optimizer(self.sharded_model, optimizer, **{**self.parallel.zero_options(), "stage": stage})
+        return shard_optimizer(self.sharded_model, optimizer, **{**self.parallel.get_zero_options(), "stage": stage})
 
     def floating_point_ops(self, inputs: Any) -> float:
         """Estimate FLOPs as 6 x non-embedding parameters x tokens. Trainer sums the FLOPs over all processes."""
@@ -330,8 +336,8 @@ class ShardedTrainer:
 
         The loss is that of the global batch, without the samples that only pad the last batch of the data set.
         """
-        if self.has_stages:
-            found = self._predict_in_stages(inputs, prediction_loss_only, ignore_keys)
+        if self.has_pipeline_stages:
+            found = self._run_pipeline_prediction_step(inputs, prediction_loss_only, ignore_keys)
         else:
             step = partial(super().prediction_step, ignore_keys=ignore_keys, **options)  # type: ignore[misc]
             found = self._run_prediction_step(step, model, inputs, prediction_loss_only)
@@ -350,7 +356,7 @@ class ShardedTrainer:
         if not prediction_loss_only:
             _, *outputs = to_full_tensors(step(model, inputs, False))
         with mean.set_num_samples(real):
-            loss, *_ = step(model, _first_samples(inputs, max(real, 1)), True)
+            loss, *_ = step(model, _take_first_samples(inputs, max(real, 1)), True)
             return mean.average_over_ranks(to_full_tensors(loss)), *outputs
 
     def _count_real_samples(self, inputs: Any) -> int | None:
@@ -368,7 +374,7 @@ class ShardedTrainer:
     # --- pipeline stages
 
     @property
-    def has_stages(self) -> bool:
+    def has_pipeline_stages(self) -> bool:
         """Whether the model is split into pipeline stages."""
         return self.context.pipe.size > 1
 
@@ -395,7 +401,7 @@ class ShardedTrainer:
             )
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        if not self.has_stages:
+        if not self.has_pipeline_stages:
             self._loss_mean.batch_size = transformers.trainer_pt_utils.find_batch_size(inputs)
             with self._loss_mean.set_num_samples(None):
                 loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
@@ -406,16 +412,16 @@ class ShardedTrainer:
             return loss
         model.train()
         with self.accelerator.autocast():
-            return self.pipeline.step(self._stage_inputs(inputs, num_items_in_batch)).detach()
+            return self.pipeline.step(self._prepare_pipeline_inputs(inputs, num_items_in_batch)).detach()
 
-    def _stage_inputs(self, inputs: Any, num_items_in_batch: Any) -> dict[str, Any]:
+    def _prepare_pipeline_inputs(self, inputs: Any, num_items_in_batch: Any) -> dict[str, Any]:
         """Prepare a batch for the pipeline, and add the number of items (label tokens) in the global batch."""
         found = dict(self._prepare_inputs(inputs))
         if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
             found["num_items_in_batch"] = round(float(num_items_in_batch) * self.context.data.size)
         return found
 
-    def _predict_in_stages(self, inputs: Any, prediction_loss_only: bool, ignore_keys: Any) -> Any:
+    def _run_pipeline_prediction_step(self, inputs: Any, prediction_loss_only: bool, ignore_keys: Any) -> Any:
         labels = tuple(inputs[name] for name in self.label_names if inputs.get(name) is not None)
         config = getattr(self.model, "config", None)
         ignored = {"loss", *(ignore_keys or getattr(config, "keys_to_ignore_at_inference", ()))}
@@ -425,11 +431,11 @@ class ShardedTrainer:
                 real = self._count_real_samples(inputs)
                 counted = inputs if real is None else _mask_labels(inputs, real)
                 items = self._get_num_items_in_batch([counted], self.args.device)
-                loss = self.pipeline.evaluate(self._stage_inputs(counted, items)).detach()
+                loss = self.pipeline.evaluate(self._prepare_pipeline_inputs(counted, items)).detach()
             if prediction_loss_only:
                 return loss, None, None
-            output = self.pipeline.forward(self._stage_inputs(inputs, None), gather=True)
-        kept = [value for name, value in output.items() if name not in ignored and not is_cache(value)]
+            output = self.pipeline.forward(self._prepare_pipeline_inputs(inputs, None), gather=True)
+        kept = [value for name, value in output.items() if name not in ignored and not is_kv_cache(value)]
         logits = tuple(to_full_tensors(kept))
         return loss, logits[0] if len(logits) == 1 else logits, labels[0] if len(labels) == 1 else labels or None
 
@@ -460,21 +466,21 @@ class ShardedTrainer:
         """Save the unsharded optimizer state, which any layout and the Trainer of transformers can load."""
         raw = getattr(self.optimizer, "optimizer", self.optimizer)
         state = get_full_optimizer_state(self.sharded_model, raw, output_dir)
-        with self._replace_optimizer(UnshardedStateSaver(state)):
+        with self._temporarily_use_optimizer(UnshardedStateSaver(state)):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         raw = getattr(self.optimizer, "optimizer", self.optimizer)
         loading = UnshardedStateLoader(self.sharded_model, raw)
         with (
-            self._set_process_count(1, self.args.process_index),
-            self._replace_optimizer(loading),
+            self._override_world_size_and_rank(1, self.args.process_index),
+            self._temporarily_use_optimizer(loading),
         ):  # loads it into host memory
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
     @contextmanager
-    def _replace_optimizer(self, other: Any) -> Iterator[None]:
-        optimizer, self.optimizer = self.optimizer, other
+    def _temporarily_use_optimizer(self, replacement: Any) -> Iterator[None]:
+        optimizer, self.optimizer = self.optimizer, replacement
         try:
             yield
         finally:
@@ -483,7 +489,9 @@ class ShardedTrainer:
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)  # type: ignore[misc]
         if self.args.world_size > 1 and self.args.process_index == 0:
-            with self._set_process_count(1, 0):  # the file that one process, or another number of processes, loads
+            with self._override_world_size_and_rank(
+                1, 0
+            ):  # the file that one process, or another number of processes, loads
                 super()._save_rng_state(output_dir)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -493,7 +501,7 @@ class ShardedTrainer:
             files = [os.path.isfile(os.path.join(checkpoint, f"rng_state_{n}.pth")) for n in (size - 1, size)]
             first = self.context.grid.rank_at({"data": self.context.data.rank})
             size, index = (size, first) if files == [True, False] else (1, 0)
-        with self._set_process_count(size, index):
+        with self._override_world_size_and_rank(size, index):
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
@@ -505,7 +513,7 @@ class ShardedTrainer:
         super()._issue_warnings_after_load(type(load_result)(really, load_result.unexpected_keys))  # type: ignore[misc]
 
 
-def _first_samples(inputs: Any, count: int) -> Any:
+def _take_first_samples(inputs: Any, count: int) -> Any:
     """Return the first ``count`` samples of a batch, by slicing its tensors and lists."""
     size = transformers.trainer_pt_utils.find_batch_size(inputs)
 
@@ -518,13 +526,13 @@ def _first_samples(inputs: Any, count: int) -> Any:
     return first(inputs)
 
 
-def _mask_labels(inputs: Any, start: int = 0) -> Any:
-    """Return a copy of a batch that ignores the labels (-100) of all samples after the first ``start``."""
+def _mask_labels(inputs: Any, num_kept_samples: int = 0) -> Any:
+    """Return a copy of a batch that ignores the labels (-100) of all samples after the first ``num_kept_samples``."""
     found = dict(inputs)
     for name in ("labels", "shift_labels"):
         if isinstance(found.get(name), Tensor) and not found[name].is_floating_point():
             found[name] = found[name].clone()
-            found[name][start:] = -100
+            found[name][num_kept_samples:] = -100
     return found
 
 
@@ -548,7 +556,7 @@ class UnshardedStateLoader:
         load_full_optimizer_state(self._model, self._optimizer, state_dict)
 
 
-def _is_any_matrix_sharded(model: nn.Module) -> bool:
+def _has_sharded_parameters(model: nn.Module) -> bool:
     return any(entry.spec.is_sharded for entry in get_metadata(model).entries)
 
 
@@ -623,9 +631,9 @@ class ParallelArguments:
             self.parallel = json.loads(self.parallel)
         if self.parallel is not None:
             defaults = ParallelConfig().to_dict()
-            found = ParallelConfig.of(self.parallel).to_dict().items()
+            found = ParallelConfig.from_value(self.parallel).to_dict().items()
             self.parallel = {name: value for name, value in found if value != defaults[name]}  # can be written as JSON
-            install(TRAINER_PATCH, lambda: replace_attribute(transformers.Trainer, "__init__", _sharding_init))
+            install_patch(TRAINER_PATCH, lambda: replace_attribute(transformers.Trainer, "__init__", _sharding_init))
 
 
 @dataclass
@@ -653,14 +661,14 @@ def _sharding_init(self: Any, model: Any = None, args: Any = None, *others: Any,
         _INIT(self, model, args, *others, **options)
         return
     kind: Any = type(self)
-    self.__class__ = _make_sharded_class(kind)
-    self._set_layout(model, args, None)
+    self.__class__ = _make_sharded_trainer_class(kind)
+    self._set_parallel_layout(model, args, None)
     _INIT(self, model, args, *others, **options)
     self._shard_after_init()
 
 
 @cache
-def _make_sharded_class(trainer_class: Any) -> Any:
+def _make_sharded_trainer_class(trainer_class: Any) -> Any:
     return type(
         trainer_class.__name__,
         (ShardedTrainer, trainer_class),

@@ -26,18 +26,18 @@ from shardformer import torch_patches
 from shardformer.comm.collectives import all_gather_objects, all_reduce
 from shardformer.config import ParallelConfig
 from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
-from shardformer.discovery.token_dependence import check_packing
-from shardformer.errors import ConfigError, check_library_version
+from shardformer.discovery.token_dependence import check_packing_is_supported
+from shardformer.errors import ConfigError, check_minimum_library_version
 from shardformer.integrations.accelerate import Accelerator, find_sharded_model
 from shardformer.integrations.transformers import ShardedTrainer, transformers
 from shardformer.layout.sharding_metadata import get_metadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, get_local_shard
-from shardformer.tensor_parallel.vocab_parallel_statistics import vocab_parallel_statistics
+from shardformer.tensor_parallel.vocab_parallel_statistics import vocab_parallel_token_statistics
 from shardformer.training.initialize import initialize
 
-check_library_version("trl", trl.__version__)
+check_minimum_library_version("trl", trl.__version__)
 
 # B batch, S sequence, T tokens, H hidden, V vocabulary
 
@@ -68,9 +68,9 @@ class ShardedTRLTrainer(ShardedTrainer):
         **options: Any,
     ) -> None:
         arguments = {**dict(zip(self._list_argument_names(), positional, strict=False)), **options}
-        check_trl_arguments(arguments.get("args"), ParallelConfig.of(parallel))
+        check_trl_arguments(arguments.get("args"), ParallelConfig.from_value(parallel))
         super().__init__(**arguments, parallel=parallel, policy=policy, context=context)
-        self._adjust_to_data_ranks()
+        self._adjust_args_to_data_parallel_size()
 
     @classmethod
     def _list_argument_names(cls) -> list[str]:
@@ -81,7 +81,7 @@ class ShardedTRLTrainer(ShardedTrainer):
                 break
         return [parameter.name for parameter in parameters]
 
-    def _adjust_to_data_ranks(self) -> None:
+    def _adjust_args_to_data_parallel_size(self) -> None:
         """Recompute values that TRL derived from the number of processes, with the number of data-parallel ranks."""
         args, data = self.args, self.context.data
         process = int(self.accelerator.state.process_index)
@@ -119,12 +119,12 @@ class ShardedTRLTrainer(ShardedTrainer):
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__, self.accelerator.trained = ShardingAccelerator, type(self.model)
 
-    def _shard(self, model: Any) -> None:
+    def _shard_model(self, model: Any) -> None:
         with rebuild_fused_heads(model):
             if getattr(self, "padding_free", False) and not hasattr(self, "pipeline"):
                 self._check_packing(model)
-            super()._shard(model)
-        guard_weights(self.sharded_model, type(self))
+            super()._shard_model(model)
+        guard_sharded_head_weights(self.sharded_model, type(self))
 
     def _check_packing(self, model: Any) -> None:
         what = "padding_free=True, which packing sets,"
@@ -133,11 +133,11 @@ class ShardedTRLTrainer(ShardedTrainer):
                 f"{what} cannot be checked on a sharded {type(model).__name__}.",
                 remedy="Pass the plain model to the trainer, and let parallel=ParallelConfig(...) shard it.",
             )
-        check_packing(model, what, "Set packing=False and padding_free=False")
+        check_packing_is_supported(model, what, "Set packing=False and padding_free=False")
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         if find_sharded_model(self.model) is None:
-            self._shard(self.model)
+            self._shard_model(self.model)
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
@@ -166,7 +166,7 @@ class ShardingAccelerator(Accelerator):
             with rebuild_fused_heads(model):
                 policy = self.policy if isinstance(model, self.trained) else None
                 initialize(model, None, parallel=self.config, policy=policy, context=self.context)
-            guard_weights(model, type(self))
+            guard_sharded_head_weights(model, type(self))
         return super().prepare_model(model, device_placement, evaluation_mode)
 
 
@@ -245,27 +245,27 @@ def _replace_accelerate_function(name: str, old: Any, new: Any) -> None:
 # --- weights that a trainer may not read
 
 
-def guard_weights(model: Any, trainer: type) -> None:
+def guard_sharded_head_weights(model: Any, trainer_class: type) -> None:
     """Make a sharded head raise ConfigError when a trainer reads its weights, which are only a shard.
 
     Each rank has a slice of the weight. The trainer would use this slice as if it were the full weight.
     """
-    modules = {kind.__module__ for kind in trainer.__mro__}
+    modules = {kind.__module__ for kind in trainer_class.__mro__}
     find_head = getattr(model, "get_output_embeddings", None)
     head = None if find_head is None else find_head()
     for layer in () if head is None else find_sharded_layers(head):
-        properties = {name: property(partial(_read_guarded, name, modules)) for name in layer._parameters}
+        properties = {name: property(partial(_read_guarded_weight, name, modules)) for name in layer._parameters}
         kind = type(layer)
         layer.__class__ = type(kind.__name__, (kind,), {**properties, "__module__": kind.__module__})
     get_metadata(model).on_adapted(model)  # the checks of the forward pass accept the new class
 
 
-def _read_guarded(name: str, modules: set[str], layer: nn.Module) -> Any:
+def _read_guarded_weight(name: str, trainer_modules: set[str], layer: nn.Module) -> Any:
     frame: Any = sys._getframe(1)
     while frame.f_code.co_name == "__getattr__":  # of a module that wraps the layer
         frame = frame.f_back
     reader = frame.f_globals.get("__name__", "")
-    is_trainer = reader in modules and reader.partition(".")[0] not in (
+    is_trainer = reader in trainer_modules and reader.partition(".")[0] not in (
         "shardformer",
         "transformers",
         "torch",
@@ -340,7 +340,7 @@ def _make_sharded_head_forward(fused: FunctionType, model: Any) -> FunctionType:
 
 
 def compute_token_stats(
-    get_head: Any, plain_function: Any, hidden_TH: Tensor, weight: Tensor, bias: Any, labels_T: Tensor,
+    get_head: Any, plain_fn: Any, hidden_TH: Tensor, weight: Tensor, bias: Any, labels_T: Tensor,
     temperature: float, chunk_size: int, softcap: float | None, scale: float, outputs: Any,
 ) -> Any:  # fmt: skip
     """Return log-probabilities, entropies and other statistics of the labels, as TRL's own fused head does.
@@ -350,11 +350,11 @@ def compute_token_stats(
     if isinstance(hidden_TH, SequenceShardedTensor):
         rows = hidden_TH.rows
         local = (hidden_TH.local, weight, bias, rows.slice_local(labels_T, 0))
-        found = compute_token_stats(get_head, plain_function, *local, temperature, chunk_size, softcap, scale, outputs)
+        found = compute_token_stats(get_head, plain_fn, *local, temperature, chunk_size, softcap, scale, outputs)
         return tuple(None if x is None else SequenceShardedTensor(x, rows, 0) for x in found)
     head = get_head()
     if not find_sharded_layers(head):
-        return plain_function(hidden_TH, weight, bias, labels_T, temperature, chunk_size, softcap, scale, outputs)
+        return plain_fn(hidden_TH, weight, bias, labels_T, temperature, chunk_size, softcap, scale, outputs)
     logits_TV = head(hidden_TH)
     axis = Axis("tensor")  # of one rank, for a head that gathers its logits
     bounds: tuple[int, ...] = (0, logits_TV.shape[-1])
@@ -363,7 +363,7 @@ def compute_token_stats(
     if (scale, softcap, temperature) != (1.0, None, 1.0):
         logits_TV = logits_TV.float() * scale
         logits_TV = (logits_TV if softcap is None else softcap * torch.tanh(logits_TV / softcap)) / temperature
-    return tuple(vocab_parallel_statistics(logits_TV, labels_T, axis, bounds, outputs))
+    return tuple(vocab_parallel_token_statistics(logits_TV, labels_T, axis, bounds, outputs))
 
 
 class SFTTrainer(ShardedTRLTrainer, trl.SFTTrainer):  # type: ignore[misc]

@@ -37,7 +37,7 @@ UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "sinks", "indices", "block_indices"
 
 
 @functools.cache
-def flash_attn() -> Any:
+def get_flash_attn_func() -> Any:
     """Return ``flash_attn_func`` of the flash-attn package, or None if the package is not installed."""
     try:
         from flash_attn import flash_attn_func
@@ -80,7 +80,7 @@ def attention(
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         bias = None if bias is None else bias[..., : query.shape[2]]
     if query.is_cuda and attention_mask is None and bias is None and _flash_attn_supports(query, value):
-        out = flash_attn()(*(t.transpose(1, 2) for t in (query, key, value)), dropout, scale, causal)
+        out = get_flash_attn_func()(*(t.transpose(1, 2) for t in (query, key, value)), dropout, scale, causal)
         return out.contiguous(), None
     if bias is not None and causal:
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
@@ -88,8 +88,8 @@ def attention(
         bias, attention_mask = attention_mask, None
     query, key, value = _expand_to_same_batch(query, key, value)
     out_width = value.shape[-1]
-    query, key, value = _pad_to_same_width(query, key, value)
-    bias, attention_mask = _view_as_4d(bias), _view_as_4d(attention_mask)
+    query, key, value = _pad_to_same_head_dim(query, key, value)
+    bias, attention_mask = _view_mask_as_4d(bias), _view_mask_as_4d(attention_mask)
     if bias is None:
         out = _fused_attention(query, key, value, attention_mask, dropout, scale, causal)
     elif query.is_cuda:  # the memory-efficient kernel computes the gradient of the bias
@@ -107,9 +107,9 @@ class FusedAttentionMode(TorchFunctionMode):
         self._module = module
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (self._attention if func is TORCH_ATTENTION else func)(*args, **(kwargs or {}))
+        return (self._scaled_dot_product_attention if func is TORCH_ATTENTION else func)(*args, **(kwargs or {}))
 
-    def _attention(
+    def _scaled_dot_product_attention(
         self,
         query: Tensor,
         key: Tensor,
@@ -134,9 +134,9 @@ def _check_attention_call(query: Tensor, dropout: float, kwargs: dict[str, Any])
         )
 
 
-def check_attention_arguments(caller: str, kwargs: Mapping[str, Any], names: Sequence[str]) -> None:
+def check_attention_arguments(caller: str, kwargs: Mapping[str, Any], unsupported_names: Sequence[str]) -> None:
     """Raise ConfigError if a call has an argument that the fused attention kernels do not support."""
-    for name in names:
+    for name in unsupported_names:
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ConfigError(
                 f"enable_flash_attention=True does not support the argument {name}, which was passed to {caller}.",
@@ -148,7 +148,10 @@ def check_attention_arguments(caller: str, kwargs: Mapping[str, Any], names: Seq
 def _flash_attn_supports(query: Tensor, value: Tensor) -> bool:
     widths = {query.shape[-1], value.shape[-1]}
     return (
-        query.dtype in HALF and len(widths) == 1 and max(widths) <= FLASH_ATTN_MAX_HEAD_DIM and flash_attn() is not None
+        query.dtype in HALF
+        and len(widths) == 1
+        and max(widths) <= FLASH_ATTN_MAX_HEAD_DIM
+        and get_flash_attn_func() is not None
     )
 
 
@@ -158,7 +161,7 @@ def _expand_to_same_batch(*tensors: Tensor) -> list[Tensor]:
     return [t if t.shape[0] == batch else t.expand(batch, -1, -1, -1) for t in tensors]
 
 
-def _pad_to_same_width(*tensors: Tensor) -> list[Tensor]:
+def _pad_to_same_head_dim(*tensors: Tensor) -> list[Tensor]:
     """Pad the head dim of all tensors with zeros to the same width, because the kernels require equal widths."""
     width = max(t.shape[-1] for t in tensors)
     if tensors[0].is_cuda:
@@ -167,7 +170,7 @@ def _pad_to_same_width(*tensors: Tensor) -> list[Tensor]:
     return [t if t.stride(-1) == 1 else t.contiguous() for t in padded]
 
 
-def _view_as_4d(mask: Tensor | None) -> Tensor | None:
+def _view_mask_as_4d(mask: Tensor | None) -> Tensor | None:
     return mask if mask is None or mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
 
 
@@ -211,7 +214,7 @@ def _fused_attention(
         try:
             return run()
         except (RuntimeError, UserWarning) as error:  # UserWarning if the user turned warnings into errors
-            reasons = _collect_kernel_rejections(run)
+            reasons = _explain_kernel_rejection(run)
             if reasons is None:
                 raise
             mask_shape = None if mask is None else tuple(mask.shape)
@@ -223,7 +226,7 @@ def _fused_attention(
             ) from error
 
 
-def _collect_kernel_rejections(run: Callable[[], Tensor]) -> str | None:
+def _explain_kernel_rejection(run: Callable[[], Tensor]) -> str | None:
     """Return why torch rejected the fused kernels, or None if the call failed for another reason."""
     with warnings.catch_warnings(record=True) as reasons:
         warnings.simplefilter("always")
@@ -272,7 +275,7 @@ class _BiasedAttention(Function):
         if bias.shape[0] == 1 and (mask is None or mask.shape[0] == 1):
             return _fused_attention(query, key, value, _add_mask_to_bias(bias, mask, query), 0.0, scale, False)
         outs = []
-        for chunk in _split_batch(query, key):
+        for chunk in _split_batch_into_slices(query, key):
             q, k, v, bias_b, mask_b = _slice_batch(chunk, query, key, value, bias, mask)
             assert q is not None and k is not None and v is not None and bias_b is not None
             outs.append(_fused_attention(q, k, v, _add_mask_to_bias(bias_b, mask_b, q), 0.0, scale, False))
@@ -286,7 +289,7 @@ class _BiasedAttention(Function):
         grads: list[Tensor | None] = [
             torch.zeros_like(t) if i in needed else None for i, t in enumerate((query, key, value, bias))
         ]
-        for chunk in _split_batch(query, key):
+        for chunk in _split_batch_into_slices(query, key):
             parts = _slice_batch(chunk, query, key, value, bias, mask)
             inputs = [t.detach().requires_grad_() for t in parts[:4] if t is not None]
             with torch.enable_grad(), torch.autocast("cpu", enabled=False):
@@ -299,7 +302,7 @@ class _BiasedAttention(Function):
         return (*grads, None, None)
 
 
-def _split_batch(query: Tensor, key: Tensor) -> list[slice]:
+def _split_batch_into_slices(query: Tensor, key: Tensor) -> list[slice]:
     """Split the batch into slices of at most SCORES_AT_ONCE attention scores, but at least one sequence."""
     batch, heads, length = query.shape[:3]
     size = max(1, SCORES_AT_ONCE // max(heads * length * key.shape[2], 1))

@@ -17,19 +17,19 @@ from shardformer.kernels.attention import (
     KERNELS,
     FusedAttentionMode,
     attention,
-    flash_attn,
+    get_flash_attn_func,
 )
 from shardformer.kernels.model_specific_attention import (
     OVERRIDES,
     SDPA,
-    apply_overrides,
-    check_overrides,
-    find_override,
+    apply_attention_overrides,
+    check_attention_overrides,
+    find_attention_override,
     read_class_source,
     uses_attention_interface,
 )
 from shardformer.module_paths import find_configs
-from shardformer.torch_patches import Patch, Undo, install
+from shardformer.torch_patches import Patch, Undo, install_patch
 
 # without "flash", because transformers treats such names as the flash-attn package and passes packed sequences
 ATTENTION_NAME = "shardformer_sdpa"
@@ -66,7 +66,7 @@ def use_flash_attention(
         if type(module).__name__ in SDPA:
             sdpa_config: Any = module.config
             sdpa_config._attn_implementation = "sdpa"
-    for path, name, function in (*apply_overrides(model), *_enable_fused_attention(model)):
+    for path, name, function in (*apply_attention_overrides(model), *_enable_timm_fused_attention(model)):
         if on_replace is not None:
             on_replace(path, name, function)
     return _describe_kernels(model, device)
@@ -75,7 +75,7 @@ def use_flash_attention(
 def check_flash_attention(model: nn.Module, device: torch.device) -> None:
     """Raise ConfigError if the fused kernels of ``device`` do not support an attention module of ``model``."""
     _check_attention_interface(model)
-    check_overrides(model)
+    check_attention_overrides(model)
     for config in find_attention_configs(model):
         for name, off in (("output_attentions", False), ("attn_logit_softcapping", None)):
             if value := getattr(config, name, off):
@@ -94,7 +94,7 @@ def check_flash_attention(model: nn.Module, device: torch.device) -> None:
         )
 
 
-def _enable_fused_attention(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
+def _enable_timm_fused_attention(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
     """Set ``fused_attn=True`` on timm's attention modules, and make them use fused kernels.
 
     Yields the path, the name and the new function of each method that is replaced.
@@ -140,7 +140,7 @@ def find_attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
 def _check_attention_interface(model: nn.Module) -> None:
     classes = find_attention_classes(model)
     switched = {type(module) for module in model.modules() if hasattr(module, SWITCH)}
-    known = {cls for cls in classes if find_override(cls) is not None or cls.__name__ in SDPA} | switched
+    known = {cls for cls in classes if find_attention_override(cls) is not None or cls.__name__ in SDPA} | switched
     unknown = [
         cls.__name__ for cls, source in classes.items() if not uses_attention_interface(source) and cls not in known
     ]
@@ -178,8 +178,8 @@ def _check_no_dropout(model: nn.Module) -> None:
                 owner = getattr(module, "config", getattr(model, "config", module))
                 raise ConfigError(
                     f"{name}.{attribute} is {rate}, but the fused kernels do not support attention dropout on the CPU.",
-                    remedy=f"Build the model with {_dropout_settings(owner, rate)} in its config, train on a GPU, or "
-                    "set enable_flash_attention=False.",
+                    remedy=f"Build the model with {_format_dropout_settings(owner, rate)} in its config, train on a "
+                    "GPU, or set enable_flash_attention=False.",
                 )
 
 
@@ -187,12 +187,12 @@ def _find_dropout_attributes(module: nn.Module, source: str) -> list[str]:
     """Return the names of the attributes of a module that contain its attention dropout rate."""
     if type(module).__name__ in SDPA:
         return ["attention_dropout"] if attrgetter("config.alibi")(module) else []
-    if (override := find_override(type(module))) is not None:
+    if (override := find_attention_override(type(module))) is not None:
         return [override.dropout] if override.dropout else []
     return DROPOUT_OF_CALL.findall(source)
 
 
-def _dropout_settings(owner: Any, rate: float) -> str:
+def _format_dropout_settings(owner: Any, rate: float) -> str:
     settings = vars(owner)
     names = [k for k, v in settings.items() if v == rate and ("drop" in k) and ("att" in k or k == "dropout_rate")]
     return " and ".join(f"{n}=0.0" for n in names) or "an attention dropout of 0"
@@ -209,7 +209,7 @@ def _describe_kernels(model: nn.Module, device: torch.device) -> str:
 def _describe_kernel_of_class(model: nn.Module, cls: type[nn.Module], device: torch.device) -> str:
     if device.type not in KERNELS:
         return "torch's attention, which selects a kernel"
-    override = find_override(cls)
+    override = find_attention_override(cls)
     biases = BIAS if override is None else re.compile(override.bias or "^$")
     is_bias_trained = any(p.requires_grad and biases.search(name) for name, p in model.named_parameters())
     if cls.__name__ in SDPA:
@@ -221,7 +221,7 @@ def _describe_kernel_of_class(model: nn.Module, cls: type[nn.Module], device: to
     if is_bias_trained:
         return "torch memory-efficient attention, because the flash kernel supports no position bias"
     fused = "torch flash attention, or its memory-efficient kernel with a mask"
-    return fused if flash_attn() is None else f"flash-attn, or {fused}"
+    return fused if get_flash_attn_func() is None else f"flash-attn, or {fused}"
 
 
 def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any] | None) -> None:
@@ -246,4 +246,4 @@ def register_attention(name: str, attention: Callable[..., Any], mask: Callable[
         attention.__module__,
         "adds the attention that a sharded model names in its configuration",
     )
-    install(patch, register)
+    install_patch(patch, register)

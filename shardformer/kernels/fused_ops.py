@@ -52,25 +52,25 @@ RMS_KINDS = ("llama", "t5", "gemma", "olmo", "torch")
 
 
 def rms_norm(
-    kind: str, x: Tensor, weight: Tensor | None, eps: float | None, mean: Callable[[Tensor], Tensor] | None = None
+    kind: str, x: Tensor, weight: Tensor | None, eps: float | None, mean_fn: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Apply an RMS norm of one of the ``RMS_KINDS``, with torch's fused kernel unless ``mean`` is passed."""
+    """Apply an RMS norm of one of the ``RMS_KINDS``, with torch's fused kernel unless ``mean_fn`` is passed."""
     shape = x.shape[-1:]
     if weight is not None and kind == "gemma":
         weight = 1.0 + weight.to(torch.float32)
-    if mean is None and kind == "torch":
+    if mean_fn is None and kind == "torch":
         return F.rms_norm(x, shape, weight, eps)
-    if mean is None and kind == "gemma":
+    if mean_fn is None and kind == "gemma":
         return F.rms_norm(x.to(torch.float32), shape, weight, eps).to(x.dtype)
-    if mean is None and weight is not None and x.dtype == weight.dtype != torch.float64:
+    if mean_fn is None and weight is not None and x.dtype == weight.dtype != torch.float64:
         # In 16 bits the kernel rounds once, after the weight: at most one unit in the last place from rounding twice.
         return F.rms_norm(x, shape, weight, eps).to(x.dtype)  # autocast may have returned fp32
     y = x if x.dtype == torch.float64 and kind in ("t5", "torch") else x.to(torch.float32)
-    if mean is None and y.dtype == torch.float32:
+    if mean_fn is None and y.dtype == torch.float32:
         y = F.rms_norm(y, shape, None, eps)
     else:
         squares = (y.to(torch.float32) if kind == "t5" else y).square()
-        mean_square = squares.mean(-1, keepdim=True) if mean is None else mean(squares)
+        mean_square = squares.mean(-1, keepdim=True) if mean_fn is None else mean_fn(squares)
         y = y * torch.rsqrt(mean_square + (torch.finfo(x.dtype).eps if eps is None else eps))
     if kind == "llama":
         y = y.to(x.dtype)
@@ -86,13 +86,13 @@ class FusedLayerNorm(nn.LayerNorm):
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedLayerNorm:
         """Build a fused layer norm with the parameters of ``module``. Raises ConfigError if it is not a layer norm."""
-        _check_no_options(cls, kwargs)
+        _check_no_keyword_arguments(cls, kwargs)
         shape, eps = _get_normalized_shape(module), _find_eps(module)
         if shape is None or eps is None or get_norm_kind(module) != "layer":
-            raise _unknown_norm_error(cls, module)
+            raise _make_unknown_norm_error(cls, module)
         norm = cls(shape, eps=eps, elementwise_affine=False)
         norm.elementwise_affine = module._parameters.get("weight") is not None
-        _move_parameters(norm, module, ("weight", "bias"))
+        _move_norm_parameters(norm, module, ("weight", "bias"))
         return norm
 
 
@@ -112,12 +112,12 @@ class FusedRMSNorm(nn.Module):
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedRMSNorm:
         """Build a fused RMS norm with the weight of ``module``. Raises ConfigError if the kind of norm is unknown."""
-        _check_no_options(cls, kwargs)
+        _check_no_keyword_arguments(cls, kwargs)
         kind = get_norm_kind(module)
         if kind is None or kind == "layer":
-            raise _unknown_norm_error(cls, module)
+            raise _make_unknown_norm_error(cls, module)
         norm = cls(kind, _find_eps(module))
-        _move_parameters(norm, module, ("weight",))
+        _move_norm_parameters(norm, module, ("weight",))
         return norm
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,14 +143,14 @@ def make_fused_norm(module: nn.Module) -> nn.Module:
     return kind.from_native_module(module)
 
 
-def _move_parameters(norm: nn.Module, module: nn.Module, names: tuple[str, ...]) -> None:
-    """Move the parameters of ``module`` to ``norm``, with other attributes such as ``variance_epsilon``."""
+def _move_norm_parameters(target: nn.Module, source: nn.Module, names: tuple[str, ...]) -> None:
+    """Move the parameters of ``source`` to ``target``, with other attributes such as ``variance_epsilon``."""
     for name in names:
-        norm.register_parameter(name, module._parameters.get(name))
-    for name, value in vars(module).items():
-        if not name.startswith("_") and name not in ("training", "forward") and not hasattr(norm, name):
-            setattr(norm, name, value)
-    norm.train(module.training)
+        target.register_parameter(name, source._parameters.get(name))
+    for name, value in vars(source).items():
+        if not name.startswith("_") and name not in ("training", "forward") and not hasattr(target, name):
+            setattr(target, name, value)
+    target.train(source.training)
 
 
 def _find_eps(module: nn.Module) -> float | None:
@@ -268,10 +268,12 @@ def _find_norm_kind(module: nn.Module, shape: tuple[int, ...]) -> str | None:
             for kind in kinds:
                 if kind == "layer" and not is_mixed:
                     formula = F.layer_norm(x, shape, weight, bias, eps or 0.0)
-                    error = _relative_error(formula, y, min_denominator=1.0)  # x - mean is already rounded
+                    error = _relative_error_over_tolerance(
+                        formula, y, min_denominator=1.0
+                    )  # x - mean is already rounded
                     errors[kind] = max(errors[kind], error)
                 elif kind != "layer" and (y is not None or not is_mixed):
-                    errors[kind] = max(errors[kind], _relative_error(rms_norm(kind, x, weight, eps), y))
+                    errors[kind] = max(errors[kind], _relative_error_over_tolerance(rms_norm(kind, x, weight, eps), y))
     best = min(errors, key=lambda kind: errors[kind], default=None)
     return best if best is not None and errors[best] <= 1 else None
 
@@ -306,7 +308,7 @@ def _copy_with_test_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Modu
     return probe
 
 
-def _relative_error(expected: Tensor, actual: Tensor | None, min_denominator: float = 1e-4) -> float:
+def _relative_error_over_tolerance(expected: Tensor, actual: Tensor | None, min_denominator: float = 1e-4) -> float:
     """Return the largest relative error of ``actual`` divided by the error bound of its dtype.
 
     Denominators are at least ``min_denominator``.
@@ -317,7 +319,7 @@ def _relative_error(expected: Tensor, actual: Tensor | None, min_denominator: fl
     return float(((a - b).abs() / b.abs().clamp(min=min_denominator)).max()) / BOUNDS[actual.dtype]
 
 
-def _check_no_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
+def _check_no_keyword_arguments(cls: type[nn.Module], options: dict[str, Any]) -> None:
     if options:
         raise ConfigError(
             f"{cls.__name__} takes no keyword arguments, but the policy passes "
@@ -326,7 +328,7 @@ def _check_no_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
         )
 
 
-def _unknown_norm_error(cls: type[nn.Module], module: nn.Module) -> ConfigError:
+def _make_unknown_norm_error(cls: type[nn.Module], module: nn.Module) -> ConfigError:
     return ConfigError(
         f"{cls.__name__} cannot replace a {type(module).__name__}, because their outputs differ.",
         rule="Fused norms exist for layer norms, and for the RMS norms of LLaMA, T5, Gemma, OLMo 2 and torch.",
@@ -347,9 +349,11 @@ def apply_bias_activation_gate(
 
 
 @functools.cache
-def get_compiled_kernel(device: str) -> Callable[..., Tensor]:
+def get_compiled_bias_activation_gate(device_type: str) -> Callable[..., Tensor]:
     """Return ``apply_bias_activation_gate``, compiled with torch.compile except on a CPU, where eager is as fast."""
-    return apply_bias_activation_gate if device == "cpu" else torch.compile(apply_bias_activation_gate, dynamic=True)
+    return (
+        apply_bias_activation_gate if device_type == "cpu" else torch.compile(apply_bias_activation_gate, dynamic=True)
+    )
 
 
 class _DeferredBias(Function):
@@ -364,18 +368,18 @@ class _DeferredBias(Function):
         return grad, grad.reshape(-1, grad.shape[-1]).sum(0)
 
 
-class FusedActivation(DeferredTensor):
+class DeferredActivation(DeferredTensor):
     """Activation act(x + bias) that is computed only when it is used, so that it can be fused with a gate."""
 
     terms: tuple[Any, Tensor, Tensor | None]
     out: Tensor | None
 
     @classmethod
-    def of(cls, act: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    def from_operands(cls, act: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         formula = functools.partial(apply_bias_activation_gate, act, bias=bias, gate=None)
         # the gradient, for an autograd function that receives this tensor itself
         pull = lambda grad: torch.func.vjp(formula, x.detach())[1](grad)[0]  # noqa: E731
-        deferred = cls.make(x, tuple(x.shape), None, None, formula, pull)
+        deferred = cls.from_local(x, tuple(x.shape), None, None, formula, pull)
         deferred.terms, deferred.out = (act, x, bias), None
         return deferred
 
@@ -383,23 +387,27 @@ class FusedActivation(DeferredTensor):
         if self._is_watched:
             return super().full_tensor()
         if self.out is None:
-            function = apply_bias_activation_gate if self.terms[0] is None else get_compiled_kernel(self.device.type)
+            function = (
+                apply_bias_activation_gate
+                if self.terms[0] is None
+                else get_compiled_bias_activation_gate(self.device.type)
+            )
             with torch.enable_grad():
                 self.out = function(*self.terms, None)
         return self.out if torch.is_grad_enabled() else self.out.detach()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        operands, options = [a for a in args if isinstance(a, FusedActivation)], kwargs or {}
+        operands, options = [a for a in args if isinstance(a, DeferredActivation)], kwargs or {}
         x = max(operands, key=lambda x: x.terms[0] is not None, default=None)
         if x is not None and x.out is None and not x._is_watched:
             act, y, bias = x.terms
             if act is None and func in (F.gelu, F.silu, F.relu, torch.tanh) and not options.get("inplace"):
-                return cls.of(TANH if options.get("approximate") == "tanh" else func, y, bias)
+                return cls.from_operands(TANH if options.get("approximate") == "tanh" else func, y, bias)
             if act is not None and func is Tensor.mul:
                 gate = resolve_deferred_tensors(args[1] if args[0] is x else args[0])
                 if isinstance(gate, Tensor) and gate.shape == y.shape:
-                    return get_compiled_kernel(y.device.type)(act, y, bias, gate)
+                    return get_compiled_bias_activation_gate(y.device.type)(act, y, bias, gate)
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -408,6 +416,6 @@ def defer_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     bias = None if bias is None else bias.to(x.dtype)
     if torch.compiler.is_compiling():  # which fuses the operations
         return x if bias is None else x + bias
-    return FusedActivation.of(
+    return DeferredActivation.from_operands(
         None, x if bias is None else _DeferredBias.apply(x, bias), None if bias is None else bias.detach()
     )

@@ -126,7 +126,7 @@ def timm_swinv2_attention(self: Any, x: Tensor, mask: Tensor | None = None) -> T
 
 
 def _cosine_attention(
-    self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, table: Tensor, dropout: Any
+    self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias_table: Tensor, dropout_layer: Any
 ) -> Tensor:
     """Compute attention within windows from the cosine similarities between queries and keys.
 
@@ -135,17 +135,17 @@ def _cosine_attention(
     scale_N11 = torch.clamp(self.logit_scale, max=math.log(1.0 / 0.01)).exp()
     q, k = F.normalize(q, dim=-1) * scale_N11, F.normalize(k, dim=-1)
     area = self.window_size[0] * self.window_size[1]
-    bias_LLN = table[self.relative_position_index.view(-1)].view(area, area, -1)
+    bias_LLN = bias_table[self.relative_position_index.view(-1)].view(area, area, -1)
     bias_1NLL = 16 * torch.sigmoid(bias_LLN.permute(2, 0, 1).contiguous())[None]
     if mask is not None:
         mask = mask[:, None].repeat(len(q) // len(mask), 1, 1, 1)
-    p = _get_dropout_rate(self, dropout)
+    p = _get_dropout_rate(self, dropout_layer)
     out, _ = attention(self, q, k, v, mask, p, scaling=1.0, is_causal=False, position_bias=bias_1NLL)
     return out.flatten(2)
 
 
-def _get_dropout_rate(module: nn.Module, dropout: Any) -> float:
-    return float(dropout.p) if module.training else 0.0
+def _get_dropout_rate(module: nn.Module, dropout_layer: Any) -> float:
+    return float(dropout_layer.p) if module.training else 0.0
 
 
 # --- the overrides
@@ -194,7 +194,7 @@ SDPA = ("FalconAttention",)
 """Classes that call torch's scaled_dot_product_attention if their config selects "sdpa"."""
 
 
-def find_override(cls: type[nn.Module]) -> AttentionOverride | None:
+def find_attention_override(cls: type[nn.Module]) -> AttentionOverride | None:
     """Return the ``AttentionOverride`` of an attention class, or None if the class has none or needs none.
 
     Classes that use transformers' attention interface need none, such as GPT-J since transformers 5.24.
@@ -224,15 +224,15 @@ def uses_attention_interface(source: str) -> bool:
     return "get_interface(" in source
 
 
-def find_overridden_modules(model: nn.Module) -> Iterator[tuple[str, Any, AttentionOverride]]:
+def find_modules_to_override(model: nn.Module) -> Iterator[tuple[str, Any, AttentionOverride]]:
     for path, module in model.named_modules():
-        if (override := find_override(type(module))) is not None:
+        if (override := find_attention_override(type(module))) is not None:
             yield path, module, override
 
 
-def check_overrides(model: nn.Module) -> None:
+def check_attention_overrides(model: nn.Module) -> None:
     """Raise ConfigError if an override would not compute the same attention as the class that it replaces."""
-    for path, module, override in find_overridden_modules(model):
+    for path, module, override in find_modules_to_override(model):
         original: Any = getattr(type(module), override.method, None)
         found, expected = (
             [] if f is None else list(inspect.signature(f).parameters) for f in (original, override.function)
@@ -261,15 +261,15 @@ def check_overrides(model: nn.Module) -> None:
             )
 
 
-def apply_overrides(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
+def apply_attention_overrides(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
     """Replace the methods of attention modules, and yield the path, the name and the new function of each."""
-    for path, module, override in list(find_overridden_modules(model)):
+    for path, module, override in list(find_modules_to_override(model)):
         if override.method in vars(module):
             continue  # installed before
         setattr(module, override.method, override.function.__get__(module))
-        register_forward_hooks(module, HookOrder.CHECKS, _refuse_attention_weights, with_kwargs=True)
+        register_forward_hooks(module, HookOrder.CHECKS, _reject_output_attentions, with_kwargs=True)
         yield f"{path}.{override.method}", override.method, override.function
 
 
-def _refuse_attention_weights(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+def _reject_output_attentions(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
     check_attention_arguments(type(module).__name__, kwargs, ["output_attentions"])

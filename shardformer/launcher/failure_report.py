@@ -35,12 +35,14 @@ def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[in
     me = f"shardformer {command}"
     # ranks that the launcher ended after another failure are not the cause
     own_fault = {r: f for r, f in failures.items() if f.exitcode not in _BY_LAUNCHER or _get_error_text(f)} or failures
-    order = sorted(own_fault, key=lambda rank: _cause_sort_key(own_fault[rank]))
+    order = sorted(own_fault, key=lambda rank: _root_cause_sort_key(own_fault[rank]))
     first = failures[order[0]]
     ours = _get_extra_info(first).get("parts")
     same_error = [rank for rank in order if ours and _get_extra_info(failures[rank]).get("parts") == ours] or order[:1]
     lines = [
-        f"{me}: rank {r} failed as well, {_describe_cause(failures[r])}" for r in order[::-1] if r not in same_error
+        f"{me}: rank {r} failed as well, {_describe_failure_cause(failures[r])}"
+        for r in order[::-1]
+        if r not in same_error
     ]
     if ours:
         lines += [line for line in (_get_extra_info(first).get("frame"), format_error(*ours)) if line]
@@ -48,7 +50,8 @@ def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[in
         # the launcher may have ended a rank that raised the same error
         left = next((failures[rank] for rank in same_error if failures[rank].exitcode > 0), first)
         lines.append(
-            f"{me}: {_format_ranks_of_world(same_error, _get_extra_info(first))}: {_format_exit_status(left)}{more}"
+            f"{me}: {_format_ranks_and_world_size(same_error, _get_extra_info(first))}: "
+            f"{_format_exit_status(left)}{more}"
         )
     ended = sorted(set(ranks) - set(failures))
     if (ended and _is_peer_timeout(first)) or (_is_lost_connection(first) and (ended or not ours)):
@@ -62,11 +65,11 @@ def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[in
         lines.append(f"{me}: {who} had not failed when the launcher ended the run, and other ranks waited for it")
         lines += [f"{me}: {place}" for place in describe_stack_locations()[:FEW]]
     elif not ours:
-        lines.append(f"{me}: rank {order[0]} failed first, {_describe_cause(first)}")
+        lines.append(f"{me}: rank {order[0]} failed first, {_describe_failure_cause(first)}")
     return "\n".join(lines)
 
 
-def _cause_sort_key(failure: ProcessFailure) -> tuple[int, float]:
+def _root_cause_sort_key(failure: ProcessFailure) -> tuple[int, float]:
     # The error of a rank that waited for a killed or lost peer is a consequence. A rank that the launcher had to kill
     # only caused the others to wait.
     if failure.pid in STUCK_PROCESSES:
@@ -87,7 +90,7 @@ def _is_peer_timeout(failure: ProcessFailure) -> bool:
     return kind == "LostPeerError" or "Timed out waiting" in _get_error_text(failure)
 
 
-def _format_ranks_of_world(ranks: list[int], extra_info: Mapping[str, Any]) -> str:
+def _format_ranks_and_world_size(ranks: list[int], extra_info: Mapping[str, Any]) -> str:
     world_size = extra_info.get("world_size", 0)
     if len(ranks) == world_size:
         return f"all {world_size} ranks" if world_size > 1 else "the only rank"
@@ -111,7 +114,7 @@ def _format_exit_status(failure: ProcessFailure) -> str:
     )
 
 
-def _describe_cause(failure: ProcessFailure) -> str:
+def _describe_failure_cause(failure: ProcessFailure) -> str:
     if failure.exitcode in _BY_LAUNCHER and _get_error_text(failure):
         how = "ended by the launcher while it was exiting"
     elif failure.exitcode < 0:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardformer.errors import LaunchError, did_you_mean
+from shardformer.errors import LaunchError, suggest_similar_names
 
 _HOST_LINE = re.compile(r"(?P<name>[^\s=]+)(?:\s+slots\s*=\s*(?P<slots>\d{1,9}))?")
 
@@ -77,7 +77,7 @@ def select_hosts(names: str, hosts: list[HostEntry] | None) -> list[HostEntry]:
         if name not in known:
             raise LaunchError(
                 f"--host contains the name {name!r}, which is not in the host file.",
-                remedy=f"Add this machine to the host file, or correct the name. {did_you_mean(name, known)}",
+                remedy=f"Add this machine to the host file, or correct the name. {suggest_similar_names(name, known)}",
             )
     return [host for host in hosts if host.name in wanted]
 

@@ -111,7 +111,7 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
         if signals > 1:
             seconds, number = AT_ONCE_S, signal.SIGKILL if saves else number
         elif signals == 1 and saves:
-            _finish_processes(processes, number, timeout_s)
+            _signal_processes_and_wait(processes, number, timeout_s)
             _record_stuck_processes(pids, number, seconds)
             seconds, number = AT_ONCE_S, signal.SIGKILL
         looks = threading.Timer(
@@ -125,7 +125,7 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
         finally:
             looks.cancel()
             Path(folder, ENDED_FILE).unlink(missing_ok=True)  # the launcher may restart the processes
-            _read_stack_locations(self.error_files.values())
+            _collect_stack_locations(self.error_files.values())
 
     PContext.close = close  # type: ignore[method-assign]
     try:
@@ -139,12 +139,12 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _print_shutdown_notice(count: int, signum: signal.Signals, seconds: float) -> None:
+def _print_shutdown_notice(num_processes: int, signum: signal.Signals, timeout_s: float) -> None:
     """Print how long the launcher waits at most for its processes to end after a signal."""
-    processes = f"{count} process{'es' * (count > 1)}"
+    processes = f"{num_processes} process{'es' * (num_processes > 1)}"
     again = "press Ctrl-C again" if signum is signal.SIGINT else "send it again"
     print(
-        f"\n{signum.name}: waiting at most {seconds:g} s for {processes} to end; {again} to end them at once",
+        f"\n{signum.name}: waiting at most {timeout_s:g} s for {processes} to end; {again} to end them at once",
         file=sys.stderr,
         flush=True,
     )
@@ -156,7 +156,7 @@ def _list_running_processes(context: PContext) -> list[Any]:
     return [handler.proc for handler in handlers.values() if handler.proc.poll() is None]
 
 
-def _finish_processes(processes: Sequence[Any], signum: signal.Signals, timeout_s: float | None) -> None:
+def _signal_processes_and_wait(processes: Sequence[Any], signum: signal.Signals, timeout_s: float | None) -> None:
     """Send a signal to worker processes, and wait until they have saved their work and exited.
 
     Unlike torch, this does not signal their process groups, because that would end the data loading workers of a
@@ -190,7 +190,7 @@ def _is_ending_on_signal() -> bool:
     return isinstance(sys.exc_info()[1], SignalException)
 
 
-def _read_stack_locations(error_files: Iterable[str]) -> None:
+def _collect_stack_locations(error_files: Iterable[str]) -> None:
     STACK_LOCATIONS.clear()  # from an earlier attempt
     for path in error_files:
         with suppress(OSError, ValueError, LookupError, TypeError):
@@ -218,14 +218,14 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
-def _record_stuck_processes(pids: list[int], signum: signal.Signals, seconds: float) -> None:
+def _record_stuck_processes(pids: list[int], signum: signal.Signals, waited_s: float) -> None:
     for pid in pids:
         state = _get_process_state(pid)
         if state in ("T", "t"):
             STUCK_PROCESSES[pid] = "it was stopped (SIGSTOP, Ctrl-Z or a debugger), and the launcher killed it"
         elif state not in ("", "Z"):
             how = (
-                f"it did not finish its step and save within {seconds:g} s after {signum.name}"
+                f"it did not finish its step and save within {waited_s:g} s after {signum.name}"
                 if shuts_down_gracefully(pid)
                 else f"it did not end on {signum.name} (because of its own signal handler or a call into C++)"
             )

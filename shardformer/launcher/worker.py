@@ -25,7 +25,9 @@ TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
 """Copied from ``shardformer.errors``, which this module does not import unless the script does."""
 
 
-def record_failure(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+def record_uncaught_exception(
+    exception_type: type[BaseException], error: BaseException, trace: types.TracebackType | None
+) -> None:
     """Print an uncaught exception and write it to the launcher's error file.
 
     This is the ``sys.excepthook`` of a worker. The traceback omits the frames of this file. A ``ShardFormerError`` is
@@ -36,14 +38,14 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: types
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         trace = trace.tb_next
-    if path and issubclass(kind, KeyboardInterrupt) and os.environ.get(TRACEBACK_VARIABLE, "0") in ("", "0"):
-        _record_location(path, kind.__name__, traceback.extract_tb(trace))
+    if path and issubclass(exception_type, KeyboardInterrupt) and os.environ.get(TRACEBACK_VARIABLE, "0") in ("", "0"):
+        _write_stack_location(path, exception_type.__name__, traceback.extract_tb(trace))
         return
     ours = _get_error_parts(error)
     if not ours or not path or sys.modules["shardformer.errors"].is_traceback_enabled():
-        sys.__excepthook__(kind, error.with_traceback(trace), trace)
-    if path and not issubclass(kind, KeyboardInterrupt):
-        text = "".join(traceback.format_exception(kind, error, trace))
+        sys.__excepthook__(exception_type, error.with_traceback(trace), trace)
+    if path and not issubclass(exception_type, KeyboardInterrupt):
+        text = "".join(traceback.format_exception(exception_type, error, trace))
         # torch's own fields are py_callstack and timestamp
         extra = {"py_callstack": text, "timestamp": str(int(now)), "time_s": now}
         if ours:
@@ -52,7 +54,7 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: types
                 "frame": _format_user_frame(traceback.extract_tb(trace)),
                 "world_size": int(os.environ.get("WORLD_SIZE", "0")),
             }
-        _write_error_file(path, f"{kind.__name__}: {error}", extra)
+        _write_error_file(path, f"{exception_type.__name__}: {error}", extra)
 
 
 def record_stack_location() -> None:
@@ -60,10 +62,10 @@ def record_stack_location() -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if path and frame and not os.path.exists(path):
-        _record_location(path, "", traceback.extract_stack(frame))
+        _write_stack_location(path, "", traceback.extract_stack(frame))
 
 
-def _record_location(path: str, message: str, stack: traceback.StackSummary) -> None:
+def _write_stack_location(path: str, message: str, stack: traceback.StackSummary) -> None:
     now = time.time()
     at = {"at": _format_user_frame(stack), "rank": int(os.environ.get("RANK", "0"))}
     _write_error_file(path, message, {"py_callstack": "", "timestamp": str(int(now)), "time_s": now} | at)
@@ -92,7 +94,7 @@ def _format_user_frame(stack: traceback.StackSummary) -> str:
     return "".join(traceback.format_list(frames[-1:])).rstrip()
 
 
-def exit_after_sigterm() -> None:
+def install_sigterm_handler() -> None:
     """Make the process exit 2 seconds after SIGTERM, unless the script installs its own signal handler.
 
     A rank that waits for another rank is inside a call of torch, where Python runs no signal handlers. Therefore a
@@ -159,8 +161,8 @@ def run_module(name: str) -> None:
 
 if __name__ == "__main__":
     this_module = sys.modules["__main__"]  # keeps the module alive after `run_script` has replaced it
-    sys.excepthook = record_failure
-    exit_after_sigterm()
+    sys.excepthook = record_uncaught_exception
+    install_sigterm_handler()
     as_module = sys.argv[1] == "-m"
     sys.argv = sys.argv[2:] if as_module else sys.argv[1:]
     del sys.path[0]  # the folder of this file, whose modules could hide packages of the same name

@@ -75,18 +75,20 @@ class ActivationShard:
     order: IndexOrder = IndexOrder.CONTIGUOUS
     begin: ShardedFrom = ShardedFrom.STACK
 
-    def split(self, length: int, ranks: int) -> Split:
+    def make_split(self, length: int, num_ranks: int) -> Split:
         """Return which indices of a dimension with ``length`` elements each rank stores.
 
         >>> ActivationShard(Dim.SEQUENCE, "sequence", IndexOrder.ZIGZAG).split(8, 2).parts
         (((0, 2), (6, 8)), ((2, 4), (4, 6)))
         """
         if self.order is IndexOrder.CONTIGUOUS:
-            return Split.even(length, ranks, axes=(self.axis,))
+            return Split.even(length, num_ranks, axes=(self.axis,))
         if self.order is IndexOrder.STRIPED:
-            return Split(tuple(tuple((i, i + 1) for i in range(r, length, ranks)) for r in range(ranks)), (self.axis,))
-        halves = Split.even(length, 2 * ranks).parts
-        return Split(tuple((*halves[r], *halves[2 * ranks - 1 - r]) for r in range(ranks)), (self.axis,))
+            return Split(
+                tuple(tuple((i, i + 1) for i in range(r, length, num_ranks)) for r in range(num_ranks)), (self.axis,)
+            )
+        halves = Split.even(length, 2 * num_ranks).parts
+        return Split(tuple((*halves[r], *halves[2 * num_ranks - 1 - r]) for r in range(num_ranks)), (self.axis,))
 
 
 @dataclass(frozen=True)
@@ -127,22 +129,22 @@ class ActivationLayout:
         """Axes over which the model inputs are sharded."""
         return tuple(shard.axis for shard in self.get_region_shards(ModelRegion.OUTSIDE))
 
-    def count_input_shards(self, sizes: Mapping[str, int]) -> int:
+    def count_input_shards(self, axis_sizes: Mapping[str, int]) -> int:
         """Return into how many shards the model inputs are split. Each rank's loss is the mean over its shard."""
-        return prod(map(sizes.__getitem__, self.input_axes))
+        return prod(map(axis_sizes.__getitem__, self.input_axes))
 
-    def get_random_stream_index(self, region: ModelRegion, coords: Coords, sizes: Mapping[str, int]) -> int:
+    def get_random_stream_index(self, region: ModelRegion, coords: Coords, axis_sizes: Mapping[str, int]) -> int:
         """Return the index of the random number stream from which a rank draws in a model region.
 
         The index is 0 where all ranks have the same activations and must draw the same numbers. Ranks with different
         shards get different positive indices.
         """
         axes = self.get_gradient_sum_axes(region)
-        if not any(sizes.get(axis, 1) > 1 for axis in axes):
+        if not any(axis_sizes.get(axis, 1) > 1 for axis in axes):
             return 0
         number = 0
         for axis in axes:
-            number = number * sizes.get(axis, 1) + coords.get(axis, 0)
+            number = number * axis_sizes.get(axis, 1) + coords.get(axis, 0)
         return number + 1
 
     def __str__(self) -> str:

@@ -77,7 +77,7 @@ def get_packed_tensors(weight: nn.Parameter) -> list[Tensor]:
     return [plain, *(x for owner in owners for x in vars(owner).values() if type(x) is Tensor and x is not plain)]
 
 
-def count_values(param: Tensor) -> int:
+def count_unpacked_values(param: Tensor) -> int:
     """Return the number of values that a parameter represents. A packed 4-bit weight has two values in each byte."""
     shape = getattr(getattr(param, "quant_state", None), "shape", None)
     return prod(param.shape if shape is None else shape)
@@ -119,12 +119,12 @@ def hide_packed_weights(model: nn.Module) -> int:
     count = 0
     for module in model.modules():
         if names := [name for name, param in module._parameters.items() if id(param) in packed]:
-            keep_as_attributes(module, {name: module._parameters[name] for name in names})
+            store_weights_as_attributes(module, {name: module._parameters[name] for name in names})
             count += len(names)
     return count
 
 
-def keep_as_attributes(module: nn.Module, weights: dict[str, Any], num_values: int | None = None) -> None:
+def store_weights_as_attributes(module: nn.Module, weights: dict[str, Any], num_values: int | None = None) -> None:
     """Store packed weights as attributes of a module instead of parameters. Changes the class of the module.
 
     Args:
@@ -132,7 +132,7 @@ def keep_as_attributes(module: nn.Module, weights: dict[str, Any], num_values: i
     """
     for name in weights:
         module._parameters.pop(name, None)
-    count = sum(map(count_values, weights.values())) if num_values is None else num_values
+    count = sum(map(count_unpacked_values, weights.values())) if num_values is None else num_values
     vars(module).update(weights, packed_names=tuple(weights), num_packed_values=count)
     if FAST_CPU_KERNEL in vars(module):
         vars(module)[FAST_CPU_KERNEL] = False
@@ -159,7 +159,7 @@ def find_packed_modules(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if isinstance(module, PackedWeightsMixin))
 
 
-def check_has_adapters(model: nn.Module, adapters: object) -> None:
+def check_quantized_model_has_adapters(model: nn.Module, adapters: object) -> None:
     """Raise ConfigError, as the Trainer does, if a quantized transformers model has no adapters to train."""
     if adapters is None and any(getattr(module, "is_quantized", False) for module in model.modules()):
         check_no_packed_weights(model, "Training")

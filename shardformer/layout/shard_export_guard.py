@@ -24,11 +24,11 @@ _REMEDY = (
 )
 
 
-class SliceTensor(Tensor):
+class ExportGuardedShard(Tensor):
     """Shard of a parameter in a state dict, which raises an error if it is saved or read by another library.
 
-    Operations that keep the number of elements return a ``SliceTensor``, too. ``as_subclass(torch.Tensor)`` returns a
-    plain tensor that shares the memory.
+    Operations that keep the number of elements return a ``ExportGuardedShard``, too. ``as_subclass(torch.Tensor)``
+    returns a plain tensor that shares the memory.
     """
 
     _param_name: str
@@ -37,15 +37,15 @@ class SliceTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
-        slices = [x for x in leaves if isinstance(x, SliceTensor)]
-        if func in _get_export_functions():
+        slices = [x for x in leaves if isinstance(x, ExportGuardedShard)]
+        if func in _get_data_export_functions():
             raise_shard_export_error(slices[0]._param_name, slices[0].shape)
         with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if func is Tensor.as_subclass:
                 return result
             arguments = {id(x) for x in leaves}
-            return tree_map(lambda x: x if id(x) in arguments else _to_slice_if_same_size(x, slices), result)
+            return tree_map(lambda x: x if id(x) in arguments else _guard_if_same_size(x, slices), result)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise_shard_export_error(self._param_name, self.shape)
@@ -71,41 +71,43 @@ def raise_shard_export_error(name: str, shape: tuple[int, ...]) -> NoReturn:
 
 
 @cache
-def _get_export_functions() -> frozenset[Any]:
+def _get_data_export_functions() -> frozenset[Any]:
     names = ("data_ptr", "numpy", "__array__", "__dlpack__")
     return frozenset(getattr(Tensor, name) for name in names)
 
 
-def _to_slice_if_same_size(x: Any, slices: Iterable[SliceTensor]) -> Any:
+def _guard_if_same_size(x: Any, slices: Iterable[ExportGuardedShard]) -> Any:
     name = next((each._param_name for each in slices if type(x) is Tensor and x.numel() == each.numel()), None)
-    return x if name is None else _to_slice_tensor(x, name)
+    return x if name is None else _to_guarded_shard(x, name)
 
 
-def _to_slice_tensor(x: Tensor, name: str) -> SliceTensor:
-    result = x.as_subclass(SliceTensor)
+def _to_guarded_shard(x: Tensor, name: str) -> ExportGuardedShard:
+    result = x.as_subclass(ExportGuardedShard)
     result._param_name = name
     return result
 
 
 def to_plain_tensor(x: Tensor) -> Tensor:
-    """Return a ``SliceTensor`` as a plain tensor that shares its memory, and any other tensor unchanged."""
-    return x.as_subclass(Tensor) if isinstance(x, SliceTensor) else x
+    """Return a ``ExportGuardedShard`` as a plain tensor that shares its memory, and any other tensor unchanged."""
+    return x.as_subclass(Tensor) if isinstance(x, ExportGuardedShard) else x
 
 
 def mark_state_dict_shards(module: nn.Module, names: Collection[str] | None) -> None:
-    """Make the state dict of a module return its shards as ``SliceTensor``.
+    """Make the state dict of a module return its shards as ``ExportGuardedShard``.
 
     Args:
         names: names of the sharded parameters of the module itself. None marks all its parameters and buffers.
     """
     marked = module.__dict__.get(MARKED, ())
     if MARKED not in module.__dict__:
-        module.register_state_dict_post_hook(_mark_state_dict)
+        module.register_state_dict_post_hook(_guard_shards_in_state_dict)
     module.__dict__[MARKED] = None if names is None or marked is None else tuple(dict.fromkeys((*marked, *names)))
 
 
-def _mark_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """State dict hook that converts the shards of one module to ``SliceTensor``.
+def _guard_shards_in_state_dict(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    """State dict hook that converts the shards of one module to ``ExportGuardedShard``.
 
     The hook skips fake tensors, and the tensors of the module itself (``keep_vars=True``).
     """
@@ -113,7 +115,7 @@ def _mark_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str,
     for name in (*module._parameters, *module._buffers) if marked is None else marked:
         full = f"{prefix}{name}"
         if type(value := state_dict.get(full)) is Tensor and value is not module._buffers.get(name):
-            state_dict[full] = _to_slice_tensor(value, full)
+            state_dict[full] = _to_guarded_shard(value, full)
 
 
 class _PickleGuard:

@@ -78,26 +78,26 @@ class Split:
         ]
         return cls(tuple(parts), splits[0].axes, splits[0].sizes)
 
-    def with_axes(self, axis: str) -> Split:
+    def with_axis(self, axis: str) -> Split:
         """Return a split with the same index ranges over another axis of the process grid."""
         return Split(self.parts, (axis,))
 
-    def rank(self, coords: Coords) -> int:
+    def get_rank(self, coords: Coords) -> int:
         """Return the rank within this split of the process at ``coords``. The last axis varies fastest."""
         return _compute_rank(self.axes, self.sizes, coords)
 
     def slices(self, length: int, coords: Coords) -> tuple[Slice, ...]:
         """Return the index ranges of a dimension of this length that the rank at ``coords`` stores."""
         assert length == self.full, (length, self.full)
-        return self.parts[self.rank(coords)]
+        return self.parts[self.get_rank(coords)]
 
-    def length(self, rank: int) -> int:
+    def get_local_length(self, rank: int) -> int:
         """Return how many indices of the dimension a rank stores."""
         return sum(b - a for a, b in self.parts[rank])
 
-    def lengths(self) -> tuple[int, ...]:
+    def get_local_lengths(self) -> tuple[int, ...]:
         """Return how many indices of the dimension each rank stores."""
-        return tuple(map(self.length, range(len(self.parts))))
+        return tuple(map(self.get_local_length, range(len(self.parts))))
 
     @cached_property
     def full(self) -> int:
@@ -251,9 +251,9 @@ class ShardSpec:
         object.__setattr__(self, "shape", tuple(shape))
         object.__setattr__(self, "splits", ordered)
         if ordered:
-            self._check()
+            self._check_splits()
 
-    def _check(self) -> None:
+    def _check_splits(self) -> None:
         axes = [axis for splits in self.splits.values() for split in splits for axis in split.axes]
         if len(axes) > len(set(axes)):
             twice = next(axis for axis in axes if axes.count(axis) > 1)
@@ -284,35 +284,35 @@ class ShardSpec:
         """Axes over which the tensor is sharded, and the sizes of these axes."""
         return {axis: size for splits in self.splits.values() for axis, size in _get_axis_sizes(splits).items()}
 
-    def rank_coords(self) -> list[Coords]:
+    def list_rank_coords(self) -> list[Coords]:
         """Return the grid coordinates of the ranks that store the shards. The last axis varies fastest."""
         return _list_all_coords(self.axes)
 
     def boxes(self, coords: Coords) -> tuple[Box, ...]:
         """Return the blocks of the full tensor that the rank at ``coords`` stores, in local order."""
-        dims = [list(_iter_slices_with_offsets(self.slices_of(d, coords))) for d in range(len(self.shape))]
+        dims = [list(_iter_slices_with_offsets(self.get_local_slices(d, coords))) for d in range(len(self.shape))]
         return tuple(
             Box(tuple(a for a, _, _ in runs), tuple(at for _, at, _ in runs), tuple(n for _, _, n in runs))
             for runs in product(*dims)
         )
 
-    def slices_of(self, dim: int, coords: Coords) -> tuple[Slice, ...]:
+    def get_local_slices(self, dim: int, coords: Coords) -> tuple[Slice, ...]:
         """Return the index ranges of a dimension that the rank at ``coords`` stores."""
         length, splits = self.shape[dim], self.splits.get(dim, ())
         local: tuple[Slice, ...] = ((0, length),) if length else ()
         for at, split in enumerate(splits):
             inner = split.slices(sum([b - a for a, b in local]), coords)
-            local = _compose_slices(local, inner) if at else merge_slices(inner)
+            local = _map_inner_slices_to_full(local, inner) if at else merge_slices(inner)
         return local
 
-    def local_shape(self, coords: Coords) -> Offsets:
+    def get_local_shape(self, coords: Coords) -> Offsets:
         """Return the shape of the shard that the rank at ``coords`` stores."""
         shape = list(self.shape)
         for dim in self.splits:
-            shape[dim] = sum([b - a for a, b in self.slices_of(dim, coords)])
+            shape[dim] = sum([b - a for a, b in self.get_local_slices(dim, coords)])
         return tuple(shape)
 
-    def slice(self, full: Tensor, coords: Coords) -> Tensor:
+    def slice_full_tensor(self, full: Tensor, coords: Coords) -> Tensor:
         """Slice the tensor ``full``, and return a copy of the shard that the rank at ``coords`` stores.
 
         Raises:
@@ -326,18 +326,18 @@ class ShardSpec:
             )
         local = full
         for dim in self.splits:
-            chunks = [local.narrow(dim, a, b - a) for a, b in self.slices_of(dim, coords) or [(0, 0)]]
+            chunks = [local.narrow(dim, a, b - a) for a, b in self.get_local_slices(dim, coords) or [(0, 0)]]
             local = torch.cat(chunks, dim) if len(chunks) != 1 else chunks[0]
         return local.detach().clone(memory_format=torch.contiguous_format)
 
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Assemble the full tensor from all shards, which are in the order of ``rank_coords``. Later copies win."""
+    def assemble_full_tensor(self, parts: Sequence[Tensor]) -> Tensor:
+        """Assemble the full tensor from all shards, in the order of ``list_rank_coords``. Later copies win."""
         full = parts[0].new_zeros(self.shape)
-        for coords, part in zip(self.rank_coords(), parts, strict=True):
-            self.place(part, full, coords)
+        for coords, part in zip(self.list_rank_coords(), parts, strict=True):
+            self.copy_shard_into_full(part, full, coords)
         return full
 
-    def place(self, local: Tensor, full: Tensor, coords: Coords) -> None:
+    def copy_shard_into_full(self, local: Tensor, full: Tensor, coords: Coords) -> None:
         """Copy the shard of the rank at ``coords`` into the full tensor."""
         for box in self.boxes(coords):
             box.view_in_full(full).copy_(box.view_in_local(local))
@@ -352,7 +352,7 @@ class ShardSpec:
                 holders[dim] = first.holders
             else:
                 holders[dim] = count_ranks_per_range(
-                    [self.slices_of(dim, coords) for coords in _list_all_coords(_get_axis_sizes(splits))]
+                    [self.get_local_slices(dim, coords) for coords in _list_all_coords(_get_axis_sizes(splits))]
                 )
         return holders
 
@@ -369,7 +369,7 @@ class ShardSpec:
         """Whether every element of the tensor is stored in exactly one shard."""
         return all(count == 1 for runs in self._holders.values() for *_, count in runs)
 
-    def num_copies(self, coords: Coords | None = None) -> Tensor | int:
+    def count_copies(self, coords: Coords | None = None) -> Tensor | int:
         """Return how many ranks store each element: 1, or a tensor of fp64 counts.
 
         The counts broadcast against the shard at ``coords``, or against the full tensor without ``coords``.
@@ -380,7 +380,7 @@ class ShardSpec:
                 continue
             counts = torch.cat([torch.full((b - a,), float(count), dtype=torch.float64) for a, b, count in runs])
             if coords is not None:
-                counts = torch.cat([counts[a:b] for a, b in self.slices_of(dim, coords)] or [counts[:0]])
+                counts = torch.cat([counts[a:b] for a, b in self.get_local_slices(dim, coords)] or [counts[:0]])
             out = out * counts.reshape([-1 if d == dim else 1 for d in range(len(self.shape))])
         return out
 
@@ -401,7 +401,7 @@ def _iter_slices_with_offsets(slices: Sequence[Slice]) -> Iterator[tuple[int, in
         at += b - a
 
 
-def _compose_slices(local: Sequence[Slice], inner: Sequence[Slice]) -> tuple[Slice, ...]:
+def _map_inner_slices_to_full(local: Sequence[Slice], inner: Sequence[Slice]) -> tuple[Slice, ...]:
     """Convert index ranges of a local shard into index ranges of the full dimension."""
     out = [
         (a + max(c, at) - at, a + min(d, at + n) - at)
@@ -467,14 +467,14 @@ class HeadLayout:
         return replace(self, num_heads=self.num_heads // n, num_kv_heads=self.num_kv_heads // n, partitions=1)
 
     @cached_property
-    def group(self) -> int:
+    def query_heads_per_kv_head(self) -> int:
         return self.num_heads // self.num_kv_heads
 
     @cached_property
     def query_head_bounds(self) -> list[int]:
         """Head indices at which the query heads of each rank begin and end in one partition: ranks + 1 boundaries."""
         if (kv_heads := self.num_kv_heads // self.partitions) >= self.ranks:
-            return [b * self.group for b in get_even_bounds(kv_heads, self.ranks)]
+            return [b * self.query_heads_per_kv_head for b in get_even_bounds(kv_heads, self.ranks)]
         return get_even_bounds(self.num_heads // self.partitions, self.ranks)
 
     def count_query_heads(self, rank: int) -> int:
@@ -482,7 +482,7 @@ class HeadLayout:
 
     def _get_kv_head_per_query(self, rank: int) -> list[int]:
         """Return, for each query head of a rank, the index of the KV head that it uses."""
-        return [head // self.group for head in self._get_query_head_range(rank)]
+        return [head // self.query_heads_per_kv_head for head in self._get_query_head_range(rank)]
 
     def _get_query_head_range(self, rank: int) -> range:
         return range(self.query_head_bounds[rank], self.query_head_bounds[rank + 1])
@@ -491,7 +491,7 @@ class HeadLayout:
         """Return the indices of the KV heads that a rank stores in one partition."""
         return sorted(set(self._get_kv_head_per_query(rank)))
 
-    def map_local_kv_heads(self, rank: int) -> list[int] | None:
+    def get_local_kv_head_per_query(self, rank: int) -> list[int] | None:
         """Return the local KV head for each query head of a rank, or None if the model can derive it.
 
         None means that the same number of query heads reads each KV head, so that repeating each KV head is correct.
@@ -505,75 +505,79 @@ class HeadLayout:
         """Return the indices of the KV heads that a rank's forward pass reads, in the order in which it reads them."""
         own = (
             self.get_stored_kv_heads(rank)
-            if self.map_local_kv_heads(rank) is None
+            if self.get_local_kv_head_per_query(rank) is None
             else self._get_kv_head_per_query(rank)
         )
         each = self.num_kv_heads // self.partitions
         return [partition * each + h for partition in range(self.partitions) for h in own]
 
-    def count_kv_heads(self, rank: int) -> int:
+    def count_used_kv_heads(self, rank: int) -> int:
         """Return the number of KV heads that the forward pass of a rank reads."""
         return len(self.get_used_kv_heads(rank))
 
     def get_query_split(self, unit: int | None = None) -> Split:
         """Return the split of a dimension that has ``unit`` features (default: the head dim) per query head."""
-        return self._make_split(pairwise(self.query_head_bounds), unit)
+        return self._make_head_split(pairwise(self.query_head_bounds), unit)
 
     def get_kv_split(self, unit: int | None = None) -> Split:
         """Return the split of a dimension that has ``unit`` features (default: the head dim) per KV head."""
         stored = [self.get_stored_kv_heads(r) for r in range(self.ranks)]
-        return self._make_split([(h[0], h[-1] + 1) for h in stored], unit)
+        return self._make_head_split([(h[0], h[-1] + 1) for h in stored], unit)
 
-    def _make_split(self, heads: Iterable[tuple[int, int]], unit: int | None) -> Split:
+    def _make_head_split(self, head_ranges: Iterable[tuple[int, int]], unit: int | None) -> Split:
         d = unit or self.head_dim
-        partition = Split(tuple(((a * d, b * d),) for a, b in heads))
+        partition = Split(tuple(((a * d, b * d),) for a, b in head_ranges))
         return Split.stack([partition] * self.partitions, [partition.full] * self.partitions)
 
-    def get_grouped_split(self, queries: bool, width: int) -> Split:
+    def get_grouped_projection_split(self, has_queries: bool, num_features: int) -> Split:
         """Return the split of a fused qkv or kv projection whose features are grouped by KV head.
 
         Args:
-            queries: whether each group contains the query heads of the KV head, before its k and v.
-            width: number of features.
+            has_queries: whether each group contains the query heads of the KV head, before its k and v.
+            num_features: number of features.
         """
-        per_group = width // self.num_kv_heads
-        if not queries:
+        per_group = num_features // self.num_kv_heads
+        if not has_queries:
             return self.get_kv_split(per_group)
-        d, parts = per_group // (self.group + 2), []
+        d, parts = per_group // (self.query_heads_per_kv_head + 2), []
         for rank in range(self.ranks):
             own: list[tuple[int, int]] = []
             for h in self.get_stored_kv_heads(rank):
-                start, first = h * per_group, h * self.group
+                start, first = h * per_group, h * self.query_heads_per_kv_head
                 local = [
                     i - first
                     for i, read in zip(self._get_query_head_range(rank), self._get_kv_head_per_query(rank), strict=True)
                     if read == h
                 ]
                 own += [(start + local[0] * d, start + (local[-1] + 1) * d)]
-                own += [(start + self.group * d, start + per_group)]
+                own += [(start + self.query_heads_per_kv_head * d, start + per_group)]
             parts.append(tuple(own))
         return Split(tuple(parts))
 
-    def get_parameter_split(self, path: str, full: Tensor, counted: str | tuple[str, int]) -> dict[int, Split]:
+    def get_parameter_split(self, path: str, full_tensor: Tensor, attr_spec: str | tuple[str, int]) -> dict[int, Split]:
         """Return the split of a parameter or buffer that ``local_attrs`` lists, as a dict from dims to splits."""
-        kind, dim = (counted, None) if isinstance(counted, str) else counted
+        kind, dim = (attr_spec, None) if isinstance(attr_spec, str) else attr_spec
         if kind == "inside":
             return {}
         split = {"heads": self.get_query_split(1), "kv_heads": self.get_kv_split(1), "width": self.get_query_split()}[
             kind
         ]
-        dims = [d for d, n in enumerate(full.shape) if n == split.full] if dim is None else [dim % max(full.dim(), 1)]
-        if len(dims) != 1 or full.shape[dims[0]] != split.full:
+        dims = (
+            [d for d, n in enumerate(full_tensor.shape) if n == split.full]
+            if dim is None
+            else [dim % max(full_tensor.dim(), 1)]
+        )
+        if len(dims) != 1 or full_tensor.shape[dims[0]] != split.full:
             raise PolicyError(
-                f"{path} has the shape {tuple(full.shape)}, but local_attrs={counted!r} must match exactly one dim "
-                f"of size {split.full}.",
+                f"{path} has the shape {tuple(full_tensor.shape)}, but local_attrs={attr_spec!r} must match exactly "
+                f"one dim of size {split.full}.",
                 remedy=f"If several dims have that size, pass ({kind!r}, dim). Otherwise replace {kind!r}.",
             )
         return {dims[0]: split}
 
     def get_local_attr_values(self, rank: int) -> dict[str, int]:
         """Return the values that ``local_attrs`` can assign on a rank, by name: heads, kv_heads, groups and width."""
-        heads, kv_heads = self.count_query_heads(rank), self.count_kv_heads(rank)
+        heads, kv_heads = self.count_query_heads(rank), self.count_used_kv_heads(rank)
         return {"heads": heads, "kv_heads": kv_heads, "groups": heads // kv_heads, "width": heads * self.head_dim}
 
 

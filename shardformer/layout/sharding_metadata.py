@@ -36,11 +36,11 @@ class GradientReduction:
     stages: tuple[int, ...] = ()  # ranks of ``pipe`` that share the parameter, if there are several
 
 
-def get_reduction(
+def get_gradient_reduction(
     spec: ShardSpec,
     activations: ActivationLayout,
     region: ModelRegion,
-    sizes: Mapping[str, int],
+    axis_sizes: Mapping[str, int],
     stages: tuple[int, ...] = (),
 ) -> GradientReduction:
     """Return how to reduce the gradient of a parameter with the layout ``spec`` in a region of the model.
@@ -50,13 +50,13 @@ def get_reduction(
     the activations but not the parameter, ranks that store the same slices of it, and stages that share it.
 
     Args:
-        sizes: axis name -> axis size.
+        axis_sizes: axis name -> axis size.
     """
     partial = set(activations.get_gradient_sum_axes(region)) - spec.axes.keys()
     summed = {"data", *partial, *activations.input_axes, *spec.shared_axes}
-    over = [axis for axis, size in sizes.items() if size > 1 and axis in summed]
-    divisor = float(sizes.get("data", 1) * activations.count_input_shards(sizes))
-    pipe = ("pipe",) if sizes.get("pipe", 1) > 1 else ()
+    over = [axis for axis, size in axis_sizes.items() if size > 1 and axis in summed]
+    divisor = float(axis_sizes.get("data", 1) * activations.count_input_shards(axis_sizes))
+    pipe = ("pipe",) if axis_sizes.get("pipe", 1) > 1 else ()
     # the axes of a tensor grid replace the tensor axis, so that no rank is counted twice
     norm_over = [a for axis in spec.axes for a in (activations.block if axis == "tensor" else (axis,))]
     return GradientReduction(tuple(over), divisor, tuple(norm_over) + pipe, stages)
@@ -96,17 +96,17 @@ class ShardingRequest:
     policy: Any = None
 
 
-class Reducer(Protocol):
+class GradientReducerProtocol(Protocol):
     """Protocol for an object that reduces gradients over ranks during the backward pass."""
 
     was_paused: bool
 
     @property
     def is_paused(self) -> bool: ...
-    def refresh(self) -> None: ...
-    def paused(self) -> Any: ...
-    def start(self) -> None: ...
-    def finish(self) -> None: ...
+    def prepare_for_backward(self) -> None: ...
+    def no_sync(self) -> Any: ...
+    def start_reduction(self) -> None: ...
+    def finish_reduction(self) -> None: ...
 
 
 class GradientOwner(Protocol):
@@ -122,8 +122,8 @@ class GradientOwner(Protocol):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor: ...
     def reduce_pending_gradients(self) -> None: ...
-    def norm_of(self, params: Iterable[Tensor], norm_type: float = 2.0) -> Tensor: ...
-    def scaled(self) -> AbstractContextManager[float]: ...
+    def compute_grad_norm(self, params: Iterable[Tensor], norm_type: float = 2.0) -> Tensor: ...
+    def scale_loss(self) -> AbstractContextManager[float]: ...
     def describe(self) -> str: ...
 
 
@@ -133,8 +133,8 @@ class ParameterOwner(Protocol):
     ``gather`` makes a full parameter available until the next call, and ``release`` frees it.
     """
 
-    def gather(self, param: Tensor) -> None: ...
-    def release(self) -> None: ...
+    def gather_parameter(self, param: Tensor) -> None: ...
+    def free_gathered_parameters(self) -> None: ...
 
 
 class ConsistencyMonitorProtocol(Protocol):
@@ -150,7 +150,7 @@ class ConsistencyMonitorProtocol(Protocol):
     """Number of batches that the pipeline stages have stepped, as of the latest batch."""
 
     def count_stepped_batches(self, is_frozen: bool) -> int: ...
-    def hash_stage_options(self) -> int: ...
+    def hash_optimizer_options(self) -> int: ...
     def hash_inputs(self, inputs: Collection[Any]) -> int: ...
     def encode_values_to_gather(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]: ...
     def check_gathered_values(
@@ -177,7 +177,7 @@ class ShardingMetadata:
     stages: Any = None  # pipeline stages (``shardformer.pipeline.stage_manager.Stages``), or None without a pipeline
     replacements: list[ReplacementRecord] = field(default_factory=list)  # replaced modules, attributes and methods
     notes: list[str] = field(default_factory=list)  # remarks for the user, such as the chosen attention kernel
-    reducers: list[Reducer] = field(default_factory=list)  # gradient reducers
+    reducers: list[GradientReducerProtocol] = field(default_factory=list)  # gradient reducers
     region_hooks: list[RegionHook] = field(default_factory=list)  # regions in which ranks have different activations
     unproven: Mapping[str, str] = field(default_factory=dict)  # forward argument -> why it was not validated
     check_call: Callable[[nn.Module, Mapping[str, Any]], None] | None = None  # checks forward arguments
@@ -199,7 +199,7 @@ class ShardingMetadata:
         fields = {**self.__dict__, "gradient_owner": None, "parameter_owner": None}
         copied.__dict__.update((name, deepcopy(value, memo)) for name, value in fields.items())
         _register_metadata(copied)
-        copied._refuse_pickling()
+        copied._disable_pickling_of_shards()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -216,9 +216,11 @@ class ShardingMetadata:
         """Mesh axis whose ranks receive the same batch."""
         return self.context.tensor if self.context_run is None else self.context.same_batch_axis
 
-    def note(self, path: str, before: Any, after: Any, kind: str = "module") -> None:
+    def record_replacement(self, path: str, before: Any, after: Any, kind: str = "module") -> None:
         """Record that a module, attribute or method was replaced."""
-        self.replacements.append(ReplacementRecord(path, _format_name(before), _format_name(after), kind))
+        self.replacements.append(
+            ReplacementRecord(path, _get_replacement_name(before), _get_replacement_name(after), kind)
+        )
 
     def get_entries_by_param(self) -> dict[int, ParamEntry]:
         """Return a dict from the ``id`` of each parameter to its ``ParamEntry``."""
@@ -233,14 +235,14 @@ class ShardingMetadata:
         """Coordinates of this process: its rank on each axis of the process grid."""
         return {name: axis.rank for name, axis in self.axes.items()}
 
-    def axis(self, name: str) -> Axis:
+    def get_axis(self, name: str) -> Axis:
         return self.axes[name]
 
-    def attach(self, model: nn.Module) -> None:
+    def attach_to_model(self, model: nn.Module) -> None:
         """Attach this metadata to a model and its submodules, and mark the shards in their state dicts."""
         _register_metadata(self)
         model.__dict__[METADATA_ATTRIBUTE] = self
-        is_stage, sharded_ids = self._is_stage, self._refuse_pickling()
+        is_stage, sharded_ids = self._is_pipeline_stage, self._disable_pickling_of_shards()
         for module in model.modules():
             if module._parameters:
                 module.__dict__[PARENT_METADATA_ATTRIBUTE] = self
@@ -250,21 +252,21 @@ class ShardingMetadata:
                 mark_state_dict_shards(module, names)
 
     @property
-    def _is_stage(self) -> bool:
+    def _is_pipeline_stage(self) -> bool:
         return self.stages is not None and self.context.pipe.size > 1
 
-    def _refuse_pickling(self) -> set[int]:
-        sharded = [e for e in self.entries if self._is_stage or tuple(e.param.shape) != e.spec.shape]
+    def _disable_pickling_of_shards(self) -> set[int]:
+        sharded = [e for e in self.entries if self._is_pipeline_stage or tuple(e.param.shape) != e.spec.shape]
         for entry in sharded:
             disable_pickling(entry.name, entry.param)
         return {id(entry.param) for entry in sharded}
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally inside this context, without reducing them over the ranks."""
         with ExitStack() as pauses:
             for reducer in self.reducers:
-                pauses.enter_context(reducer.paused())
+                pauses.enter_context(reducer.no_sync())
             yield
 
 
@@ -313,13 +315,13 @@ def _register_metadata(metadata: ShardingMetadata) -> None:
             _OWNERS[id(entry.param)] = (*[other for other in others if other() not in (None, metadata)], this)
 
 
-def _format_name(replaced: Any) -> str:
+def _get_replacement_name(replaced: Any) -> str:
     if isinstance(replaced, nn.Module):
         return type(replaced).__name__
     return replaced if isinstance(replaced, str) else getattr(replaced, "__name__", repr(replaced))
 
 
-def check_module(model: object) -> None:
+def check_is_module(model: object) -> None:
     """Raise ConfigError if ``model`` is not a ``torch.nn.Module``."""
     rule = "A model is a torch.nn.Module"
     check_argument("model", model, isinstance(model, nn.Module), rule, "Pass the model that shard_model returned")
@@ -327,7 +329,7 @@ def check_module(model: object) -> None:
 
 def get_metadata(model: nn.Module) -> ShardingMetadata:
     """Return the metadata of a sharded model, or raise ConfigError if the model is not sharded."""
-    check_module(model)
+    check_is_module(model)
     state = model.__dict__.get(METADATA_ATTRIBUTE)
     if isinstance(state, ShardingMetadata):
         return state
@@ -337,26 +339,26 @@ def get_metadata(model: nn.Module) -> ShardingMetadata:
     raise ConfigError(f"This {type(model).__name__} is not sharded.", remedy=remedy)
 
 
-def get_sharded_module(model: nn.Module, state: ShardingMetadata | None = None) -> tuple[nn.Module, str]:
+def get_sharded_module(model: nn.Module, metadata: ShardingMetadata | None = None) -> tuple[nn.Module, str]:
     """Return the sharded module inside ``model``, and the prefix of its parameter names in ``model``.
 
     The module is ``model`` itself, or the model inside a wrapper that shares its metadata (a ``PeftModel``).
 
     Args:
-        state: metadata of the sharded module. By default, the metadata of ``model``.
+        metadata: metadata of the sharded module. By default, the metadata of ``model``.
     """
-    state = state or get_metadata(model)
+    metadata = metadata or get_metadata(model)
     inside = (
         (module, f"{path}.")
         for path, module in model.named_modules()
-        if path and module.__dict__.get(METADATA_ATTRIBUTE) is state
+        if path and module.__dict__.get(METADATA_ATTRIBUTE) is metadata
     )
     return next(inside, (model, ""))
 
 
 def get_or_build_metadata(model: nn.Module) -> ShardingMetadata:
     """Return the metadata of a sharded model or submodule, or create it for a model with parallel layers."""
-    check_module(model)
+    check_is_module(model)
     for name in (METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE):
         if isinstance(state := model.__dict__.get(name), ShardingMetadata):
             return state
@@ -395,7 +397,7 @@ def _build_metadata_from_layers(model: nn.Module) -> ShardingMetadata:
     return ShardingMetadata(ParallelContext.of({}), entries=entries, layer_axes=axes)
 
 
-def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
+def get_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
     """Return a dict from parameter names, including tied names, to layouts. Replicated parameters have no splits."""
     entries_by_id = get_or_build_metadata(model).get_entries_by_param()
     return {

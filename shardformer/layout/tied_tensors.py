@@ -22,7 +22,7 @@ class MemoryRange:
     view: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 
     @classmethod
-    def of(cls, x: Tensor) -> MemoryRange:
+    def from_tensor(cls, x: Tensor) -> MemoryRange:
         span = x.numel()
         if span and not x.is_contiguous():
             span = 1 + sum([(n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)])
@@ -35,11 +35,11 @@ class MemoryRange:
 OverlapGroup = dict[str, MemoryRange]
 
 
-def group_overlapping(named: Iterable[tuple[str, Tensor]]) -> list[OverlapGroup]:
+def group_overlapping_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> list[OverlapGroup]:
     """Find the groups of tensors that share memory. Each group is a dict from names to memory ranges."""
     ranges = []
-    for at, (name, x) in enumerate(named):
-        memory = MemoryRange.of(x)
+    for at, (name, x) in enumerate(named_tensors):
+        memory = MemoryRange.from_tensor(x)
         if memory.begin < memory.end:
             ranges.append((memory.storage, memory.begin, at, name, memory))
     groups: list[OverlapGroup] = []
@@ -58,7 +58,7 @@ def find_parameter_view(model: nn.Module, params: Collection[tuple[str, Tensor]]
     known = {id(x) for _, x in params}
     views = [(name, x) for name, x in _iter_buffers_and_attributes(model) if id(x) not in known]
     names = {name for name, _ in views}
-    for group in group_overlapping([*params, *views]):
+    for group in group_overlapping_tensors([*params, *views]):
         view = next((name for name in group if name in names), None)
         param = next((name for name in group if name not in names), None)
         if view is not None and param is not None:
@@ -76,7 +76,7 @@ def _iter_buffers_and_attributes(model: nn.Module) -> Iterator[tuple[str, Tensor
         )
 
 
-def max_difference(a: Tensor, b: Tensor) -> float:
+def max_abs_difference(a: Tensor, b: Tensor) -> float:
     """Return the largest absolute difference between two tensors, or inf for NaN or different shapes."""
     if a.shape != b.shape:
         return inf

@@ -70,7 +70,7 @@ class FakeWorld:
     def __init__(self, rank: int, backend: str) -> None:
         self.rank, self.backend = rank, backend
 
-    def connect(self, rank_groups: RankGroups) -> Transport:
+    def create_transport(self, rank_groups: RankGroups) -> Transport:
         line = next((line for line in rank_groups if self.rank in line), (self.rank,))
         return FakeTransport(self, len(line))
 
@@ -126,24 +126,24 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives its base no types
         self.live = self.peak = 0
         self._known: set[int] = set()
-        self._track(held)
+        self._track_storages(held)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._track(tree_leaves(out))
+        self._track_storages(tree_leaves(out))
         return out
 
-    def _track(self, values: Iterable[Any]) -> None:
+    def _track_storages(self, values: Iterable[Any]) -> None:
         for storage in (x.untyped_storage() for x in values if isinstance(x, Tensor)):
             if (key := storage_id(storage)) not in self._known:
                 self._known.add(key)
                 self.live += storage.nbytes()
                 self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self._free, key, storage.nbytes())
+                weakref.finalize(storage, self._record_freed_storage, key, storage.nbytes())
 
-    def _free(self, key: int, num_bytes: int) -> None:
+    def _record_freed_storage(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
         self.live -= num_bytes
 
@@ -167,11 +167,11 @@ def enable_fake_tensors(*, padded: bool = False) -> Iterator[Callable[[Any], Any
         yield copied
 
 
-class _ThreadState(threading.local):
+class _ThreadTraceCount(threading.local):
     traces = 0
 
 
-_THREAD = _ThreadState()
+_THREAD = _ThreadTraceCount()
 """``traces`` is the number of active ``_disable_mask_creation`` blocks of this thread."""
 MASK_PATCH = Patch(
     "transformers.masking_utils: sdpa_mask, find_packed_sequence_indices",
@@ -185,7 +185,7 @@ def _disable_mask_creation() -> Iterator[None]:
     if find_spec("transformers") is None:
         yield
         return
-    with temporary_patch(MASK_PATCH, _patch_masks):
+    with temporary_patch(MASK_PATCH, _patch_mask_creation):
         _THREAD.traces += 1
         try:
             yield
@@ -193,7 +193,7 @@ def _disable_mask_creation() -> Iterator[None]:
             _THREAD.traces -= 1
 
 
-def _patch_masks() -> Undo:
+def _patch_mask_creation() -> Undo:
     """Patch transformers so that it creates no attention masks in threads that trace a model with fake tensors."""
     from transformers import masking_utils
 

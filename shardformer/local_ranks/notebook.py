@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardformer.errors import ConfigError, LaunchError, check_int
-from shardformer.local_ranks.worker_pool import GroupAddress, Worker, WorkerPool
+from shardformer.local_ranks.worker_pool import ProcessGroupAddress, Worker, WorkerPool
 
 R = TypeVar("R")
 
@@ -70,7 +70,7 @@ class _ForkedPool(WorkerPool):
         self._function = function
 
     def call_function(self) -> list[Any]:
-        return self._run(self._function.func, [None] * self.num_workers)  # type: ignore[attr-defined]
+        return self._run_calls(self._function.func, [None] * self.num_workers)  # type: ignore[attr-defined]
 
     def _start_worker(self, rank: int) -> Worker:
         # libgomp hangs in a forked process that uses several threads, so the pool's number of threads stays 1
@@ -78,7 +78,7 @@ class _ForkedPool(WorkerPool):
 
     def _create_process_group(self) -> None:
         if self._group_address is None:  # only reserves a port: the function initializes the group itself
-            self._group_address = GroupAddress()
+            self._group_address = ProcessGroupAddress()
 
 
 def _check_can_fork() -> None:

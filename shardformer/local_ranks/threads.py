@@ -37,7 +37,7 @@ class MessageKey(NamedTuple):
     author: int
 
 
-class Lock(Protocol):
+class LockProtocol(Protocol):
     """Protocol for objects with the methods of ``threading.Lock``."""
 
     def acquire(self) -> Any: ...
@@ -53,7 +53,7 @@ class Mailbox:
         turn: lock that only one running rank holds at a time. A rank releases it while it waits.
     """
 
-    def __init__(self, size: int, timeout_s: float, turn: Lock | None = None) -> None:
+    def __init__(self, size: int, timeout_s: float, turn: LockProtocol | None = None) -> None:
         self.timeout_s, self.turn = timeout_s, turn
         self._size = size
         self._changed = threading.Condition()
@@ -62,10 +62,10 @@ class Mailbox:
         self._ended: set[int] = set()
         self._failed_at: float | None = None
 
-    def put(self, key: MessageKey, value: Any, readers: int) -> None:
-        """Store a value until ``readers`` ranks have read it."""
+    def put(self, key: MessageKey, value: Any, num_readers: int) -> None:
+        """Store a value until ``num_readers`` ranks have read it."""
         with self._changed:
-            self._values[key] = value, readers
+            self._values[key] = value, num_readers
             self._changed.notify_all()
 
     def remove(self, key: MessageKey) -> None:
@@ -97,12 +97,12 @@ class Mailbox:
             if len(self._waiting) + len(self._ended) == self._size:
                 self._changed.notify_all()
             self._changed.wait_for(
-                lambda: self._failed_at or not self._find_absent(keys) or self._is_stuck(), timeout_s
+                lambda: self._failed_at or not self._find_missing_keys(keys) or self._is_deadlocked(), timeout_s
             )
             if self._failed_at is not None:
                 raise PeerFailedError("another rank has raised")
             del self._waiting[rank]
-            return self._find_absent(keys)
+            return self._find_missing_keys(keys)
 
     @contextmanager
     def _release_turn(self) -> Iterator[None]:
@@ -127,22 +127,22 @@ class Mailbox:
                 values.append(value)
             return values
 
-    def _find_absent(self, keys: Sequence[MessageKey]) -> list[MessageKey]:
+    def _find_missing_keys(self, keys: Sequence[MessageKey]) -> list[MessageKey]:
         return [key for key in keys if key not in self._values]
 
-    def _is_stuck(self) -> bool:
+    def _is_deadlocked(self) -> bool:
         """Return whether the ranks are in a deadlock, because each rank has ended or waits for a missing value."""
         has_all_ranks = len(self._waiting) + len(self._ended) == self._size
-        return has_all_ranks and all(map(self._find_absent, self._waiting.values()))
+        return has_all_ranks and all(map(self._find_missing_keys, self._waiting.values()))
 
-    def _make_waiting_error(self, rank: int, absent: Sequence[MessageKey]) -> WorkerError:
+    def _make_waiting_error(self, rank: int, missing_keys: Sequence[MessageKey]) -> WorkerError:
         with self._changed:
-            states = [_describe_wait(rank, absent)]
+            states = [_describe_wait(rank, missing_keys)]
             for other in range(self._size):
                 if other in self._ended:
                     states.append(f"rank {other} has ended")
                 elif other in self._waiting:
-                    states.append(_describe_wait(other, self._find_absent(self._waiting[other])))
+                    states.append(_describe_wait(other, self._find_missing_keys(self._waiting[other])))
                 elif other != rank:
                     states.append(f"rank {other} still computes after {self.timeout_s:g} s")
         return WorkerError(
@@ -153,9 +153,11 @@ class Mailbox:
         )
 
 
-def _describe_wait(rank: int, absent: Sequence[MessageKey]) -> str:
-    authors = " and ".join(str(key.author) for key in absent)
-    return f"rank {rank} waits for rank {authors} in {absent[0].what}" if absent else f"rank {rank} continues"
+def _describe_wait(rank: int, missing_keys: Sequence[MessageKey]) -> str:
+    authors = " and ".join(str(key.author) for key in missing_keys)
+    return (
+        f"rank {rank} waits for rank {authors} in {missing_keys[0].what}" if missing_keys else f"rank {rank} continues"
+    )
 
 
 class ThreadWorld:
@@ -168,7 +170,7 @@ class ThreadWorld:
         self.thread = threading.current_thread()
         self._connected: Counter[tuple[int, ...]] = Counter()
 
-    def connect(self, rank_groups: RankGroups) -> Transport:
+    def create_transport(self, rank_groups: RankGroups) -> Transport:
         """Create a transport for the group in ``rank_groups`` that contains this rank, or for this rank alone."""
         line = next((line for line in rank_groups if self.rank in line), (self.rank,))
         self._connected[line] += 1
@@ -263,8 +265,8 @@ class ThreadTransport:
         self.world.mailbox.put(keys[self._line.index(self._me)], value, len(keys))
         return lambda: self.world.mailbox.get(self._me, keys)
 
-    def _make_message_keys(self, operation: str, place: Hashable) -> list[MessageKey]:
-        return [MessageKey(operation, (self._channel, place), rank) for rank in self._line]
+    def _make_message_keys(self, operation: str, call_id: Hashable) -> list[MessageKey]:
+        return [MessageKey(operation, (self._channel, call_id), rank) for rank in self._line]
 
     def _next_message_key(self, sender: int, receiver: int, tag: int) -> MessageKey:
         way = (sender, receiver, tag)

@@ -70,7 +70,7 @@ class WorkerPool:
         self.num_workers, self.timeout_s, self.grace_s = num_workers, timeout_s, grace_s
         self._threads, self._imports = threads, tuple(imports)
         self._workers: list[Worker] = []
-        self._group_address: GroupAddress | None = None
+        self._group_address: ProcessGroupAddress | None = None
         self._closed = False
 
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -81,7 +81,7 @@ class WorkerPool:
             WorkerError: a worker died, exceeded ``timeout_s``, or raised any other error.
             ConfigError: ``fn`` or its arguments cannot be pickled.
         """
-        return self._run(fn, [RemoteCall.of(fn, args, kwargs)] * self.num_workers)
+        return self._run_calls(fn, [RemoteCall.from_function(fn, args, kwargs)] * self.num_workers)
 
     @contextmanager
     def with_timeout(self, timeout_s: float) -> Iterator[Self]:
@@ -105,7 +105,7 @@ class WorkerPool:
         deadline = time.monotonic() + CLOSE_S
         for worker in self._workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))
-        self._kill()
+        self._kill_workers()
 
     def __enter__(self) -> Self:
         return self
@@ -116,13 +116,13 @@ class WorkerPool:
     def _start_worker(self, rank: int) -> Worker:
         return Worker(rank, _get_fork_server_context(self._imports), self._threads)
 
-    def _run(self, fn: Callable[..., R], calls: Sequence[RemoteCall | None]) -> list[R]:
+    def _run_calls(self, fn: Callable[..., R], calls: Sequence[RemoteCall | None]) -> list[R]:
         if self._closed:
             raise LaunchError("run() was called on a closed WorkerPool.", remedy="Create a new WorkerPool.")
         name = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', fn)}"
         try:
             if not all(worker.is_idle() for worker in self._workers):
-                self._kill()
+                self._kill_workers()
             if not self._workers:
                 for rank in range(self.num_workers):
                     self._workers.append(self._start_worker(rank))
@@ -131,20 +131,22 @@ class WorkerPool:
             if any(reply.regroup for reply in replies):
                 self._create_process_group()
         except BaseException:  # including Ctrl-C: the state of the workers is unknown
-            self._kill()
+            self._kill_workers()
             raise
         _raise_common_error(name, replies)
         return [pickle.loads(reply.result) for reply in replies]
 
     def _create_process_group(self) -> None:
-        before, self._group_address = self._group_address, GroupAddress()
+        before, self._group_address = self._group_address, ProcessGroupAddress()
         name = "the start of the group"
-        call = RemoteCall.of(worker_process.join_process_group, (self._group_address.store, self._imports), {})
+        call = RemoteCall.from_function(
+            worker_process.join_process_group, (self._group_address.store, self._imports), {}
+        )
         try:
             _raise_common_error(name, self._call_workers(name, [call] * self.num_workers, START_S))
         finally:
             if before:
-                before.release()
+                before.close()
 
     def _call_workers(self, name: str, calls: Sequence[RemoteCall | None], timeout_s: float) -> list[RemoteReply]:
         """Send each worker its function call and return the replies. Raises WorkerError if some ranks fail."""
@@ -157,20 +159,22 @@ class WorkerPool:
         }
         for worker, call in zip(self._workers, calls):
             own = {"RANK": str(worker.rank), "LOCAL_RANK": str(worker.rank)}
-            worker.send(RemoteRequest(call, tuple(sys.path), {**env, **own}))
+            worker.send_request(RemoteRequest(call, tuple(sys.path), {**env, **own}))
         replies, dead = self._receive_replies(timeout_s)
         failures = {rank: reply.failure for rank, reply in replies.items() if reply.failure}
         kinds = {type(failure.error) for failure in failures.values()}
         is_same_error = len(failures) == self.num_workers and len(kinds) == 1 and kinds != {type(None)}
         if len(replies) == self.num_workers and (not failures or is_same_error):
             return [replies[rank] for rank in range(self.num_workers)]
-        outcomes = [worker.describe_exit() for worker in self._workers if worker.rank in dead]
-        outcomes += [_get_failure_outcome(rank, failure) for rank, failure in failures.items()]
+        outcomes = [worker.make_exit_failure() for worker in self._workers if worker.rank in dead]
+        outcomes += [_make_rank_failure(rank, failure) for rank, failure in failures.items()]
         what = "was still running or waiting, and was killed" if outcomes else f"had not answered after {timeout_s:g} s"
         silent = [worker for worker in self._workers if worker.rank not in replies and worker.rank not in dead]
         for worker in silent:
             os.kill(worker.pid, signal.SIGUSR1)
-        outcomes += [_RankOutcome(_OutcomeKind.SILENT, worker.rank, what, worker.stack(STACK_S)) for worker in silent]
+        outcomes += [
+            _RankFailure(_FailureKind.SILENT, worker.rank, what, worker.read_stack_trace(STACK_S)) for worker in silent
+        ]
         raise _make_worker_error(name, outcomes)
 
     def _receive_replies(self, timeout_s: float) -> tuple[dict[int, RemoteReply], set[int]]:
@@ -184,7 +188,7 @@ class WorkerPool:
                 break
             for worker in waiting:
                 if worker.calls in ready or worker.process.sentinel in ready:
-                    reply = worker.receive()
+                    reply = worker.receive_reply()
                     if reply is None:
                         dead.add(worker.rank)
                         deadline = min(deadline, time.monotonic() + DEATH_GRACE_S)
@@ -194,13 +198,13 @@ class WorkerPool:
                         deadline = min(deadline, time.monotonic() + self.grace_s)
         return replies, dead
 
-    def _kill(self) -> None:
+    def _kill_workers(self) -> None:
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
-            worker.release()
+            worker.join_and_close()
         if self._group_address:
-            self._group_address.release()
+            self._group_address.close()
         self._workers, self._group_address = [], None
 
 
@@ -237,19 +241,19 @@ class Worker:
         """
         return self.process.is_alive() and not self.calls.poll()
 
-    def send(self, request: RemoteRequest) -> None:
+    def send_request(self, request: RemoteRequest) -> None:
         try:
             self.calls.send_bytes(pickle.dumps(request))
         except OSError:
             pass  # the worker is dead, which waiting for its reply detects
 
-    def receive(self) -> RemoteReply | None:
+    def receive_reply(self) -> RemoteReply | None:
         try:
             return cast(RemoteReply, pickle.loads(self.calls.recv_bytes()))
         except (EOFError, OSError):
             return None
 
-    def stack(self, wait_s: float) -> str:
+    def read_stack_trace(self, wait_s: float) -> str:
         """Return the stack trace of the worker's current call, innermost frame first, or "" if it sends none."""
         text = b""
         while connection.wait([self._stack], wait_s) and (part := os.read(self._stack.fileno(), 1 << 16)):
@@ -261,15 +265,15 @@ class Worker:
                 return "".join(f"{frame}\n" for frame in frames[: ours[0]])
         return ""
 
-    def describe_exit(self) -> _RankOutcome:
+    def make_exit_failure(self) -> _RankFailure:
         self.process.join(1.0)
         code = self.process.exitcode
         what = "closed its pipe" if code is None else f"ended with exit code {code}"
         if code is not None and code < 0:
             what = f"was killed by {signal.Signals(-code).name}"
-        return _RankOutcome(_OutcomeKind.DIED, self.rank, what, self.stack(0.0))
+        return _RankFailure(_FailureKind.DIED, self.rank, what, self.read_stack_trace(0.0))
 
-    def release(self) -> None:
+    def join_and_close(self) -> None:
         self.process.join()
         self.process.close()
         self.calls.close()
@@ -297,7 +301,7 @@ def start_fork_server(imports: Sequence[str]) -> None:
         forkserver.ensure_running()
 
 
-class GroupAddress:
+class ProcessGroupAddress:
     """Address of a pool: a file store for its process group, and a free port for groups that functions create."""
 
     def __init__(self) -> None:
@@ -309,12 +313,12 @@ class GroupAddress:
         self._socket.bind(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
 
-    def release(self) -> None:
+    def close(self) -> None:
         self._folder.cleanup()
         self._socket.close()
 
 
-class _OutcomeKind(IntEnum):
+class _FailureKind(IntEnum):
     """Reason why a call failed on one rank. If a worker dies, the calls of the other ranks raise errors or hang."""
 
     DIED = 0
@@ -323,50 +327,50 @@ class _OutcomeKind(IntEnum):
 
 
 @dataclass(frozen=True)
-class _RankOutcome:
+class _RankFailure:
     """Failure of a function call on one rank, with a short description and details such as a traceback."""
 
-    kind: _OutcomeKind
+    kind: _FailureKind
     rank: int
     what: str
     details: str
 
 
-def _raise_common_error(name: str, replies: Sequence[RemoteReply]) -> None:
+def _raise_common_error(fn_name: str, replies: Sequence[RemoteReply]) -> None:
     failures = [reply.failure for reply in replies if reply.failure]
     if failures and failures[0].error:
         raise failures[0].error from _make_worker_error(
-            name, [_get_failure_outcome(*numbered) for numbered in enumerate(failures)]
+            fn_name, [_make_rank_failure(*numbered) for numbered in enumerate(failures)]
         )
 
 
-def _get_failure_outcome(rank: int, failure: RemoteFailure) -> _RankOutcome:
-    return _RankOutcome(_OutcomeKind.RAISED, rank, f"raised {failure.what}", failure.traceback)
+def _make_rank_failure(rank: int, failure: RemoteFailure) -> _RankFailure:
+    return _RankFailure(_FailureKind.RAISED, rank, f"raised {failure.what}", failure.traceback)
 
 
 _RULES = {
-    _OutcomeKind.DIED: (
+    _FailureKind.DIED: (
         "",
         "Check whether the function crashes, exits or runs out of memory. In a script, create the pool under "
         "`if __name__ == '__main__':`.",
     ),
-    _OutcomeKind.RAISED: (
+    _FailureKind.RAISED: (
         "All ranks must return, or raise the same class of ShardFormerError",
         "Fix the error below.",
     ),
-    _OutcomeKind.SILENT: (
+    _FailureKind.SILENT: (
         "A call must end within timeout_s",
         "Check for a collective that not all ranks reach, or increase timeout_s.",
     ),
 }
 
 
-def _make_worker_error(name: str, outcomes: Sequence[_RankOutcome]) -> WorkerError:
+def _make_worker_error(name: str, failures: Sequence[_RankFailure]) -> WorkerError:
     """Create a WorkerError that reports all failed ranks, starting with those that caused the failure."""
-    reports: dict[tuple[_OutcomeKind, str, str], list[int]] = {}
+    reports: dict[tuple[_FailureKind, str, str], list[int]] = {}
     headline: dict[str, list[int]] = {}
-    first = min(outcome.kind for outcome in outcomes)
-    for outcome in sorted(outcomes, key=lambda outcome: (outcome.kind, outcome.rank)):
+    first = min(outcome.kind for outcome in failures)
+    for outcome in sorted(failures, key=lambda outcome: (outcome.kind, outcome.rank)):
         reports.setdefault((outcome.kind, outcome.what, outcome.details), []).append(outcome.rank)
         if outcome.kind == first:
             headline.setdefault(outcome.what, []).append(outcome.rank)

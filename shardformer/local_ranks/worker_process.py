@@ -38,14 +38,14 @@ class RemoteCall:
     sources: Mapping[str, str]
 
     @staticmethod
-    def of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RemoteCall:
+    def from_function(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RemoteCall:
         """Pickle the function call ``fn(*args, **kwargs)``.
 
         Raises:
             ConfigError: the function or an argument cannot be pickled.
         """
         buffer = io.BytesIO()
-        pickler = _Pickler(buffer)
+        pickler = _SourceRecordingPickler(buffer)
         try:
             pickler.dump((fn, args, kwargs))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -87,7 +87,7 @@ class RemoteReply:
     regroup: bool  # whether process groups must be recreated
 
 
-class _Pickler(pickle.Pickler):
+class _SourceRecordingPickler(pickle.Pickler):
     """Pickler that records the source files of functions and classes, and copies tensors that are views."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
@@ -115,21 +115,21 @@ class _Pickler(pickle.Pickler):
 
 
 def serve_calls(
-    threads: int,
+    num_threads: int,
     env: Mapping[str, str],
-    calls: connection.Connection,
-    stack: connection.Connection,
-    inherited: Callable[[], Any] | None = None,
+    call_pipe: connection.Connection,
+    stack_trace_pipe: connection.Connection,
+    inherited_fn: Callable[[], Any] | None = None,
 ) -> None:
     """Receive function calls from the parent process and run them, until the parent closes the pipe.
 
     Args:
         env: environment of the parent.
-        inherited: function to call for a request without a call, if this process was forked from the parent.
+        inherited_fn: function to call for a request without a call, if this process was forked from the parent.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    faulthandler.enable(stack.fileno())
-    faulthandler.register(signal.SIGUSR1, stack.fileno())
+    faulthandler.enable(stack_trace_pipe.fileno())
+    faulthandler.register(signal.SIGUSR1, stack_trace_pipe.fileno())
     threading.Thread(target=_exit_with_parent, name="end-with-parent", daemon=True).start()
     os.environ.clear()
     os.environ.update(env)  # the fork server has the environment at its own start
@@ -138,27 +138,27 @@ def serve_calls(
     home = dict(os.environ)
     while True:
         try:
-            request: RemoteRequest = pickle.loads(calls.recv_bytes())
+            request: RemoteRequest = pickle.loads(call_pipe.recv_bytes())
         except EOFError:
             destroy_process_group()
             return
-        _reset_process({**home, **request.env}, request.path, threads)
-        reply = _run_call(request.call, inherited)
-        if inherited is not None:
+        _reset_process_state({**home, **request.env}, request.path, num_threads)
+        reply = _execute_call(request.call, inherited_fn)
+        if inherited_fn is not None:
             sys.stdout.flush()  # a notebook shows the output when it is flushed
-        calls.send_bytes(pickle.dumps(reply))
+        call_pipe.send_bytes(pickle.dumps(reply))
         del request
 
 
-def join_process_group(store: str, imports: Sequence[str]) -> None:
-    """Import modules, then recreate torch's default process group with a file store at ``store``."""
+def join_process_group(store_path: str, module_names: Sequence[str]) -> None:
+    """Import modules, then recreate torch's default process group with a file store at ``store_path``."""
     gc.collect()  # frees references to groups of the last call
     destroy_process_group()
-    for name in imports:
+    for name in module_names:
         importlib.import_module(name)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # A TCPStore resolves the name of each peer, which takes seconds without a network.
-    file_store = dist.FileStore(store, world_size)  # type: ignore[attr-defined]  # there, but not re-exported
+    file_store = dist.FileStore(store_path, world_size)  # type: ignore[attr-defined]  # there, but not re-exported
     dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world_size)
     gc.freeze()  # excludes imported modules from later garbage collections
 
@@ -170,27 +170,27 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _reset_process(env: Mapping[str, str], path: Sequence[str], threads: int) -> None:
+def _reset_process_state(env: Mapping[str, str], import_path: Sequence[str], num_threads: int) -> None:
     if dict(os.environ) != env:
         os.environ.clear()
         os.environ.update(env)
-    sys.path[:] = path
-    torch.set_num_threads(threads)
+    sys.path[:] = import_path
+    torch.set_num_threads(num_threads)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     seed_random(0)
 
 
-def _run_call(call: RemoteCall | None, inherited: Callable[[], Any] | None) -> RemoteReply:
+def _execute_call(call: RemoteCall | None, inherited_fn: Callable[[], Any] | None) -> RemoteReply:
     world = dist.group.WORLD
     try:
         for name, file in call.sources.items() if call else ():
             if name not in sys.modules:
                 _import_module(name, file)
-        fn, args, kwargs = pickle.loads(call.payload) if call else (inherited, (), {})
+        fn, args, kwargs = pickle.loads(call.payload) if call else (inherited_fn, (), {})
         result = fn(*args, **kwargs)
         buffer = io.BytesIO()
-        _Pickler(buffer).dump(result)
+        _SourceRecordingPickler(buffer).dump(result)
         return RemoteReply(buffer.getvalue(), None, dist.group.WORLD is not world or get_pg_count() != 1)
     except BaseException as error:  # includes SystemExit and pytest's skip
         below = error.__traceback__.tb_next if error.__traceback__ else None

@@ -30,21 +30,23 @@ from typing import Any
 import torch.distributed as dist
 
 from shardformer.mesh.rank_failures import MonitoredWork, ReceiveWork
-from shardformer.torch_compat import count_started_collectives, get_group_name
+from shardformer.torch_compat import count_collectives_by_group, get_group_name
 
 
 @dataclass(frozen=True)
-class Report:
+class RankWaitReport:
     """Report in which a rank describes the collective or message that it is waiting for.
 
     Args:
         seconds: time that its main thread has waited in one call; -1 if it does not wait.
         place: line of the script in which it waits.
-        group: name of the collective's process group; ``get_message_key(name, rank)`` for a message; "" if unknown.
+        group: name of the collective's process group; ``get_message_count_key(name, rank)`` for a message; "" if
+            unknown.
         ranks: ranks that must start the collective.
         number: number of the collective on its group, or of the message.
         what: kind of the collective.
-        begun: group name -> number of collectives started; ``get_message_key(name, rank)`` -> number of messages sent.
+        begun: group name -> number of collectives started; ``get_message_count_key(name, rank)`` -> number of messages
+            sent.
     """
 
     seconds: float = -1.0
@@ -59,11 +61,11 @@ class Report:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_text(cls, text: str) -> Report:
+    def from_text(cls, text: str) -> RankWaitReport:
         return cls(**json.loads(text))
 
 
-def find_deadlock(reports: Mapping[int, Report], after_s: float) -> dict[int, int]:
+def find_deadlock(reports: Mapping[int, RankWaitReport], after_s: float) -> dict[int, int]:
     """Find ranks that are deadlocked for at least ``after_s`` seconds; map each to another rank that it waits for.
 
     The result is empty if all of them wait at the same line of the script, which is the case in a slow collective.
@@ -81,26 +83,26 @@ def find_deadlock(reports: Mapping[int, Report], after_s: float) -> dict[int, in
     return {rank: next(other for other in others if other in found) for rank, others in found.items()}
 
 
-def get_message_key(group: str, rank: int) -> str:
+def get_message_count_key(group: str, rank: int) -> str:
     """Return the key in ``Report.begun`` for the number of messages sent to a rank over a process group."""
     return f"{group}>{rank}"
 
 
-def get_uncounted_key(group: str) -> str:
+def get_uncounted_messages_key(group: str) -> str:
     """Return the key in ``Report.begun`` that marks a process group whose messages were not counted."""
     return f"{group}>?"
 
 
-def _is_blocked_by(waiting: Report, other: Report) -> bool:
+def _is_blocked_by(waiting: RankWaitReport, other: RankWaitReport) -> bool:
     if (other.group, other.number) == (waiting.group, waiting.number):
         return other.what != waiting.what
     name, is_sent, _ = waiting.group.partition(">")
-    if name not in other.begun or (is_sent and get_uncounted_key(name) in other.begun):
+    if name not in other.begun or (is_sent and get_uncounted_messages_key(name) in other.begun):
         return False
     return other.begun.get(waiting.group, 0 if is_sent else waiting.number) < waiting.number
 
 
-def format_deadlock(waits_for: Mapping[int, int], reports: Mapping[int, Report]) -> str:
+def format_deadlock(waits_for: Mapping[int, int], reports: Mapping[int, RankWaitReport]) -> str:
     """Format the error message for a deadlock."""
     shown = [f"rank {r} waits in {reports[r].place} for rank {other}" for r, other in sorted(waits_for.items())[:8]]
     return (
@@ -157,7 +159,7 @@ class DeadlockMonitor:
         self._watched: tuple[int, dict[str, int]] | None = None
         self._watched_since = self._ask_at = 0.0
         self._asked = 0
-        self._thread = threading.Thread(target=self._run, name="shardformer-presence", daemon=True)
+        self._thread = threading.Thread(target=self._run_monitor_loop, name="shardformer-presence", daemon=True)
         self._thread.start()
         atexit.register(self.stop_at_exit)
 
@@ -197,16 +199,16 @@ class DeadlockMonitor:
             return found
         return dict.fromkeys(ranks, "is unreachable, because the process with the store has exited")
 
-    def _read_stored_reports(self, ranks: Iterable[int]) -> dict[int, tuple[int, Report | None]]:
+    def _read_stored_reports(self, ranks: Iterable[int]) -> dict[int, tuple[int, RankWaitReport | None]]:
         """Read each rank's last report and the request number that it answers. The report of an ended rank is None."""
-        found: dict[int, tuple[int, Report | None]] = {}
+        found: dict[int, tuple[int, RankWaitReport | None]] = {}
         for rank in ranks:
             if self._store.check([_get_report_key(rank)]):
                 question, _, answer = self._store.get(_get_report_key(rank)).decode().partition(" ")
-                found[rank] = (0, None) if question == ENDED else (int(question), Report.from_text(answer))
+                found[rank] = (0, None) if question == ENDED else (int(question), RankWaitReport.from_text(answer))
         return found
 
-    def _run(self) -> None:
+    def _run_monitor_loop(self) -> None:
         while not self._ends.wait(LOOK_EVERY_S):
             try:
                 now = time.monotonic()
@@ -231,7 +233,7 @@ class DeadlockMonitor:
         if call is not self._call:
             self._call, self._call_since = call, now
         report = (
-            Report()
+            RankWaitReport()
             if call is None
             else _build_report(call, joined, now - self._call_since, self._count_started_calls())
         )
@@ -247,25 +249,25 @@ class DeadlockMonitor:
             return
         waited = now - self._watched_since
         if waited >= BLOCKED_AFTER_S and self._store.check([DEADLOCK]):  # another rank found it
-            self._end_process(json.loads(self._store.get(DEADLOCK)))
+            self._exit_if_own_rank_in(json.loads(self._store.get(DEADLOCK)))
         if waited < WATCH_AFTER_S:
             return
         stored = self._read_stored_reports(range(dist.get_world_size())) if self._asked else {}
         reports = {rank: each for rank, (question, each) in stored.items() if each and question >= self._asked}
         found = find_deadlock(reports, BLOCKED_AFTER_S)
         if self._rank in found:
-            self._end_process(list(found), format_deadlock(found, reports))
+            self._exit_if_own_rank_in(list(found), format_deadlock(found, reports))
         if now > self._ask_at:
             self._asked, self._ask_at = self.request_reports(), now + WATCH_EVERY_S
 
     def _count_started_calls(self) -> dict[str, int]:
-        found = count_started_collectives()
+        found = count_collectives_by_group()
         for carrier in list(self.carriers):
             if (transport := carrier()) is not None:
                 found |= transport.count_messages()
         return found
 
-    def _end_process(self, ranks: Collection[int], message: str = "") -> None:
+    def _exit_if_own_rank_in(self, ranks: Collection[int], message: str = "") -> None:
         """Exit this process if its rank is one of ``ranks``. The first of these processes prints the message.
 
         All of them exit together: if one exits earlier, gloo may leave the others waiting.
@@ -320,17 +322,19 @@ def _build_report(
     awaited: tuple[Any, int | None, str] | tuple[Any, int, int] | None,
     seconds: float,
     begun: dict[str, int],
-) -> Report:
+) -> RankWaitReport:
     place = _format_user_line(call)
     name = "" if awaited is None else get_group_name(awaited[0])
     if awaited is None or name not in begun:
-        return Report(seconds, place, begun=begun)
+        return RankWaitReport(seconds, place, begun=begun)
     group, number, what = awaited
     if isinstance(what, int):
         assert number is not None
-        return Report(seconds, place, get_message_key(name, dist.get_rank()), [number], what + 1, "receive", begun)
+        return RankWaitReport(
+            seconds, place, get_message_count_key(name, dist.get_rank()), [number], what + 1, "receive", begun
+        )
     ranks = dist.get_process_group_ranks(group)
-    return Report(seconds, place, name, ranks, begun[name] if number is None else number, what, begun)
+    return RankWaitReport(seconds, place, name, ranks, begun[name] if number is None else number, what, begun)
 
 
 def _format_user_line(frame: FrameType) -> str:

@@ -23,7 +23,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError
 
-from shardformer.errors import ConfigError, LaunchError, check_choice, check_number, did_you_mean, get_first_line
+from shardformer.errors import (
+    ConfigError,
+    LaunchError,
+    check_choice,
+    check_number,
+    get_first_message_line,
+    suggest_similar_names,
+)
 from shardformer.mesh.parallel_context import (
     ParallelContext,
     get_launcher_store,
@@ -96,7 +103,7 @@ def _report_missing_ranks(rank: int, size: int, timeout_s: float) -> Iterator[No
         missing = rendezvous.missing()
         raise LostPeerError(
             f"Rank {rank} could not connect to {missing or f'all {size} ranks'} at {host}:{port} "
-            f"({get_first_line(error):.160}).",
+            f"({get_first_message_line(error):.160}).",
             rule=f"All processes must call launch_from_torch within timeout_s={timeout_s:g} seconds.",
             remedy=f"{advice}. If a process needs more time before this call, increase timeout_s.",
         ) from error
@@ -184,7 +191,7 @@ def _record_exit_error() -> None:
     error, store = getattr(sys, "last_value", None), get_launcher_store()
     if error is not None and store is not None and not isinstance(error, LaunchError):
         with suppress(RuntimeError):  # the process with the store has exited
-            store.set(f"{ENDED}/{dist.get_rank()}", f"{type(error).__name__}: {get_first_line(error)}")
+            store.set(f"{ENDED}/{dist.get_rank()}", f"{type(error).__name__}: {get_first_message_line(error)}")
 
 
 def _is_other_thread_running() -> bool:
@@ -308,7 +315,7 @@ def _warn_cross_host_tensor_axis(context: ParallelContext) -> None:
 
 def _init_default_group(backend: str | None, timeout_s: float | None) -> None:
     if timeout_s is not None:
-        check_number("timeout_s", timeout_s, below=math.inf, unit="seconds", example=600)
+        check_number("timeout_s", timeout_s, upper_bound=math.inf, unit="seconds", example=600)
     if not dist.is_initialized():
         init_process_group(get_local_device(), backend, TIMEOUT_S if timeout_s is None else float(timeout_s))
         return
@@ -400,7 +407,7 @@ def _read_parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"The config sets the unknown key {unknown[0]!r} for the parallel axis {name!r}.",
                 rule="The only key of an axis is size. The tensor axis also has the keys mode and, for 2.5D, depth.",
-                remedy=did_you_mean(unknown[0], ("size", "mode", "depth")),
+                remedy=suggest_similar_names(unknown[0], ("size", "mode", "depth")),
             )
         sizes[axis] = options.get("size", 1)
         if axis == "tensor" and options.get("mode") not in (None, "1d"):

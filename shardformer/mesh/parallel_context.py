@@ -22,8 +22,8 @@ from shardformer.errors import ConfigError, LaunchError
 from shardformer.mesh.deadlock_detection import (
     DeadlockMonitor,
     get_deadlock_monitor,
-    get_message_key,
-    get_uncounted_key,
+    get_message_count_key,
+    get_uncounted_messages_key,
 )
 from shardformer.mesh.rank_failures import MonitoredWork, PeerRanks, ReceiveWork
 from shardformer.mesh.rank_grid import AXES, AxisSizes, RankGrid, RingUlyssesSize, TensorGridSize, build_rank_grid
@@ -37,7 +37,7 @@ from shardformer.mesh.transport import (
     Work,
     World,
 )
-from shardformer.public_names import renamed_arguments
+from shardformer.public_names import deprecate_renamed_arguments
 from shardformer.torch_compat import counts_all_collectives, get_collective_count, get_default_store, get_group_name
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.25
@@ -60,7 +60,7 @@ class ProcessWorld:
         """Key-value store of the launcher, or None if there is only one process."""
         return get_launcher_store()
 
-    def connect(self, rank_groups: RankGroups) -> Transport:
+    def create_transport(self, rank_groups: RankGroups) -> Transport:
         """Create a process group for each tuple of ranks, and return the transport over the group of this process."""
         if max(len(line) for line in rank_groups) == 1:
             return NO_TRANSPORT
@@ -103,10 +103,12 @@ class ProcessGroupTransport:
         """Count the messages sent to each rank and all messages received, with the keys of ``Report.begun``."""
         name = get_group_name(self.group)
         sent = {
-            get_message_key(name, rank): count for rank, count in zip(self._ranks, self._sent, strict=True) if count
+            get_message_count_key(name, rank): count
+            for rank, count in zip(self._ranks, self._sent, strict=True)
+            if count
         }
         if self._sends_uncounted:
-            sent = {get_uncounted_key(name): 1}
+            sent = {get_uncounted_messages_key(name): 1}
         return {**sent, f"{name}<": sum(self._arrived)}
 
     @property
@@ -406,7 +408,7 @@ class Axis:
         return f"{self.name} {self.rank}/{self.size}"
 
 
-@renamed_arguments(
+@deprecate_renamed_arguments(
     {},
     attributes={
         "alike": "same_batch_axis",
@@ -592,7 +594,7 @@ class ParallelContext:
     def _create_axis(self, name: str, rank_groups: RankGroups, transport: Transport | None = None) -> Axis:
         line = next((line for line in rank_groups if self.rank in line), (self.rank,))
         if transport is None:
-            transport = NO_TRANSPORT if self.world is None else self.world.connect(rank_groups)
+            transport = NO_TRANSPORT if self.world is None else self.world.create_transport(rank_groups)
         place = line.index(self.rank)
         if isinstance(transport, ProcessGroupTransport):
             hosts = [self.grid.hosts[self.grid.ranks.index(rank)] for rank in line] if self.grid.hosts else ()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardformer.errors import ConfigError, ShardFormerError, check_int, did_you_mean
+from shardformer.errors import ConfigError, ShardFormerError, check_int, suggest_similar_names
 from shardformer.mesh.transport import RankGroups
 
 AXES = ("data", "pipe", "sequence", "tensor")
@@ -77,7 +77,7 @@ class RankGrid:
             if name not in self.names:
                 raise ConfigError(
                     f"The mesh has no axis {name!r}. Its axes are {', '.join(self.names)}.",
-                    remedy=did_you_mean(name, self.names),
+                    remedy=suggest_similar_names(name, self.names),
                 )
 
     def coords(self, rank: int) -> dict[str, int]:

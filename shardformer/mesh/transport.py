@@ -146,7 +146,7 @@ class World(Protocol):
     def thread(self) -> threading.Thread | None:
         """Thread that runs this rank, or None if the rank is a process."""
 
-    def connect(self, rank_groups: RankGroups) -> Transport:
+    def create_transport(self, rank_groups: RankGroups) -> Transport:
         """Create a transport per group of ranks, in the same order on all ranks; return that of this rank's group."""
 
 

@@ -18,7 +18,7 @@ from shardformer.errors import ConfigError
 from shardformer.meta_init import init_recipe
 from shardformer.meta_init.init_recipe import DeferredStorage, InitStep, TensorView, get_deferred_storage, get_view
 from shardformer.torch_compat import TorchDispatchMode, schema_of, tree_flatten, tree_map
-from shardformer.torch_patches import Patch, install
+from shardformer.torch_patches import Patch, install_patch
 
 aten = torch.ops.aten
 
@@ -196,7 +196,7 @@ class LazyInit(InitRecorder):
         self._params: list[nn.Parameter] = []
 
     def __enter__(self) -> Self:
-        install(REGISTRATION_PATCH, lambda: register_module_parameter_registration_hook(_record_parameter).remove)
+        install_patch(REGISTRATION_PATCH, lambda: register_module_parameter_registration_hook(_record_parameter).remove)
         super().__enter__()
         _ACTIVE.params.append(self._params)
         return self

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from shardformer.errors import ConfigError, check_argument
-from shardformer.layout.sharding_metadata import check_module
+from shardformer.layout.sharding_metadata import check_is_module
 from shardformer.meta_init.init_recipe import DeferredStorage, defer_storage, get_deferred_storage, get_view, run_recipe
 from shardformer.meta_init.lazy_init import (
     VERSION,
@@ -78,7 +78,7 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
     Raises:
         ConfigError: if some values cannot be computed.
     """
-    check_module(model)
+    check_is_module(model)
     if has_meta_tensors(model):
         check_recipes(model)
     return materialize_parameters(model, _check_device(device))

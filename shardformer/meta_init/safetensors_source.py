@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from shardformer.errors import ConfigError, get_first_line
+from shardformer.errors import ConfigError, get_first_message_line
 from shardformer.meta_init.init_recipe import InitStep, defer_storage, get_deferred_storage, get_recipe, get_view
 
 LENGTH_BYTES = 8  # Size of the header length, which precedes the header
@@ -192,7 +192,7 @@ def load_lazy_tensors(path: str, *, all_bytes: bool = False) -> dict[str, Tensor
             }
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:  # or a shape is invalid in torch
         raise ConfigError(
-            f"The weight file {path!r} cannot be read: {get_first_line(error)}.",
+            f"The weight file {path!r} cannot be read: {get_first_message_line(error)}.",
             remedy="The file is truncated or not a safetensors file. Download or save it again.",
         ) from error
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardformer import torch_compat
-from shardformer.comm.collectives import digest, start_all_gather_into
+from shardformer.comm.collectives import compute_tensor_hash, start_all_gather_into
 from shardformer.errors import ConfigError, InputError, check_choice
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, get_or_build_metadata
@@ -43,7 +43,7 @@ from shardformer.offload.saved_tensor_hooks import (
     has_foreign_hooks,
     is_dense,
 )
-from shardformer.public_names import renamed_parameters
+from shardformer.public_names import deprecate_renamed_parameters
 from shardformer.tensor_parallel.sequence_parallel import get_first_tensor
 
 PURPOSE = "activations"
@@ -59,7 +59,7 @@ def get_local_partition(full: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     each = get_partition_size(len(full), axis)
     stored = full[axis.rank * each : (axis.rank + 1) * each]
     shard = stored.clone() if len(stored) == each else torch.cat([stored, full.new_zeros(each - len(stored))])
-    return shard, digest(full)
+    return shard, compute_tensor_hash(full)
 
 
 def gather_partitions(shard: Tensor, checksum: Tensor, axis: Axis, tensor_name: str) -> Tensor:
@@ -418,7 +418,7 @@ STORE = "_shardformer_activations"
 """Name of the model attribute that contains its ActivationStore."""
 
 
-@renamed_parameters({"on": "to"})
+@deprecate_renamed_parameters({"on": "to"})
 def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 2**16) -> ActivationStore:
     """Reduce device memory by storing saved activations in host memory or sharded over tensor ranks.
 

@@ -43,7 +43,7 @@ class SavedTensorHooks:
         self.is_entered = False
 
     def enter(self) -> None:
-        around = _get_hooks_object(torch_compat.top_saved_tensors_hooks())
+        around = _get_hooks_object(torch_compat.get_innermost_saved_tensors_hooks())
         self._asked = sorted([self, *(around._asked if around else [])], key=lambda hooks: not hooks._goes_first)
         self.is_entered = True
         torch_compat.push_saved_tensors_hooks(*self._torch_hooks())
@@ -55,7 +55,7 @@ class SavedTensorHooks:
         """
         self.is_entered = False
         above: list[HookPair] = []
-        while (top := torch_compat.top_saved_tensors_hooks()) is not None:
+        while (top := torch_compat.get_innermost_saved_tensors_hooks()) is not None:
             torch_compat.pop_saved_tensors_hooks()
             if _get_hooks_object(top) is self:
                 break
@@ -83,7 +83,7 @@ class SavedTensorHooks:
 
 def has_foreign_hooks() -> bool:
     """Return whether other code's saved-tensor hooks are active, such as those of activation checkpointing."""
-    top = torch_compat.top_saved_tensors_hooks()
+    top = torch_compat.get_innermost_saved_tensors_hooks()
     return top is not None and _get_hooks_object(top) is None
 
 

@@ -31,10 +31,10 @@ from shardformer.gradient_accumulation.micro_batch_loss import (
     RELATIVE,
     GatherInTrialError,
     LossCall,
-    LossWeights,
+    MicroBatchLossScaler,
     is_mean_or_sum,
 )
-from shardformer.gradient_accumulation.micro_batches import Ids, get_batch_size, merge_outputs, split_batch
+from shardformer.gradient_accumulation.micro_batches import Ids, get_batch_size, merge_micro_batch_outputs, split_batch
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.runtime import Batch, LastStageOutputs, LossFn
 from shardformer.pipeline.stage_forward import StageForward
@@ -186,7 +186,7 @@ def make_trial(
             both = split_batch(batch, [n for n in (2 * each, cuts[2]) if n], main, ids)[0]
             return Trial([first, second], both, [each, each], uses_counts, rejects_unknown)
         if size and not needs_full_samples:
-            both = merge_outputs([batch, batch], [size, size])
+            both = merge_micro_batch_outputs([batch, batch], [size, size])
             return Trial([batch, batch], both, [size, size], uses_counts, rejects_unknown)
     except ShardFormerError:
         pass
@@ -232,13 +232,13 @@ class TrialOutputs(LastStageOutputs):
         """Return the losses of the trial's micro-batches in the order that ``Trial.classify`` expects."""
         try:
             if self._trial_weights is not None:
-                self._trial_weights.finish()
+                self._trial_weights.run_deferred_checks()
         except ConfigError:
             self._losses_seen[0] = math.nan
         return [self._losses_seen[0] + self._losses_seen[1], *self._losses_seen[2:]]
 
 
-class _DeferredErrorLossWeights(LossWeights):
+class _DeferredErrorLossWeights(MicroBatchLossScaler):
     """Loss weights whose errors are raised only at the end of the model's forward pass."""
 
     _first_error: Exception | None = None
@@ -249,7 +249,7 @@ class _DeferredErrorLossWeights(LossWeights):
                 return super().record_loss(index, trace, call)
             except Exception as problem:
                 self._first_error = problem
-        return call.compute()
+        return call.compute_loss()
 
     def scale_loss(self, index: int, loss: Tensor) -> Tensor:
         if self._first_error is not None:

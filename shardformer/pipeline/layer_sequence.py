@@ -20,7 +20,7 @@ from torch import nn
 from shardformer.errors import ConfigError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.activation_layout import ActivationLayout, Dim, ShardedFrom
-from shardformer.public_names import renamed_arguments
+from shardformer.public_names import deprecate_renamed_arguments
 
 Record = TypeVar("Record", bound=Any)
 
@@ -39,7 +39,7 @@ def _prepend_path(prefix: str, paths: Any) -> Any:
     return paths and tuple(_prepend_path(prefix, each) for each in paths)
 
 
-@renamed_arguments(
+@deprecate_renamed_arguments(
     {
         "before": "with_first_layer",
         "after": "with_last_layer",
@@ -76,7 +76,7 @@ class PipelineHints:
         return replace(self, num_outputs=int(not is_tensor))
 
 
-@renamed_arguments(
+@deprecate_renamed_arguments(
     {
         "gathers": "gather_modules",
         "around": "gather_with_blocks",

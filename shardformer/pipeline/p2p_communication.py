@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardformer.comm.collectives import PendingCollective, all_gather
-from shardformer.comm.recorder import get_num_bytes, record
+from shardformer.comm.recorder import get_num_bytes, record_collective_start
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.shard_spec import get_even_bounds
 from shardformer.mesh.parallel_context import Axis, ParallelContext
@@ -37,17 +37,17 @@ class PointToPoint:
         self.axis = context.pipe
         self._transports = {TO_NEXT_STAGE: self.axis.transport, TO_PREVIOUS_STAGE: self.axis.transport}
         if self.axis.size > 1 and context.world is not None and self.axis.transport.serializes_sends(context.device):
-            self._transports[TO_PREVIOUS_STAGE] = context.world.connect(context.grid.rank_groups("pipe"))
+            self._transports[TO_PREVIOUS_STAGE] = context.world.create_transport(context.grid.rank_groups("pipe"))
 
     def send(self, x: Tensor, to: int, purpose: str) -> PendingCollective:
         """Send a contiguous tensor asynchronously. The tensor must not change until the send completes."""
         tag = TO_NEXT_STAGE if to > self.axis.rank else TO_PREVIOUS_STAGE
-        event = record("send", self.axis, get_num_bytes(x), purpose, ranks=2)
+        event = record_collective_start("send", self.axis, get_num_bytes(x), purpose, ranks=2)
         return PendingCollective([self._transports[tag].send(x, to, tag)], lambda: x, event)
 
     def receive(self, x: Tensor, source: int, purpose: str) -> PendingCollective:
         tag = TO_NEXT_STAGE if source < self.axis.rank else TO_PREVIOUS_STAGE
-        event = record("receive", self.axis, get_num_bytes(x), purpose, ranks=2)
+        event = record_collective_start("receive", self.axis, get_num_bytes(x), purpose, ranks=2)
         return PendingCollective([self._transports[tag].receive(x, source, tag)], lambda: x, event)
 
 

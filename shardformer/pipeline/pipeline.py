@@ -11,10 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm import collectives
-from shardformer.consistency.rank_divergence import COMPARED_VALUES, KIND_SHIFT, sync_and_check_ranks
+from shardformer.consistency.rank_divergence import COMPARED_VALUES, KIND_SHIFT, sync_random_state_and_check_ranks
 from shardformer.errors import ConfigError, InputError, check_bool, check_callable, check_choice
 from shardformer.gradient_accumulation import micro_batches as splitting
-from shardformer.gradient_accumulation.micro_batch_loss import LossWeight, LossWeights, not_sum_of_means_error
+from shardformer.gradient_accumulation.micro_batch_loss import (
+    LossWeight,
+    MicroBatchLossScaler,
+    make_not_sum_of_means_error,
+)
 from shardformer.gradient_accumulation.micro_batches import iterate_named_tensors
 from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata, get_sharded_module
 from shardformer.mesh.parallel_context import Axis
@@ -26,10 +30,10 @@ from shardformer.pipeline.runtime import Batch, LastStageOutputs, LossFn, Missin
 from shardformer.pipeline.schedules import LOSS_AVERAGES, Schedule, drop_backward, make_schedule, round_up_micro_batches
 from shardformer.pipeline.stage_forward import get_parameter_dtypes
 from shardformer.pipeline.stage_manager import PipelineStageManager, Stages, build_stages
-from shardformer.public_names import renamed_arguments
+from shardformer.public_names import deprecate_renamed_arguments
 from shardformer.random_state import RandomUseDetector, fork_random_state, uses_dropout
-from shardformer.torch_compat import get_wrapped_module_attribute, has_data, is_compiled_in_place, tolist_or_ones
-from shardformer.transformers_compat import get_accepted_keywords, prepare_batch_without_cache
+from shardformer.torch_compat import get_wrapped_module_attribute_name, has_data, is_compiled_in_place, tolist_or_ones
+from shardformer.transformers_compat import get_accepted_forward_keywords, prepare_batch_without_cache
 
 
 def ensure_training_mode(model: nn.Module) -> nn.Module:
@@ -77,7 +81,7 @@ STEPS, OPTIONS = 6, 7
 """Indices of the optimizer's step count and options among the values that stages compare."""
 
 
-@renamed_arguments(RENAMED_ARGUMENTS, {"average_loss_over": {False: "ranks", True: "tokens"}})
+@deprecate_renamed_arguments(RENAMED_ARGUMENTS, {"average_loss_over": {False: "ranks", True: "tokens"}})
 class Pipeline:
     """Splits batches into micro-batches, and runs them through the pipeline stages of a sharded model.
 
@@ -172,12 +176,12 @@ class Pipeline:
         """
         reducers = [reducer for reducer in self._state.reducers if not reducer.is_paused]
         keeper = self._state.gradient_owner
-        with self._state.paused(), keeper.scaled() if keeper is not None else nullcontext(1.0) as scale:
+        with self._state.no_sync(), keeper.scale_loss() if keeper is not None else nullcontext(1.0) as scale:
             loss = self._run_batch(batch, backward=True, loss_scale=scale).loss
         for reducer in reducers:
-            reducer.start()
+            reducer.start_reduction()
         for reducer in reducers:
-            reducer.finish()
+            reducer.finish_reduction()
         assert loss is not None
         return loss
 
@@ -261,11 +265,13 @@ class Pipeline:
             weights = None
             if not wants_output:
                 over = (self._context.data, self._context.device) if self._averages_tokens else None
-                weights = LossWeights(parts, sizes, self._loss_weight, self._label_transforms, over, counts=counts)
+                weights = MicroBatchLossScaler(
+                    parts, sizes, self._loss_weight, self._label_transforms, over, counts=counts
+                )
             head = LastStageOutputs(parts, sizes, self._stage_forward, weights, self._loss_fn)
             head.checks_comparison = runs_trial and self._manager.num_stages > 1
             try:
-                with self._stages.installed(self._sharded):
+                with self._stages.temporarily_override_forward(self._sharded):
                     self._runtime.run(StepInputs(schedule, inputs, keys, seeds, head, loss_scale))
             finally:
                 head.close()
@@ -306,7 +312,7 @@ class Pipeline:
         elif not training:
             return False
         tensors = [x for batch in batches for _, x in iterate_named_tensors(batch)]
-        return sync_and_check_ranks(self._state, tensors, self._uses_random_numbers()) and training
+        return sync_random_state_and_check_ranks(self._state, tensors, self._uses_random_numbers()) and training
 
     def _broadcast_loss(self, head: LastStageOutputs, runs_trial: bool) -> list[Tensor]:
         """Broadcast the loss of a batch and statistics about the loss from the last pipeline stage to all stages.
@@ -416,7 +422,7 @@ class Pipeline:
         keys, _ = self._check_stages_agree(inputs, False, 0)
         self._runtime.trace = None
         try:
-            with self._stages.installed(self._sharded):
+            with self._stages.temporarily_override_forward(self._sharded):
                 schedule = drop_backward(self._make_schedule(len(parts)))
                 self._runtime.run(StepInputs(schedule, inputs, keys, [None] * len(parts), head))
         finally:
@@ -458,7 +464,7 @@ class Pipeline:
         return parts, sizes
 
     def _select_inputs(self, parts: Sequence[Batch]) -> Sequence[Batch]:
-        names = get_accepted_keywords(self._model) if self._loss_fn is not None else None
+        names = get_accepted_forward_keywords(self._model) if self._loss_fn is not None else None
         parts = [
             {n: x for n, x in p.items() if n != splitting.TARGET_KEY and (names is None or n in names)} for p in parts
         ]
@@ -496,12 +502,14 @@ class Pipeline:
             return [(s, (backward, training, autocast, kinds)) for s in shapes], seed
         tensors = [t for part in parts for _, t in iterate_named_tensors(part)] if self._must_compare_batches else []
         seen = (
-            watch.hash_inputs(tensors) if watch is not None else _hash_repr([collectives.checksum(t) for t in tensors])
+            watch.hash_inputs(tensors)
+            if watch is not None
+            else _hash_repr([collectives.compute_numel_and_hash(t) for t in tensors])
         )
         self._must_compare_batches = self._must_compare_batches and watch is not None
         is_frozen = not any(p.requires_grad and not p.is_meta for p in self._model.parameters())
         steps = 0 if watch is None else watch.count_stepped_batches(is_frozen)
-        options = 0 if watch is None else watch.hash_stage_options()
+        options = 0 if watch is None else watch.hash_optimizer_options()
         modes = backward, training, _hash_repr(autocast)
         local = (_hash_repr(shapes), len(parts), *modes, seen, steps, options, _hash_repr(kinds), seed)
         with self._runtime.annotate_errors("before a step"):
@@ -553,7 +561,7 @@ class Pipeline:
             self._stage_forward.move_overrides_to_wrappers(self._sharded)
         for path in dict.fromkeys(self._stages.chain.layer_calls):
             layer: Any = self._sharded.get_submodule(path)
-            while (name := get_wrapped_module_attribute(layer)) is not None:
+            while (name := get_wrapped_module_attribute_name(layer)) is not None:
                 layer = layer._modules[name]
             if getattr(layer, "gradient_checkpointing", False) is True:
                 layer.gradient_checkpointing, self._is_checkpointed = False, True
@@ -617,7 +625,7 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 def _check_loss_factors_equal(mean: Tensor, mean_square: Tensor) -> None:
     if has_data(mean) and not tolist_or_ones(mean_square - mean.square() <= 1e-11 * mean_square):
-        raise not_sum_of_means_error(
+        raise make_not_sum_of_means_error(
             "The model multiplies its mean losses by different factors on different data ranks"
         )
 
@@ -626,5 +634,5 @@ def _make_single_stage(model: nn.Module, state: ShardingMetadata) -> Stages:
     manager = PipelineStageManager(state.context, "1f1b")
     state.stages = stages = build_stages(model, state.request.policy, manager)
     stages.uses_random = uses_dropout(model)
-    stages.install(model, state.activations, state.context)
+    stages.install_forward_overrides(model, state.activations, state.context)
     return stages

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, InputError, LaunchError
-from shardformer.gradient_accumulation.micro_batch_loss import LossWeights, loss_compares_samples
-from shardformer.gradient_accumulation.micro_batches import iterate_named_tensors, merge_outputs
+from shardformer.gradient_accumulation.micro_batch_loss import MicroBatchLossScaler, loss_compares_samples
+from shardformer.gradient_accumulation.micro_batches import iterate_named_tensors, merge_micro_batch_outputs
 from shardformer.mesh.rank_failures import LostPeerError
 from shardformer.pipeline.p2p_communication import StageExchange
 from shardformer.pipeline.schedules import Action, ActionKind, Schedule
@@ -46,7 +46,7 @@ class LastStageOutputs:
         parts: Sequence[Batch],
         sizes: Sequence[int],
         stage_forward: StageForward,
-        weights: LossWeights | None,
+        weights: MicroBatchLossScaler | None,
         loss_fn: LossFn | None,
     ) -> None:
         self.checks_comparison, self.compares_samples = False, False
@@ -61,7 +61,7 @@ class LastStageOutputs:
     def begin_head(self, micro_batch: int) -> None:
         """Start to record calls of loss functions for a micro-batch. Called before the model's head runs."""
         if self._weights is not None:
-            self._weights.start(micro_batch)
+            self._weights.start_recording(micro_batch)
 
     def end_head(self, micro_batch: int, output: Any) -> Tensor | None:
         """Store the model's output for a micro-batch, and return its weighted loss for the backward pass, or None."""
@@ -71,7 +71,7 @@ class LastStageOutputs:
         try:
             loss = self._extract_loss(output, self._parts[micro_batch])
         finally:
-            self._weights.stop()
+            self._weights.stop_recording()
         self._check_first_loss(loss, output)
         if self.checks_comparison and self._loss_fn is not None:
             part, size = self._parts[micro_batch], self.sizes[micro_batch]
@@ -122,15 +122,15 @@ class LastStageOutputs:
     def close(self) -> None:
         """Stop recording calls of loss functions. Called after the last forward pass or an error."""
         if self._weights is not None:
-            self._weights.stop()
+            self._weights.stop_recording()
 
     def finish(self) -> None:
         if self._weights is None:
             ordered = [self._outputs[i] for i in sorted(self._outputs)]
-            self.output = replace_placeholders(merge_outputs(ordered, self.sizes)) if ordered else None
+            self.output = replace_placeholders(merge_micro_batch_outputs(ordered, self.sizes)) if ordered else None
         elif self.loss is not None:
-            self._weights.finish()
-            self.counted, self.factors = self._weights.counted, self._weights.factors
+            self._weights.run_deferred_checks()
+            self.counted, self.factors = self._weights.num_counted_labels, self._weights.factors_hash
 
 
 def find_loss(output: Any) -> Tensor | None:

@@ -12,7 +12,7 @@ from string import ascii_lowercase
 from typing import TYPE_CHECKING, Any
 
 from shardformer.errors import ConfigError
-from shardformer.filesystem.atomic_write import replace_atomically
+from shardformer.filesystem.atomic_write import replace_file_atomically
 from shardformer.pipeline.schedules import Action, ActionKind, Schedule, Timeline, compute_bubble
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def check_matplotlib(feature: str) -> None:
 def replace_chart_file(path: Path) -> Iterator[Path]:
     """Context manager that yields a temporary file and moves it to ``path``. Raises ConfigError if writing fails."""
     try:
-        with replace_atomically(path) as hidden:
+        with replace_file_atomically(path) as hidden:
             yield hidden
     except OSError as error:
         raise ConfigError(

@@ -30,7 +30,7 @@ from shardformer.torch_compat import (
     Node,
     as_tuple,
     copy_sequence_number,
-    get_autograd_function,
+    get_autograd_function_class,
     get_gradient_shape,
     has_unpack_hooks,
     release_saved_tensors,
@@ -160,7 +160,7 @@ class _BranchNode:
         def posthook(results: Grads, _: Grads) -> None:
             # a custom function that ignores needs_input_grad computes all gradients now, and must not run again
             exit_grads = {k: results[k] for k in self.exits}
-            must_run_once = get_autograd_function(self.node) is not None and self.needed_grads is None
+            must_run_once = get_autograd_function_class(self.node) is not None and self.needed_grads is None
             if must_run_once or any(grad is not None for grad in exit_grads.values()):
                 self.results, self.grads = exit_grads, ()
 
@@ -175,7 +175,7 @@ class _BranchNode:
             self.node.__dict__.pop("apply", None)
 
     def _supports_partial_grads(self) -> bool:
-        function = get_autograd_function(self.node)
+        function = get_autograd_function_class(self.node)
         if function is None or getattr(function, "boxed_grads_call", False):
             return False
         needs: tuple[bool, ...] = self.node.needs_input_grad
@@ -300,5 +300,5 @@ def _run_full_backward(
 
 
 def _requires_full_backward(node: Node) -> bool:
-    function = get_autograd_function(node)  # reentrant checkpointing and torch.compile
+    function = get_autograd_function_class(node)  # reentrant checkpointing and torch.compile
     return function is CheckpointFunction or hasattr(function, "_aot_id")

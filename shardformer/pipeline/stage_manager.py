@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
-from shardformer.layout.packed_weights import count_values, find_packed_weights
+from shardformer.layout.packed_weights import count_unpacked_values, find_packed_weights
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.module_paths import find_configs, get_parent
 from shardformer.pipeline.layer_sequence import (
@@ -36,13 +36,13 @@ from shardformer.pipeline.partition import (
 )
 from shardformer.pipeline.schedules import assign_virtual_stages, check_schedule_name, get_default_chunks
 from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward
-from shardformer.public_names import renamed_arguments
+from shardformer.public_names import deprecate_renamed_arguments
 from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
 
 RENAMED_ARGUMENTS = {"cut": "partition", "costs": "layer_costs", "checkpoint_layers": "recompute_layers"}
 
 
-@renamed_arguments(RENAMED_ARGUMENTS, {"partition": RENAMED_METHODS}, RENAMED_ARGUMENTS)
+@deprecate_renamed_arguments(RENAMED_ARGUMENTS, {"partition": RENAMED_METHODS}, RENAMED_ARGUMENTS)
 class PipelineStageManager:
     """Assigns virtual pipeline stages to the ranks of the pipe axis, as the schedule and the options require.
 
@@ -199,9 +199,9 @@ class Stages:
         """Return whether the module at ``path`` is in a layer that only other pipeline ranks run."""
         units = self.chain.layer_calls
         positions = [at for at, unit in enumerate(units) if path == unit or path.startswith(f"{unit}.")]
-        return bool(positions) and not any(at in span for at in positions for span in self._list_local_spans())
+        return bool(positions) and not any(at in span for at in positions for span in self._get_local_layer_ranges())
 
-    def get_first_names(self, prefix: str = "") -> dict[str, str]:
+    def get_canonical_names(self, prefix: str = "") -> dict[str, str]:
         """Map each name in the full model's state dict to the first name of the same tensor, in the model's order.
 
         Tied weights have several names.
@@ -211,7 +211,7 @@ class Stages:
         """
         return {prefix + name: prefix + first for name, (first, _) in self.state.items()}
 
-    def rename(self, rename: Callable[[str], str]) -> None:
+    def rename_tensors(self, rename: Callable[[str], str]) -> None:
         """Update the stored names of parameters and buffers after modules were moved inside the model."""
         self.owner_layers = {rename(name): layers for name, layers in self.owner_layers.items()}
         self.owner_stages = {rename(name): stages for name, stages in self.owner_stages.items()}
@@ -220,9 +220,12 @@ class Stages:
         self.shared = {rename(name): ranks for name, ranks in self.shared.items()}
         self.placeholders.rename(rename)
 
-    def add_tensor(self, name: str, owner: str, shape: tuple[int, ...]) -> None:
-        """Assign the new tensor ``name`` to the pipeline stages that store the parameter or buffer ``owner``."""
-        self.owner_layers[name], self.owner_stages[name] = self.owner_layers[owner], self.owner_stages[owner]
+    def add_tensor(self, name: str, same_stage_as: str, shape: tuple[int, ...]) -> None:
+        """Assign the new tensor ``name`` to the pipeline stages that store the tensor ``same_stage_as``."""
+        self.owner_layers[name], self.owner_stages[name] = (
+            self.owner_layers[same_stage_as],
+            self.owner_stages[same_stage_as],
+        )
         self.state[name], self.parameters[name] = (name, shape), (name, prod(shape))
 
     def drop_tensors(self, is_removed: Callable[[str], bool]) -> None:
@@ -236,17 +239,17 @@ class Stages:
         """Describe the partition in lines of text that must be the same on all ranks."""
         return [str(self.manager.options()), str(self.spans), *(f"{n}: {v}" for n, v in self.shared.items())]
 
-    def remove_other_params(self, model: nn.Module) -> None:
+    def remove_nonlocal_params(self, model: nn.Module) -> None:
         """Remove the parameters of other pipeline stages from the model, and put placeholders in their place."""
         self.placeholders.replace_params(model, {name: self.is_here(name) for name in self.owner_stages})
 
-    def _list_local_spans(self) -> list[LayerRange]:
+    def _get_local_layer_ranges(self) -> list[LayerRange]:
         return [self.spans[v] for v in self.manager.virtual_stages]
 
-    def install(
+    def install_forward_overrides(
         self,
         model: nn.Module,
-        stream: ActivationLayout,
+        activation_layout: ActivationLayout,
         context: ParallelContext,
         wrappers: Mapping[int, nn.Module] = MappingProxyType({}),
     ) -> None:
@@ -258,8 +261,8 @@ class Stages:
         Args:
             wrappers: the outermost wrapper around the forward pass of a module, by the id of the module.
         """
-        self.stream = stream
-        copy_shared_attributes(model, self.chain, self._list_local_spans())
+        self.stream = activation_layout
+        copy_first_layer_attributes(model, self.chain, self._get_local_layer_ranges())
         self.stage_forward = StageForward(
             model,
             self.chain,
@@ -267,13 +270,13 @@ class Stages:
             self.owner_layers,
             (nn.Embedding, *(layers.embedding for layers in LAYERS_BY_MODE.values())),
             self._find_recomputed_layers(),
-            partial(_get_random_stream_index, stream=stream, context=context),
+            partial(_get_random_stream_index, stream=activation_layout, context=context),
             context.device,
             wrappers,
             permanent=self.manager.num_stages > 1,
         )
 
-    def installed(self, model: nn.Module) -> AbstractContextManager[None]:
+    def temporarily_override_forward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context manager that overrides the layers' ``forward``, if it is not already overridden."""
         assert self.stage_forward is not None
         return nullcontext() if self.manager.num_stages > 1 else self.stage_forward.installed(model)
@@ -303,7 +306,7 @@ def build_stages(model: nn.Module, policy: LayerSequencePolicy, manager: Pipelin
             the outputs of all layers.
     """
     chain, owners, costs, spans = partition_model(model, policy, manager)
-    tensors = _map_to_first_name(model.state_dict(keep_vars=True))
+    tensors = _map_to_canonical_name(model.state_dict(keep_vars=True))
     packed = find_packed_weights(model)
     quantized = tuple(f"{name.rpartition('.')[0]}." for name in packed)
     state = {
@@ -311,8 +314,8 @@ def build_stages(model: nn.Module, policy: LayerSequencePolicy, manager: Pipelin
         for name, (first, t) in tensors.items()
         if name not in packed and (name in owners or not name.startswith(quantized))
     }
-    tensors = _map_to_first_name(dict(model.named_parameters(remove_duplicate=False)))
-    parameters = {name: (first, count_values(p)) for name, (first, p) in tensors.items()}
+    tensors = _map_to_canonical_name(dict(model.named_parameters(remove_duplicate=False)))
+    parameters = {name: (first, count_unpacked_values(p)) for name, (first, p) in tensors.items()}
     stages = Stages(manager, chain, spans, costs, owners, owner_stages(owners, spans), state, parameters)
     names: dict[str, list[str]] = {}
     for name, (first, _) in parameters.items() if manager.num_stages > 1 else ():
@@ -339,7 +342,7 @@ def partition_model(
     if count > 1 and not chain.stacks:
         raise make_no_layers_error(model, str(manager.num_stages), policy.notes)
     if manager.num_stages > 1:
-        _check_config(model)
+        _check_config_supports_pipeline(model)
         if reason := policy.no_pipeline_reason():
             raise ConfigError(
                 f"pipe={manager.num_stages} does not work with {type(model).__name__}: {reason}.",
@@ -368,16 +371,18 @@ def partition_model(
     return chain, owners, costs, chain.get_stage_ranges(bounds)
 
 
-def _map_to_first_name(tensors: Mapping[str, Any]) -> dict[str, tuple[str, Tensor]]:
+def _map_to_canonical_name(tensors: Mapping[str, Any]) -> dict[str, tuple[str, Tensor]]:
     """Map each name to its tensor and the first name of this tensor. Tied weights have the same first name."""
     first: dict[int, str] = {}
     return {name: (first.setdefault(id(x), name), x) for name, x in tensors.items() if isinstance(x, Tensor)}
 
 
-def copy_shared_attributes(model: nn.Module, chain: LayerSequence, spans: Sequence[LayerRange]) -> None:
+def copy_first_layer_attributes(
+    model: nn.Module, layer_sequence: LayerSequence, layer_ranges: Sequence[LayerRange]
+) -> None:
     """Copy the attributes in ``shared_from_first`` from a stack's first layer to its first layer on every stage."""
-    for stack, start in zip(chain.stacks, chain.starts, strict=True):
-        for span in spans:
+    for stack, start in zip(layer_sequence.stacks, layer_sequence.starts, strict=True):
+        for span in layer_ranges:
             at = max(span.start, start)
             is_copied = start < at < min(span.stop, start + len(stack.layer_calls))
             for path in stack.stages.shared_from_first if is_copied else ():
@@ -386,7 +391,7 @@ def copy_shared_attributes(model: nn.Module, chain: LayerSequence, spans: Sequen
                 owner.__dict__[name] = getattr(first, name)  # not registered: the module would have two names
 
 
-def _check_config(model: nn.Module) -> None:
+def _check_config_supports_pipeline(model: nn.Module) -> None:
     for config in find_configs(model):
         for name, value in vars(config).items():
             if name.endswith("layerdrop") and isinstance(value, float) and value > 0:

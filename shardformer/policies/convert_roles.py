@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardformer import module_paths as paths
-from shardformer.errors import ConfigError, PolicyError, did_you_mean
+from shardformer.errors import ConfigError, PolicyError, suggest_similar_names
 from shardformer.layout.shard_spec import HeadLayout, Split, get_features_per_head
 from shardformer.mesh.parallel_context import Axis
 from shardformer.policies.module_descriptions import (
@@ -28,7 +28,7 @@ from shardformer.policies.roles import (
     LayerStack,
     Role,
     get_output_layer_path,
-    make_unknown_kind_error,
+    make_unknown_attr_kind_error,
 )
 from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, ParallelLayerClasses
 
@@ -38,7 +38,7 @@ ColumnPaths = Mapping[str, dict[str, Any]]
 
 
 @dataclass
-class LayerLowering:
+class LayerRoleConverter:
     """Converts the attention and MLP roles of a layer to descriptions of the modules that sharding replaces.
 
     Args:
@@ -106,9 +106,9 @@ class LayerLowering:
 
     def describe_block(
         self,
-        entry: str,
+        entry_path: str,
         entry_columns: ColumnPaths,
-        row: str,
+        row_path: str,
         row_split: Split,
         cross_columns: ColumnPaths | None = None,
     ) -> tuple[ModulePolicyDescription, BlockDescription]:
@@ -119,12 +119,12 @@ class LayerLowering:
         cross_columns = cross_columns or {}
         columns = {**entry_columns, **cross_columns}
         subs = [LayerReplacement(name, self.classes.column, dict(kwargs)) for name, kwargs in columns.items()]
-        subs.append(LayerReplacement(row, self.classes.row, {"split": row_split}))
-        block = BlockDescription(entry, list(entry_columns), row, list(cross_columns))
+        subs.append(LayerReplacement(row_path, self.classes.row, {"split": row_split}))
+        block = BlockDescription(entry_path, list(entry_columns), row_path, list(cross_columns))
         return ModulePolicyDescription(sub_module_replacement=subs, blocks=[block]), block
 
-    def count_features(self, name: str, *, out: bool) -> int:
-        return paths.get_num_features(paths.get_linear(self.layer, name, self.path), out=out)
+    def count_features(self, linear_path: str, *, out: bool) -> int:
+        return paths.get_num_features(paths.get_linear(self.layer, linear_path, self.path), out=out)
 
 
 def check_shardable_width(width: int, axis: Axis, path: str) -> None:
@@ -145,13 +145,13 @@ def check_output_layers_exist(stack: LayerStack, path: str, layers: Sequence[nn.
             raise PolicyError(
                 f"{len(there)} layers have {paths.join_path(path, '*', role.at)!r}, but none has its output layer "
                 f"{paths.join_path(path, '*', out)!r}.",
-                remedy=did_you_mean(out, [name for name, _ in there[0].named_modules() if name])
+                remedy=suggest_similar_names(out, [name for name, _ in there[0].named_modules() if name])
                 + " Correct the path, or remove the role.",
             )
 
 
 @dataclass(frozen=True)
-class AttentionLowering:
+class AttentionRoleConverter:
     """Converts an attention role to a description of what sharding replaces in its attention module.
 
     Args:
@@ -162,13 +162,13 @@ class AttentionLowering:
     """
 
     role: Attention
-    layer: LayerLowering
+    layer: LayerRoleConverter
     config: Any
     num_heads: int | str | None
     num_kv_heads: int | str | None
 
     @cached_property
-    def layout(self) -> HeadLayout:
+    def head_layout(self) -> HeadLayout:
         num_heads = self._get_head_count(self.num_heads)
         if num_heads is None:
             raise self._make_missing_count_error()
@@ -183,16 +183,16 @@ class AttentionLowering:
         heads = self._get_head_count(self.num_heads)
         return heads if heads is not None and heads < self.layer.axis.size and self.layer.is_stage else None
 
-    def _get_head_count(self, source: int | str | None) -> int | None:
+    def _get_head_count(self, count_or_attr_path: int | str | None) -> int | None:
         count = (
-            paths.get_by_path(self._get_attr_owner(source), source.removeprefix("."))
-            if isinstance(source, str)
-            else source
+            paths.get_by_path(self._get_attr_owner(count_or_attr_path), count_or_attr_path.removeprefix("."))
+            if isinstance(count_or_attr_path, str)
+            else count_or_attr_path
         )
         return count if isinstance(count, int) and count > 0 else None
 
-    def _get_attr_owner(self, source: str) -> Any:
-        return paths.get_module(self.layer.layer, self.role.at) if source.startswith(".") else self.config
+    def _get_attr_owner(self, attr_path: str) -> Any:
+        return paths.get_module(self.layer.layer, self.role.at) if attr_path.startswith(".") else self.config
 
     def _make_missing_count_error(self) -> PolicyError:
         source = self.num_heads
@@ -203,10 +203,10 @@ class AttentionLowering:
             f"num_heads={source!r} is not found, because "
             + ("the model has no config" if owner is None else f"{where} has no such field"),
             remedy="Set num_heads to the number, to a field of the config, or to an attribute of the attention module "
-            "with a leading dot. " + (did_you_mean(str(source), known) if owner is not None else ""),
+            "with a leading dot. " + (suggest_similar_names(str(source), known) if owner is not None else ""),
         )
 
-    def describe(self) -> ModulePolicyDescription:
+    def describe_attention(self) -> ModulePolicyDescription:
         at, inputs, rank = self.role.at, self.role.inputs, self.layer.axis.rank
         linears = _remove_missing_projections(self.role.projections, at, self.layer.layer)
         columns = self._make_projection_kwargs(linears)
@@ -216,14 +216,14 @@ class AttentionLowering:
             at if inputs.entry is None else self._resolve_path(inputs.entry),
             {self._resolve_path(name): kwargs for name, kwargs in columns.items() if name not in others},
             self._resolve_path(linears.out),
-            self.layout.get_query_split(),
+            self.head_layout.get_query_split(),
             {self._resolve_path(name): kwargs for name, kwargs in columns.items() if name in others},
         )
         by_head = self._add_local_attrs(description, columns.get(linears.k or linears.v or "", {}))
-        first, end = self.layout.query_head_bounds[rank : rank + 2]
-        bounds = (self.layout.partition.num_heads, first, end)
-        width = self.layout.get_local_attr_values(rank)["width"] if inputs.reads_width else None
-        kv_heads = (self.layout.num_kv_heads, tuple(self.layout.get_used_kv_heads(rank)))
+        first, end = self.head_layout.query_head_bounds[rank : rank + 2]
+        bounds = (self.head_layout.partition.num_heads, first, end)
+        width = self.head_layout.get_local_attr_values(rank)["width"] if inputs.reads_width else None
+        kv_heads = (self.head_layout.num_kv_heads, tuple(self.head_layout.get_used_kv_heads(rank)))
         block.arguments = BlockArguments(at, list(inputs.arguments), by_head, bounds, width, kv_heads)
         block.gather_module = at if inputs.full_sequence else None
         return description
@@ -239,7 +239,7 @@ class AttentionLowering:
         entry = self.role.local_attrs[name]
         kind = entry if isinstance(entry, str) else entry[0]
         if kind not in LOCAL_ATTR_KINDS[entry_kind]:
-            raise make_unknown_kind_error(self.role, name, LOCAL_ATTR_KINDS[entry_kind], entry_kind)
+            raise make_unknown_attr_kind_error(self.role, name, LOCAL_ATTR_KINDS[entry_kind], entry_kind)
         return kind
 
     def _add_local_attrs(self, description: ModulePolicyDescription, key_kwargs: Mapping[str, Any]) -> dict[str, int]:
@@ -256,17 +256,17 @@ class AttentionLowering:
         subs, classes, queries = (
             description.sub_module_replacement or [],
             self.layer.classes,
-            self.layout.get_query_split(),
+            self.head_layout.get_query_split(),
         )
         for name, counted in self.role.local_attrs.items():
             path = self._resolve_path(name.rstrip("?"))
             thing = paths.get_by_path(self.layer.layer, path)
             if isinstance(thing, Tensor):
                 self._get_local_attr_kind(name, "parameter")
-                parameters[path] = self.layout.get_parameter_split(path, thing, counted)
+                parameters[path] = self.head_layout.get_parameter_split(path, thing, counted)
             elif isinstance(thing, nn.Embedding):
                 self._get_local_attr_kind(name, "embedding")
-                split = self.layout.get_query_split(1)
+                split = self.head_layout.get_query_split(1)
                 subs.append(LayerReplacement(path, classes.bias_table, {"split": split, "gather_output": False}))
             elif isinstance(thing, nn.Module):
                 of_q = self._get_local_attr_kind(name, "norm") == "heads" or not key_kwargs
@@ -277,7 +277,7 @@ class AttentionLowering:
                 arguments[name] = counted[1]
             elif thing is not None:
                 kind = self._get_local_attr_kind(name, "attribute")
-                attributes[path] = self.layout.get_local_attr_values(self.layer.axis.rank)[kind]
+                attributes[path] = self.head_layout.get_local_attr_values(self.layer.axis.rank)[kind]
             elif not name.endswith("?"):
                 raise self._make_missing_attr_error(name)
         description.attribute_replacement, description.parameters = attributes, parameters
@@ -291,13 +291,14 @@ class AttentionLowering:
             f"local_attrs={{{name!r}: ...}} names {self.layer.path}.{self._resolve_path(name)}, which does not exist.",
             rule="An entry must name an attribute, parameter, norm or embedding. With a dim, it can also name an "
             "argument of `forward`.",
-            remedy=did_you_mean(name.rpartition(".")[2], known) + " If only some models have it, end the name with ?",
+            remedy=suggest_similar_names(name.rpartition(".")[2], known)
+            + " If only some models have it, end the name with ?",
         )
 
     def _make_projection_kwargs(self, linears: AttentionProjections) -> dict[str, dict[str, Any]]:
         """Return keyword arguments for the parallel layers that replace the input projections."""
-        layout, q_unit = self.layout, None
-        expand = layout.map_local_kv_heads(self.layer.axis.rank)
+        layout, q_unit = self.head_layout, None
+        expand = layout.get_local_kv_head_per_query(self.layer.axis.rank)
         columns: dict[str, dict[str, Any]] = {}
         if linears.q:
             q_unit = self._count_features_per_head(
@@ -314,44 +315,49 @@ class AttentionLowering:
             columns[fused] = {"split": self._make_fused_split(linears, fused)}
         return columns
 
-    def _count_features_per_head(self, name: str, num_heads: int, expected: int | None = None) -> int:
+    def _count_features_per_head(self, linear_path: str, num_heads: int, expected: int | None = None) -> int:
         return get_features_per_head(
-            f"{self.layer.path}.{self._resolve_path(name)}", self._count_features(name), num_heads, expected
+            f"{self.layer.path}.{self._resolve_path(linear_path)}",
+            self._count_output_features(linear_path),
+            num_heads,
+            expected,
         )
 
-    def _count_features(self, name: str) -> int:
-        return self.layer.count_features(self._resolve_path(name), out=True)
+    def _count_output_features(self, linear_path: str) -> int:
+        return self.layer.count_features(self._resolve_path(linear_path), out=True)
 
-    def _make_fused_split(self, linears: AttentionProjections, name: str) -> Split:
-        layout, features, has_q = self.layout, self._count_features(name), name == linears.qkv
+    def _make_fused_split(self, linears: AttentionProjections, linear_path: str) -> Split:
+        layout, features, has_q = self.head_layout, self._count_output_features(linear_path), linear_path == linears.qkv
         heads, kv_heads, d = layout.num_heads, layout.num_kv_heads, layout.head_dim
         sizes = [heads * d] * has_q + [kv_heads * d] * 2
-        if features != sum(sizes) and not (linears.interleaved and name in self.role.inputs.inner_inputs):
+        if features != sum(sizes) and not (linears.interleaved and linear_path in self.role.inputs.inner_inputs):
             raise PolicyError(
-                f"{self.layer.path}.{self._resolve_path(name)} has {features} features instead of "
+                f"{self.layer.path}.{self._resolve_path(linear_path)} has {features} features instead of "
                 f"{' + '.join(map(str, sizes))} for {heads} heads, {kv_heads} KV heads and head dim {d}.",
                 remedy="Correct num_heads, num_kv_heads or the paths in the policy.",
             )
-        if any(layout.map_local_kv_heads(r) for r in range(layout.ranks)):
+        if any(layout.get_local_kv_head_per_query(r) for r in range(layout.ranks)):
             at = f"{self.layer.path}.{self.role.at}"
             raise ConfigError(
                 f"A tensor size of {layout.ranks} splits the {kv_heads} KV heads of {at} unevenly.",
                 remedy=f"Use a tensor size that divides {kv_heads} or {heads}.",
             )
         if linears.interleaved:
-            self._count_features_per_head(name, kv_heads)
-            return layout.get_grouped_split(has_q, features)
+            self._count_features_per_head(linear_path, kv_heads)
+            return layout.get_grouped_projection_split(has_q, features)
         part = layout.partition
         splits = [part.get_query_split(), part.get_kv_split(), part.get_kv_split()][-len(sizes) :] * layout.partitions
         return Split.stack(splits, [size // layout.partitions for size in sizes] * layout.partitions)
 
 
-def _remove_missing_projections(projections: AttentionProjections, at: str, layer: nn.Module) -> AttentionProjections:
+def _remove_missing_projections(
+    projections: AttentionProjections, attention_path: str, layer: nn.Module
+) -> AttentionProjections:
     """Remove the optional projections (paths that end in ``?``) that a layer's attention module does not have."""
     names = {field: getattr(projections, field) for field in ("q", "k", "v", "qkv", "kv")}
     optional = {field: name[:-1] for field, name in names.items() if name and name.endswith("?")}
     found: dict[str, Any] = {
-        field: name if paths.find_module(layer, paths.resolve_path(at, name)) is not None else None
+        field: name if paths.find_module(layer, paths.resolve_path(attention_path, name)) is not None else None
         for field, name in optional.items()
     }
     return replace(projections, **found) if found else projections

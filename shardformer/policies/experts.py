@@ -49,7 +49,7 @@ def describe_experts(experts: Experts, layer: nn.Module, path: str, axis: Axis) 
     splits = dict.fromkeys(ups, up_split) | {experts.down: Split.even(width, axis.size, unit)}
     parameters = {paths.join_path(experts.at, name): {dims[name]: split} for name, split in splits.items()}
     block = BlockDescription(experts.at, [], experts.at, replicated_terms=experts.replicated_terms)
-    attributes = {} if is_aligned else _make_eager_config(module, experts.at)
+    attributes = {} if is_aligned else _make_eager_experts_config(module, experts.at)
     return ModulePolicyDescription(attribute_replacement=attributes, blocks=[block], parameters=parameters)
 
 
@@ -87,25 +87,27 @@ def _choose_shard_dims(experts: Experts, shapes: Mapping[str, tuple[int, ...]], 
     return ways[0]
 
 
-def list_expert_dim_choices(shapes: Mapping[str, Sequence[int]], down: str, fused: int) -> list[dict[str, int]]:
+def list_expert_dim_choices(
+    shapes: Mapping[str, Sequence[int]], down_name: str, num_fused: int
+) -> list[dict[str, int]]:
     """Return every possible choice of the feature dimension of each expert parameter, as dicts from names to dims.
 
-    ``down`` has the features once, the other parameters ``fused`` times. Biases without these features are omitted.
-    There are several choices if the number of features equals the hidden size.
+    ``down_name`` has the features once, the other parameters ``num_fused`` times. Biases without these features are
+    omitted. There are several choices if the number of features equals the hidden size.
     """
     ways = []
     for at in (2, 1):
-        width, hidden = shapes[down][at], shapes[down][3 - at]
+        width, hidden = shapes[down_name][at], shapes[down_name][3 - at]
         of = {
-            name: [d for d in range(1, len(s)) if s[d] == fused * width and (len(s) == 2 or s[3 - d] == hidden)]
+            name: [d for d in range(1, len(s)) if s[d] == num_fused * width and (len(s) == 2 or s[3 - d] == hidden)]
             for name, s in shapes.items()
-        } | {down: [at]}
+        } | {down_name: [at]}
         of = {name: dims for name, dims in of.items() if dims or len(shapes[name]) == 3}
         ways += [dict(zip(of, dims, strict=True)) for dims in product(*of.values())]
     return ways
 
 
-def _make_eager_config(module: nn.Module, path: str) -> dict[str, Any]:
+def _make_eager_experts_config(module: nn.Module, path: str) -> dict[str, Any]:
     """Return a config that selects transformers' eager experts, because these support shards of any size."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "_experts_implementation"):

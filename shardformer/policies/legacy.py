@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.errors import PolicyError, did_you_mean
+from shardformer.errors import PolicyError, suggest_similar_names
 from shardformer.mesh.parallel_context import Axis
 from shardformer.module_paths import get_parent
 from shardformer.policies.module_descriptions import (
@@ -150,10 +150,10 @@ def convert_legacy_policy(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescrip
     for argument in arguments.values():
         check_field_types(argument)
     heads = {_get_module_path(layer) for layer in _get_result_or_empty(policy.unembedding())}
-    return {key: _convert_argument(key, argument, heads) for key, argument in arguments.items()}
+    return {key: _convert_argument_to_description(key, argument, heads) for key, argument in arguments.items()}
 
 
-def _convert_argument(key: Any, argument: Argument, heads: set[str]) -> ModulePolicyDescription:
+def _convert_argument_to_description(key: Any, argument: Argument, head_paths: set[str]) -> ModulePolicyDescription:
     functions, attributes = argument.param_funcs or [], argument.attr_dict or {}
     layers = [layer for function in functions for layer in _get_result_or_empty(function())]
     if not layers and not attributes:
@@ -166,11 +166,11 @@ def _convert_argument(key: Any, argument: Argument, heads: set[str]) -> ModulePo
         )
     return ModulePolicyDescription(
         attribute_replacement=dict(attributes),
-        sub_module_replacement=[_convert_layer(layer, heads) for layer in layers],
+        sub_module_replacement=[_make_layer_replacement(layer, head_paths) for layer in layers],
     )
 
 
-def inject_class(policy: LegacyPolicy, model: nn.Module) -> tuple[type, type] | None:
+def replace_model_class(policy: LegacyPolicy, model: nn.Module) -> tuple[type, type] | None:
     """Replace the class of the model with the class that ``inject_policy`` returns.
 
     Returns (class before, class after), or None if the policy keeps the class.
@@ -182,7 +182,7 @@ def inject_class(policy: LegacyPolicy, model: nn.Module) -> tuple[type, type] | 
     return native, custom
 
 
-def bind_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, str]]:
+def tie_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, str]]:
     """Tie the two parameters of each pair that ``binding_policy`` returns.
 
     Returns (name, name of the parameter to which it is tied) for each pair.
@@ -214,7 +214,7 @@ def check_legacy_policy(policy: LegacyPolicy, model: nn.Module) -> None:
         if name not in names:
             raise PolicyError(
                 f"binding_policy names the parameter {name!r}, which {type(model).__name__} does not have.",
-                remedy=did_you_mean(name, names),
+                remedy=suggest_similar_names(name, names),
             )
 
 
@@ -245,13 +245,13 @@ def _get_module_path(layer: Layer) -> str:
     return path.rpartition(".")[0]
 
 
-def _convert_layer(layer: Layer, heads: set[str]) -> SubModuleReplacementDescription:
+def _make_layer_replacement(layer: Layer, head_paths: set[str]) -> SubModuleReplacementDescription:
     path, target = _get_module_path(layer), layer.replace_layer
     kwargs: dict[str, Any] = {"gather_output": True} if isinstance(layer, Col_Layer) and layer.gather_output else {}
     if layer.n_cast is not None:
         kwargs["n_fused"] = layer.n_cast
         target = FusedLinear1D_Col if target in (None, Linear1D_Col) else target
-    target = target or _choose_parallel_class(layer, path in heads)
+    target = target or _choose_parallel_class(layer, path in head_paths)
     return SubModuleReplacementDescription(path, target, kwargs, ignore_if_not_exist=layer.ignore)
 
 

@@ -88,10 +88,10 @@ class BlockDescription:
     gather_module: str | None = None
     replicated_terms: Sequence[str] | None = None
 
-    def with_path_prefix(self, path: str) -> BlockDescription:
-        """Return a copy of the block description with ``path`` prepended to all module paths."""
-        own = prepend_path(self, path, "entry", "columns", "row", "cross_columns", "shared_exit", "gather_module")
-        return replace(own, arguments=self.arguments and prepend_path(self.arguments, path, "at"))
+    def with_path_prefix(self, prefix: str) -> BlockDescription:
+        """Return a copy of the block description with ``prefix`` prepended to all module paths."""
+        own = prepend_path(self, prefix, "entry", "columns", "row", "cross_columns", "shared_exit", "gather_module")
+        return replace(own, arguments=self.arguments and prepend_path(self.arguments, prefix, "at"))
 
     @property
     def contains_exit_layer(self) -> bool:

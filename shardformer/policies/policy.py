@@ -21,7 +21,7 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.pipeline.layer_sequence import LayerSequence, StackDescription
 from shardformer.policies.legacy import LegacyPolicy, convert_legacy_policy
 from shardformer.policies.module_descriptions import ModuleKey, ModulePolicyDescription
-from shardformer.public_names import renamed_arguments
+from shardformer.public_names import deprecate_renamed_arguments
 
 RENAMED = {
     "prove": "validate", "find_part": "find_submodel_policy", "chain": "layer_sequence", "whole": "keep_replicated",
@@ -32,7 +32,7 @@ RENAMED = {
 """Earlier names of a policy's attributes and methods -> their names now."""
 
 
-@renamed_arguments({}, attributes=RENAMED)
+@deprecate_renamed_arguments({}, attributes=RENAMED)
 class Policy(LegacyPolicy):
     """Base class of policies, which describe how a model is sharded.
 
@@ -64,7 +64,7 @@ class Policy(LegacyPolicy):
         """Returns the policy of a model inside this one. None supports registered families only."""
 
     @property
-    def changes_classes_or_ties(self) -> bool:
+    def replaces_class_or_ties_params(self) -> bool:
         """Whether the policy overrides ``inject_policy`` or ``binding_policy``."""
         functions = (self.inject_policy, self.binding_policy)
         return functions != (LegacyPolicy.inject_policy, LegacyPolicy.binding_policy)

@@ -29,7 +29,7 @@ class PolicyLocation:
     file_name: str
     class_name: str
 
-    def load(self) -> type[Policy]:
+    def load_policy_class(self) -> type[Policy]:
         name = self.file_name if "." in self.file_name else f"shardformer.policies.models.{self.file_name}"
         policy: type[Policy] = getattr(import_module(name), self.class_name)
         return policy
@@ -99,7 +99,7 @@ def find_registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
         return None
     if family in _REGISTERED:
         return _REGISTERED[family](), f"the policy registered by the user for {family!r}"
-    return (FAMILIES[family].load()(), f"the registered family {family!r}") if family in FAMILIES else None
+    return (FAMILIES[family].load_policy_class()(), f"the registered family {family!r}") if family in FAMILIES else None
 
 
 def has_user_policy(model: nn.Module) -> bool:

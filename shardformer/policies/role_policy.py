@@ -19,9 +19,9 @@ from shardformer.errors import ConfigError, PolicyError
 from shardformer.kernels.fused_ops import get_norm_kind, is_elementwise
 from shardformer.pipeline.layer_sequence import LayerSequence, StackDescription
 from shardformer.policies.convert_roles import (
-    AttentionLowering,
-    LayerLowering,
+    AttentionRoleConverter,
     LayerReplacement,
+    LayerRoleConverter,
     check_output_layers_exist,
 )
 from shardformer.policies.experts import describe_experts
@@ -142,7 +142,7 @@ class RolePolicy(Policy):
         self._replicated_paths = []
         # outside the stacks all tensor ranks have the same activations, on a grid too
         tensor = self.shard_config.resolve_context().tensor if self.axis.name == "column" else self.axis
-        model = LayerLowering(self.model, "", tensor)
+        model = LayerRoleConverter(self.model, "", tensor)
         out: dict[ModuleKey, ModulePolicyDescription] = {
             "": merge_descriptions(
                 [self._describe_embeddings_and_heads(), self._describe_roles(self.unstacked_blocks, model)]
@@ -174,20 +174,20 @@ class RolePolicy(Policy):
         )
 
     def _describe_layers(
-        self, path: str, blocks: Sequence[Role], is_stage: bool
+        self, path: str, roles: Sequence[Role], is_stage: bool
     ) -> dict[ModuleKey, ModulePolicyDescription]:
         layers = dict((module := paths.get_module(self.model, path)).named_children())
         if not layers:
             raise paths.make_module_not_found_error(path, "0", module)
         return {
             f"{path}.{name}": self._describe_roles(
-                blocks, LayerLowering(layer, f"{path}.*", self.axis, is_stage, self._parallel_classes)
+                roles, LayerRoleConverter(layer, f"{path}.*", self.axis, is_stage, self._parallel_classes)
             )
             for name, layer in layers.items()
         }
 
-    def _describe_roles(self, roles: Sequence[Role], lowering: LayerLowering) -> ModulePolicyDescription:
-        return merge_descriptions([d for role in roles if (d := self._describe_role(role, lowering)) is not None])
+    def _describe_roles(self, roles: Sequence[Role], converter: LayerRoleConverter) -> ModulePolicyDescription:
+        return merge_descriptions([d for role in roles if (d := self._describe_role(role, converter)) is not None])
 
     def stacks(self) -> list[StackDescription]:
         submodels = self._find_submodel_policies()
@@ -276,27 +276,27 @@ class RolePolicy(Policy):
         ]
         return ModulePolicyDescription(sub_module_replacement=subs)
 
-    def _describe_role(self, role: Role, lowering: LayerLowering) -> ModulePolicyDescription | None:
-        if not lowering.has_role(role):
+    def _describe_role(self, role: Role, converter: LayerRoleConverter) -> ModulePolicyDescription | None:
+        if not converter.has_role(role):
             return None
         if isinstance(role, MLP):
-            return lowering.describe_mlps(role if self.sums_block_outputs() else replace(role, shared_exit=None))
+            return converter.describe_mlps(role if self.sums_block_outputs() else replace(role, shared_exit=None))
         if isinstance(role, Experts):
-            return describe_experts(role, lowering.layer, lowering.path, lowering.axis)
-        attention = self._create_attention_lowering(role, lowering)
+            return describe_experts(role, converter.layer, converter.path, converter.axis)
+        attention = self._create_attention_converter(role, converter)
         if (heads := attention.num_uneven_heads) is None:
-            return attention.describe()
-        at = paths.join_path(lowering.path, role.at)
-        out = paths.join_path(lowering.path, paths.resolve_path(role.at, role.projections.out))
+            return attention.describe_attention()
+        at = paths.join_path(converter.path, role.at)
+        out = paths.join_path(converter.path, paths.resolve_path(role.at, role.projections.out))
         self._replicated_paths = [*self._replicated_paths, at, out]
         note = f"{at} is replicated, because it has {heads} heads for {self.axis.size} tensor ranks."
         self.notes = [*self.notes, *([note] if note not in self.notes else [])]
         return None
 
-    def _create_attention_lowering(self, role: Attention, lowering: LayerLowering) -> AttentionLowering:
-        """Create the ``AttentionLowering`` for a role, with the head counts of the policy if the role has none."""
+    def _create_attention_converter(self, role: Attention, converter: LayerRoleConverter) -> AttentionRoleConverter:
+        """Create the ``AttentionRoleConverter`` for a role, with the head counts of the policy if the role has none."""
         heads, kv_heads = role.num_heads or self.num_heads, role.num_kv_heads or self.num_kv_heads
-        return AttentionLowering(role, lowering, getattr(self.model, "config", None), heads, kv_heads)
+        return AttentionRoleConverter(role, converter, getattr(self.model, "config", None), heads, kv_heads)
 
 
 def is_library_policy(policy: Policy) -> bool:
@@ -327,23 +327,25 @@ def get_checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyD
     return found
 
 
-def check_no_missing_roles(policy: Policy, model: nn.Module, matched: Collection[int], stacks: Sequence[str]) -> None:
+def check_no_missing_roles(
+    policy: Policy, model: nn.Module, matched_param_ids: Collection[int], stack_paths: Sequence[str]
+) -> None:
     """Raise PolicyError if a weight matrix is neither sharded by the policy nor listed in ``keep_replicated``.
 
     Args:
-        matched: ids of the parameters with a rule.
-        stacks: paths of the stacks of layers.
+        matched_param_ids: ids of the parameters with a rule.
+        stack_paths: paths of the stacks of layers.
     """
     replicated = policy.replicated_paths()
     if replicated is None:
         return
     total = sum(p.numel() for p in model.parameters())
-    inside = tuple(f"{path}." for path in stacks)
+    inside = tuple(f"{path}." for path in stack_paths)
     left: dict[str, nn.Parameter] = {}
     for name, p in model.named_parameters():
         is_replicated = any(f"{name}.".startswith(f"{path}.") for path in replicated)
         is_relevant = p.dim() > 1 and (name.startswith(inside) or p.numel() > LARGE_SHARE * total)
-        if is_relevant and id(p) not in matched and not is_replicated:
+        if is_relevant and id(p) not in matched_param_ids and not is_replicated:
             left[name] = p
     if left:
         name, p = next(iter(left.items()))
@@ -358,9 +360,9 @@ def check_no_missing_roles(policy: Policy, model: nn.Module, matched: Collection
         )
 
 
-def _mask_layer_index(name: str, stacks: Sequence[str]) -> str:
+def _mask_layer_index(name: str, stack_prefixes: Sequence[str]) -> str:
     """Replace the layer index in a path with ``*``. For example, ``layers.0.mlp.2`` becomes ``layers.*.mlp.2``."""
-    stack = next((s for s in stacks if name.startswith(s)), name)
+    stack = next((s for s in stack_prefixes if name.startswith(s)), name)
     layer, dot, rest = name.removeprefix(stack).partition(".")
     return f"{stack}*{dot}{rest}" if layer.isdigit() else name
 

@@ -10,7 +10,7 @@ from shardformer.errors import PolicyError
 from shardformer.module_paths import resolve_path
 from shardformer.pipeline.layer_sequence import PipelineHints, SequenceParallelHints
 from shardformer.policies.module_descriptions import check_field_types
-from shardformer.public_names import renamed_arguments
+from shardformer.public_names import deprecate_renamed_arguments
 
 LocalAttr = str | tuple[str, int]
 """What an attribute counts, or (what it counts, the dim that counts it)."""
@@ -60,7 +60,7 @@ Q_K_V_O = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="o_proj")
 Q_K_V_OUT = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_proj")
 
 
-@renamed_arguments(
+@deprecate_renamed_arguments(
     {
         "from_context": "cross_attention",
         "from_inside": "inner_inputs",
@@ -92,7 +92,7 @@ class AttentionInputs(_TypeCheckedRole):
     full_sequence: bool = False
 
 
-@renamed_arguments({"counts": "local_attrs"})
+@deprecate_renamed_arguments({"counts": "local_attrs"})
 @dataclass(frozen=True)
 class Attention(_TypeCheckedRole):
     """Describes an attention module in a layer by its projections, inputs and head counts.
@@ -128,10 +128,12 @@ class Attention(_TypeCheckedRole):
         every = tuple(dict.fromkeys(chain(*LOCAL_ATTR_KINDS.values())))
         for name, entry in self.local_attrs.items():
             if (entry if isinstance(entry, str) else entry[0]) not in every:
-                raise make_unknown_kind_error(self, name, every)
+                raise make_unknown_attr_kind_error(self, name, every)
 
 
-def make_unknown_kind_error(attention: Attention, name: str, kinds: Sequence[str], entry_kind: str = "") -> PolicyError:
+def make_unknown_attr_kind_error(
+    attention: Attention, name: str, kinds: Sequence[str], entry_kind: str = ""
+) -> PolicyError:
     """Return the error for an entry of ``local_attrs`` that specifies a kind of number that is not in ``kinds``."""
     entry = attention.local_attrs[name]
     kind = entry if isinstance(entry, str) else entry[0]
@@ -142,7 +144,7 @@ def make_unknown_kind_error(attention: Attention, name: str, kinds: Sequence[str
     )
 
 
-@renamed_arguments({"exits_with": "shared_exit"})
+@deprecate_renamed_arguments({"exits_with": "shared_exit"})
 @dataclass(frozen=True)
 class MLP(_TypeCheckedRole):
     """Describes an MLP in a layer: the linear layers that read its input and the one that computes its output.
@@ -167,7 +169,7 @@ class MLP(_TypeCheckedRole):
     optional: bool = False
 
 
-@renamed_arguments({"summands": "replicated_terms"})
+@deprecate_renamed_arguments({"summands": "replicated_terms"})
 @dataclass(frozen=True)
 class Experts(_TypeCheckedRole):
     """Describes the experts of a layer if their weights are stacked into 3-D parameters.
@@ -207,7 +209,7 @@ def get_output_layer_path(role: Role) -> str | None:
     return resolve_path(role.at, role.projections.out if isinstance(role, Attention) else role.down)
 
 
-@renamed_arguments({"context": "cross_states", "whole_sequence": "no_sequence_parallel"})
+@deprecate_renamed_arguments({"context": "cross_states", "whole_sequence": "no_sequence_parallel"})
 @dataclass(frozen=True)
 class LayerStack(_TypeCheckedRole):
     """Describes a stack of layers by the path of its ModuleList and the roles in each layer.

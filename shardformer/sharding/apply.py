@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardformer.comm.collective_call import collective_call
+from shardformer.comm.collective_call import run_and_compare_across_ranks
 from shardformer.config import ShardConfig
 from shardformer.consistency.initial_weights import (
     broadcast_random_state,
@@ -27,7 +27,7 @@ from shardformer.kernels.fused_ops import defer_bias, make_fused_norm
 from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.layout.packed_weights import hide_packed_weights
 from shardformer.layout.sharding_metadata import ShardingMetadata, ShardingRequest, named_sharded_parameters
-from shardformer.layout.tied_tensors import group_overlapping
+from shardformer.layout.tied_tensors import group_overlapping_tensors
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid, summarize_grid
@@ -43,16 +43,16 @@ from shardformer.sharding import apply_context_parallel, apply_tensor_grid, chec
 from shardformer.sharding.apply_tensor_parallel import (
     InstalledBlock,
     install_gradient_reduction,
-    install_parallel_hooks,
+    install_tensor_parallel_hooks,
 )
-from shardformer.sharding.checks import ACTIVATIONS, WRITTEN_OUT, iterate_norms
+from shardformer.sharding.checks import ACTIVATIONS, WRITTEN_OUT, named_norm_modules
 from shardformer.sharding.compiled_layers import compile_as_configured
-from shardformer.sharding.plan import ShardingPlan, get_qualified_name
+from shardformer.sharding.plan import ShardingPlan, get_display_name
 from shardformer.tensor_parallel.layers import Linear1D_Col
 from shardformer.tensor_parallel.parallel_module import ParallelModule, move_hooks, shard_parameter
 from shardformer.tensor_parallel.quantized_linear import UnalignedSliceError
-from shardformer.torch_compat import get_wrapped_module_attribute, has_meta_tensors, is_compiled_wrapper
-from shardformer.torch_patches import install_all
+from shardformer.torch_compat import get_wrapped_module_attribute_name, has_meta_tensors, is_compiled_wrapper
+from shardformer.torch_patches import install_patches
 from shardformer.zero.torch_optimizer_patches import TRAINING_PATCHES
 
 
@@ -73,8 +73,8 @@ class ResolvedPolicy:
     policy: Policy
     source: str
     plan: ShardingPlan
-    context: apply_context_parallel.ContextTrialResult = field(
-        default_factory=apply_context_parallel.ContextTrialResult
+    context: apply_context_parallel.ContextParallelTrialResult = field(
+        default_factory=apply_context_parallel.ContextParallelTrialResult
     )
     samples: apply_tensor_grid.ArgumentSamples = field(default_factory=dict)
     unvalidated: Mapping[str, str] = field(default_factory=dict)
@@ -84,14 +84,14 @@ class ResolvedPolicy:
 class Sharder:
     """Shards a model in place with a policy that is already chosen and validated.
 
-    ``shard_model_api.shard_in_place`` shows the order of the calls.
+    ``shard_model_api.shard_model_in_place`` shows the order of the calls.
 
     Args:
         model: the plain model, identical on every rank. If weights differ, rank 0's are used.
         config: the configuration.
         fresh: whether the model was built only for this call. No optimizer can then refer to its parameters, so the
             search for one, which visits every object of the process, is skipped.
-        compiler: arguments of the wrapper that ``torch.compile(model)`` returned, from ``unwrap_compiled``.
+        compiler: arguments of the wrapper that ``torch.compile(model)`` returned, from ``unwrap_compiled_module``.
 
     Raises:
         ShardFormerError: on every rank, if the ranks do not form one grid.
@@ -105,7 +105,7 @@ class Sharder:
             launch_from_torch()
         self.context = checks.create_checked_context(config)
         self.grid: TensorGrid | None = None
-        if config.is_grid and self.context.tensor.size > 1:
+        if config.uses_tensor_grid and self.context.tensor.size > 1:
             config, self.grid = apply_tensor_grid.reshape_config_to_grid(config, self.context)
             self.context = config.resolve_context()
         self.model, self.config, self._compiler = model, config, compiler
@@ -118,7 +118,7 @@ class Sharder:
         )
         """Whether the layout depends on the structure of the model. That of data parallelism does not."""
         self._fresh = fresh
-        self._referenced = set() if fresh else checks.find_referenced_parameters(model)
+        self._referenced = set() if fresh else checks.find_externally_referenced_ids(model)
         self._wrappers: Mapping[int, nn.Module] = {}
 
     @contextmanager
@@ -126,58 +126,58 @@ class Sharder:
         """Temporarily remove wrappers such as ``torch.compile``, and restore the model if an error is raised."""
         with (
             restore_random_state_on_error(self.context.device),
-            checks.restore_on_error(self.model),
+            checks.restore_model_on_error(self.model),
             ExitStack() as around,
         ):
             take_out = partial(_temporarily_unwrap_modules, self.model, num_stages=self.context.pipe.size)
-            self._wrappers = collective_call(self.context, lambda: around.enter_context(take_out()))
+            self._wrappers = run_and_compare_across_ranks(self.context, lambda: around.enter_context(take_out()))
             yield
 
-    def plan(self, resolved: ResolvedPolicy) -> ShardingPlan:
+    def complete_and_check_plan(self, resolved_policy: ResolvedPolicy) -> ShardingPlan:
         """Complete the sharding plan and check that it can be applied to the model.
 
         The model is unchanged, except by the policy's ``preprocess``.
 
         Raises ShardFormerError if the model cannot be sharded. Communicates nothing.
         """
-        config, policy, plan = self.config, resolved.policy, resolved.plan
-        self._resolved = resolved
+        config, policy, plan = self.config, resolved_policy.policy, resolved_policy.plan
+        self._resolved = resolved_policy
         layout = config.resolve_activation_layout()
         if not self.is_tensor_parallel:
             layout = ActivationLayout(tuple(shard for shard in layout.shards if shard.axis not in layout.block))
-        request = ShardingRequest(resolved.source, config.options(), config.extra_kwargs, policy)
+        request = ShardingRequest(resolved_policy.source, config.get_sharding_options(), config.extra_kwargs, policy)
         self.state = state = ShardingMetadata(self.context, request, layout)
         state.layer_stacks = tuple(stack.layers for stack in plan.stacks)
         state.monitor = ConsistencyMonitor(state) if config.check_consistency else None
-        state.notes += resolved.notes
+        state.notes += resolved_policy.notes
         if config.uses_context_parallel:
             has_sequence_parallelism = config.enable_sequence_parallelism and self.is_tensor_parallel
-            plan = apply_context_parallel.adapt_plan_to_context(
-                plan, resolved.context, has_sequence_parallelism=has_sequence_parallelism
+            plan = apply_context_parallel.adapt_plan_to_context_parallel(
+                plan, resolved_policy.context, has_sequence_parallelism=has_sequence_parallelism
             )
         self.model = plan.model
-        self._ties = group_overlapping(self.model.named_parameters())
+        self._ties = group_overlapping_tensors(self.model.named_parameters())
         state.notes += policy.notes
         if self.has_stages:
             manager = config.pipeline_stage_manager or PipelineStageManager(self.context)
             state.stages = build_stages(self.model, policy, manager)
             state.stages.uses_random = uses_dropout(self.model)
-            checks.check_tied_stages(self._ties, state.stages.find_owner_ranks)
+            checks.check_tied_weights_on_same_stage(self._ties, state.stages.find_owner_ranks)
         state.unproven = self._find_unsupported_inputs()
-        checks.check_packed_weights(self.model, plan, self.context)
+        checks.check_quantized_weights(self.model, plan, self.context)
         checks.check_no_parameter_hooks(self.model, plan)
         checks.check_no_parameter_views(self.model, plan, state.stages)
         if not self._fresh:
-            checks.check_no_optimizer(self.model, plan, state.stages, self._referenced)
+            checks.check_no_existing_optimizer(self.model, plan, state.stages, self._referenced)
         return plan
 
     def describe_for_comparison(self, plan: ShardingPlan) -> list[str]:
         """Describe the config, model and plan as lines of text, which all ranks compare before any model changes."""
         config, state = self.config, self.state
-        settings = [state.request.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
+        settings = [state.request.source, str(config.get_sharding_options()), str(sorted(config.extra_kwargs.items()))]
         settings += [str(state.activations), f"check_consistency={config.check_consistency}"]
         stages = state.stages.describe_partition() if state.stages is not None else []
-        return [*settings, *compute_model_fingerprint(self.model), *plan.fingerprint(), *stages]
+        return [*settings, *compute_model_fingerprint(self.model), *plan.get_fingerprint_lines(), *stages]
 
     def shard(self, plan: ShardingPlan) -> list[dict[int, Tensor]]:
         """Apply the sharding plan to the model in place. The plan must be identical on every rank.
@@ -189,16 +189,16 @@ class Sharder:
         state.notes += sync_initial_weights(self.model, context.base_axes[::-1])
         stages = state.stages
         if stages is not None:
-            stages.remove_other_params(self.model)
-            plan = plan.restrict_to_stage(stages.placeholders)
-        blocks = collective_call(context, lambda: self._modify_model(plan))
+            stages.remove_nonlocal_params(self.model)
+            plan = plan.restrict_to_local_stage(stages.placeholders)
+        blocks = run_and_compare_across_ranks(context, lambda: self._modify_model(plan))
         for axis in (state.same_batch_axis, context.pipe):
             broadcast_random_state(axis, context.device)
         install_gradient_reduction(
             self.model, plan if self.is_tensor_parallel else ShardingPlan(self.model, []), blocks, state
         )
-        state.attach(self.model)
-        install_all(TRAINING_PATCHES)
+        state.attach_to_model(self.model)
+        install_patches(TRAINING_PATCHES)
         if self._resolved.context.is_whole and not self._fresh:
             apply_context_parallel.warn_unsharded_attention(self.model, context)
         if stages is None:
@@ -227,10 +227,10 @@ class Sharder:
         if has_meta_tensors(self.model) and is_lazy(self.model):
             self.state.notes += list_lazy_notes(self.model)
             with record_if_lazy(self.model):
-                blocks = self._apply(plan)
+                blocks = self._apply_plan(plan)
             materialize_parameters(self.model, self.context.device)
         else:
-            blocks = self._apply(plan)
+            blocks = self._apply_plan(plan)
         uses_context_parallel, is_tensor_parallel = self.config.uses_context_parallel, self.is_tensor_parallel
         forward_checks.ForwardChecks(
             self.model,
@@ -242,21 +242,21 @@ class Sharder:
         )
         return blocks
 
-    def _apply(self, plan: ShardingPlan) -> list[InstalledBlock]:
+    def _apply_plan(self, plan: ShardingPlan) -> list[InstalledBlock]:
         config, policy, state = self.config, self._resolved.policy, self.state
-        is_legacy = policy.changes_classes_or_ties
-        if is_legacy and (injected := legacy.inject_class(policy, self.model)):
-            state.note("", injected[0], injected[1], kind="class")
+        is_legacy = policy.replaces_class_or_ties_params
+        if is_legacy and (injected := legacy.replace_model_class(policy, self.model)):
+            state.record_replacement("", injected[0], injected[1], kind="class")
         if self.is_tensor_parallel:
             self._replace_modules(plan)
         if hide_packed_weights(self.model):
             state.notes.append(
                 "Frozen quantized weights are not in state dicts and checkpoints, and ZeRO keeps them whole."
             )
-        for target, source in legacy.bind_parameters(policy, self.model) if is_legacy else ():
-            state.note(target, "own parameter", f"tied to {source}", kind="tie")
+        for target, source in legacy.tie_parameters(policy, self.model) if is_legacy else ():
+            state.record_replacement(target, "own parameter", f"tied to {source}", kind="tie")
         if config.enable_flash_attention and not config.uses_context_parallel:  # which has its own fused kernels
-            note = partial(state.note, kind="method")
+            note = partial(state.record_replacement, kind="method")
             state.notes.append(f"Attention: {use_flash_attention(self.model, state.context.device, note)}.")
         if config.enable_fused_normalization:
             fuse_norms(self.model, state)
@@ -266,14 +266,16 @@ class Sharder:
             state.notes.append(summarize_grid(self.grid))
         uses_random = uses_dropout(self.model)
         if config.uses_context_parallel:
-            apply_context_parallel.install_context_attention(
+            apply_context_parallel.install_context_parallel_attention(
                 self.model, state, config.context_parallel, self._resolved.context, uses_random=uses_random
             )
-        blocks = install_parallel_hooks(self.model, plan, state, config, self.grid) if self.is_tensor_parallel else []
+        blocks = (
+            install_tensor_parallel_hooks(self.model, plan, state, config, self.grid) if self.is_tensor_parallel else []
+        )
         if self.grid is not None:
-            apply_tensor_grid.install_argument_hooks(self.model, plan, state, self._resolved.samples)
+            apply_tensor_grid.install_sample_selection_hooks(self.model, plan, state, self._resolved.samples)
         if config.uses_context_parallel:
-            apply_context_parallel.install_context_hooks(
+            apply_context_parallel.install_context_parallel_hooks(
                 self.model, plan.stacks, state, self._resolved.context, uses_random=uses_random
             )
         forward_checks.move_user_hooks_after_gather(self.model, plan)
@@ -299,7 +301,7 @@ class Sharder:
                 )
                 if isinstance(made[id(module)], ParallelModule):
                     move_hooks(made[id(module)], module)
-            self.state.note(path, module, made[id(module)])
+            self.state.record_replacement(path, module, made[id(module)])
         _replace_module_references(self.model, made)
         for path, splits in plan.parameters.items():
             module, name = get_parent(self.model, path)
@@ -308,7 +310,7 @@ class Sharder:
                 named = {split.axes[0] for split in splits.values()} & {"row", "column", "depth"}
                 axis = self.context.axis(named.pop()) if named else self._get_sharding_axis(path, plan)
                 kept_alive.append(shard_parameter(module, name, splits, axis, shared))
-                self.state.note(path, "buffer" if name in module._buffers else "parameter", "a part")
+                self.state.record_replacement(path, "buffer" if name in module._buffers else "parameter", "a part")
         for module in self.model.modules():  # other owners of a parameter: BERT's head also owns the decoder's bias
             for name, param in module._parameters.items():
                 if id(param) in shared:
@@ -317,23 +319,23 @@ class Sharder:
             self.model, self._ties, {id(part): spec for _, part, spec in named_sharded_parameters(self.model)}
         )
         checks.check_shard_layouts(self.model, self.context.coords)
-        self._change_attributes(plan)
+        self._change_attributes_and_methods(plan)
 
     def _create_replacement(
         self,
         path: str,
         module: nn.Module,
-        sub: SubModuleReplacementDescription,
-        shared: dict[int, nn.Parameter],
+        description: SubModuleReplacementDescription,
+        shard_by_param_id: dict[int, nn.Parameter],
         axis: Axis,
     ) -> nn.Module:
-        target, kwargs = sub.target_module, dict(sub.kwargs or {})
+        target, kwargs = description.target_module, dict(description.kwargs or {})
         make = target.from_native_module
         group: Any = axis
         if not getattr(make, "__module__", "").startswith("shardformer."):
             group = axis.group or axis  # user-defined classes take a torch process group; threads have none
         elif isinstance(target, type) and issubclass(target, ParallelModule):
-            kwargs["shared"] = shared
+            kwargs["shared"] = shard_by_param_id
             group = self.grid if target.takes_grid else axis
         try:
             new: nn.Module = make(module, group, **kwargs)
@@ -343,13 +345,13 @@ class Sharder:
             if "argument" not in str(error):
                 raise
             raise PolicyError(
-                f"{get_qualified_name(target)}.from_native_module failed for {path!r} with "
-                f"kwargs={sub.kwargs or {}}: {error}.",
+                f"{get_display_name(target)}.from_native_module failed for {path!r} with "
+                f"kwargs={description.kwargs or {}}: {error}.",
                 remedy="Correct the kwargs in the policy.",
             ) from error
         if not isinstance(new, nn.Module):
             raise PolicyError(
-                f"{get_qualified_name(target)}.from_native_module returned {new!r:.80} for {path!r}.",
+                f"{get_display_name(target)}.from_native_module returned {new!r:.80} for {path!r}.",
                 remedy="Return the nn.Module that replaces the plain module.",
             )
         return new
@@ -359,22 +361,22 @@ class Sharder:
         inside = self.grid is not None and path.startswith(tuple(f"{stack.layers}." for stack in plan.stacks))
         return self.grid.column if inside and self.grid is not None else self.context.tensor
 
-    def _change_attributes(self, plan: ShardingPlan) -> None:
+    def _change_attributes_and_methods(self, plan: ShardingPlan) -> None:
         for path, value in plan.attributes.items():
             owner_path, _, name = path.rpartition(".")
             owner = _get_modifiable_owner(self.model, owner_path)
             before = getattr(owner, name)
             setattr(owner, name, value)
             if before != value:
-                self.state.note(path, str(before), str(value), kind="attribute")
+                self.state.record_replacement(path, str(before), str(value), kind="attribute")
         for path, function in plan.functions:
             function(self.model.get_submodule(path))
-            self.state.note(path, "parameters", function, kind="parameters")
+            self.state.record_replacement(path, "parameters", function, kind="parameters")
         for path, method in plan.methods.items():
             owner, name = get_parent(self.model, path)
             before = getattr(owner, name)
             setattr(owner, name, method.__get__(owner))
-            self.state.note(path, before, method, kind="method")
+            self.state.record_replacement(path, before, method, kind="method")
 
 
 def _get_modifiable_owner(model: nn.Module, path: str) -> Any:
@@ -386,8 +388,8 @@ def _get_modifiable_owner(model: nn.Module, path: str) -> Any:
     return owner
 
 
-def bind_policy_and_plan(
-    sharder: Sharder, policy: Policy, source: str, *, applies_rules: bool = True, **findings: Any
+def create_resolved_policy(
+    sharder: Sharder, policy: Policy, policy_source: str, *, applies_rules: bool = True, **findings: Any
 ) -> ResolvedPolicy:
     """Assign a policy to the sharder's model, and create the sharding plan.
 
@@ -400,7 +402,7 @@ def bind_policy_and_plan(
     plan = plan if sharder.is_tensor_parallel else ShardingPlan(plan.model, plan.stacks)
     if sharder.grid is not None:
         plan = apply_tensor_grid.adapt_plan_to_grid(plan, sharder.grid)
-    return ResolvedPolicy(policy, source, plan, **findings)
+    return ResolvedPolicy(policy, policy_source, plan, **findings)
 
 
 def shard_for_validation(
@@ -415,12 +417,12 @@ def shard_for_validation(
     sharder = Sharder(model, config, fresh=True)
 
     def plan() -> ShardingPlan:
-        return sharder.plan(
-            bind_policy_and_plan(sharder, policy, "to be validated", applies_rules=applies_rules, **findings)
+        return sharder.complete_and_check_plan(
+            create_resolved_policy(sharder, policy, "to be validated", applies_rules=applies_rules, **findings)
         )
 
     with sharder.restore_model_on_error():
-        sharder.shard(collective_call(sharder.context, plan, sharder.describe_for_comparison))
+        sharder.shard(run_and_compare_across_ranks(sharder.context, plan, sharder.describe_for_comparison))
     return sharder
 
 
@@ -481,12 +483,14 @@ def _temporarily_unwrap_modules(model: nn.Module, *, num_stages: int = 1) -> Ite
     found: list[tuple[nn.Module, str, str, nn.Module, str, nn.Module]] = []
     outermost: dict[int, nn.Module] = {}
     replaced: list[str] = []
-    has_wrappers = any(map(get_wrapped_module_attribute, {type(module): module for module in model.modules()}.values()))
+    has_wrappers = any(
+        map(get_wrapped_module_attribute_name, {type(module): module for module in model.modules()}.values())
+    )
     try:
         for parent, owner in model.named_modules() if has_wrappers else ():  # continues in the modules without wrappers
             for name, child in list(owner._modules.items()):
                 outer, path = child, join_path(parent, name)
-                while child is not None and (key := get_wrapped_module_attribute(child)) is not None:
+                while child is not None and (key := get_wrapped_module_attribute_name(child)) is not None:
                     if num_stages > 1 and is_compiled_wrapper(child):
                         raise _make_compiled_module_error(path, "it is part of a pipeline")
                     inner = child._modules[key]
@@ -500,7 +504,7 @@ def _temporarily_unwrap_modules(model: nn.Module, *, num_stages: int = 1) -> Ite
         for owner, name, path, wrapper, key, inner in reversed(found):
             now = owner._modules[name]
             wrapper._modules[key], owner._modules[name] = now, wrapper
-            is_replaced = now is not None and now is not inner and get_wrapped_module_attribute(now) is None
+            is_replaced = now is not None and now is not inner and get_wrapped_module_attribute_name(now) is None
             replaced += [path] if is_replaced and is_compiled_wrapper(wrapper) else []
     if replaced:
         raise _make_compiled_module_error(replaced[0], "sharding replaces it")
@@ -536,7 +540,7 @@ def fuse_activations(model: nn.Module, plan: ShardingPlan, state: ShardingMetada
 def fuse_norms(model: nn.Module, state: ShardingMetadata) -> None:
     """Replace every supported norm in the model with a fused kernel, and record which norms were replaced."""
     left: Counter[str] = Counter()
-    for path, norm in list(iterate_norms(model)):
+    for path, norm in list(named_norm_modules(model)):
         kind = type(norm).__name__
         if isinstance(norm, ParallelModule):
             left[f"{kind} (its statistics are summed over ranks)"] += 1
@@ -554,4 +558,4 @@ def _replace_and_record_module(
 ) -> None:
     move_hooks(replacement, native)
     setattr(*get_parent(model, path), replacement)
-    state.note(path, native, replacement, kind=kind)
+    state.record_replacement(path, native, replacement, kind=kind)

@@ -28,7 +28,7 @@ from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 
 
-def check_context_parallel(
+def check_context_parallel_support(
     model: nn.Module,
     stacks: Sequence[StackDescription],
     context: ParallelContext,
@@ -69,7 +69,7 @@ def explain_unsupported_attention(model: nn.Module) -> str | None:
 
 
 @dataclass(frozen=True)
-class ContextTrialResult:
+class ContextParallelTrialResult:
     """The findings of a trial run of a reduced model with context parallelism.
 
     Args:
@@ -87,8 +87,8 @@ class ContextTrialResult:
     unproven: Mapping[str, str] = field(default_factory=dict)
 
 
-def install_context_attention(
-    model: nn.Module, state: ShardingMetadata, method: str, findings: ContextTrialResult, *, uses_random: bool
+def install_context_parallel_attention(
+    model: nn.Module, state: ShardingMetadata, method: str, findings: ContextParallelTrialResult, *, uses_random: bool
 ) -> None:
     """Install context-parallel attention, and hooks that gather the full sequence for modules that need it.
 
@@ -118,21 +118,23 @@ def install_context_attention(
         state.notes.append(f"Every rank computes all positions of modules that mix positions{what}: {named}.")
 
 
-def _configure_attention(model: nn.Module, context_state: ContextParallelState, classes: tuple[type, ...]) -> None:
-    attention.register_context_attention()
+def _configure_attention(
+    model: nn.Module, context_state: ContextParallelState, attention_classes: tuple[type, ...]
+) -> None:
+    attention.register_context_parallel_attention()
     for config in find_attention_configs(model):
         config._attn_implementation = attention.NAME
     for module in model.modules():
-        if type(module) in classes:
+        if type(module) in attention_classes:
             module.__dict__[attention.RUN] = context_state
         attention.patch_relative_bias(module, context_state)
 
 
-def install_context_hooks(
+def install_context_parallel_hooks(
     model: nn.Module,
     stacks: Sequence[StackDescription],
     state: ShardingMetadata,
-    findings: ContextTrialResult,
+    findings: ContextParallelTrialResult,
     *,
     uses_random: bool,
 ) -> None:
@@ -166,8 +168,8 @@ def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None
         )
 
 
-def adapt_plan_to_context(
-    plan: ShardingPlan, findings: ContextTrialResult, *, has_sequence_parallelism: bool
+def adapt_plan_to_context_parallel(
+    plan: ShardingPlan, findings: ContextParallelTrialResult, *, has_sequence_parallelism: bool
 ) -> ShardingPlan:
     """Return a plan in which no two blocks share a collective, if every rank computes the attention in full.
 

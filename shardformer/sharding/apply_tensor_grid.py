@@ -68,7 +68,7 @@ def adapt_plan_to_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
     for stack in plan.stacks:
         prefix = f"{stack.layers}."
         blocks = [block for _, block in plan.blocks if block.entry.startswith(prefix)]
-        _check_replacement_classes(plan, prefix)
+        _check_replacements_support_grid(plan, prefix)
         if (width := _get_hidden_size(plan, blocks)) is None:
             continue
         entries = tuple(f"{block.entry}." for block in blocks)  # inside, a rank has all features of its samples
@@ -76,9 +76,9 @@ def adapt_plan_to_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
             own = [join_path(path, name) for name, _ in module.named_parameters(recurse=False)]
             is_known = path in plan.replacements or (own and all(name in plan.parameters for name in own))
             if _needs_sharding_rule(module, width) and not is_known and not f"{path}.".startswith(entries):
-                _add_outer_module(plan, grid, prefix, path, module, width)
+                _add_rule_for_outer_module(plan, grid, prefix, path, module, width)
         if stack.final_norm and _needs_sharding_rule(norm := plan.model.get_submodule(stack.final_norm), width):
-            _add_outer_module(plan, grid, prefix, stack.final_norm, norm, width)
+            _add_rule_for_outer_module(plan, grid, prefix, stack.final_norm, norm, width)
     around = [block.gather_module for _, block in plan.blocks if block.gather_module is not None]
     gathered = [path for path in dict.fromkeys(plan.full_sequence_modules) if path not in around]
     if (gathered or around) and grid.mode == "3d":
@@ -93,16 +93,16 @@ def adapt_plan_to_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
     return replace(plan, replacements=kept, full_sequence_modules=gathered)
 
 
-def _needs_sharding_rule(module: nn.Module, width: int) -> bool:
+def _needs_sharding_rule(module: nn.Module, hidden_size: int) -> bool:
     """Return whether a module outside the blocks needs a sharding rule, because it has parameters or is a norm."""
     own = next(module.parameters(recurse=False), None)
-    return own is not None or (not module._modules and getattr(module, "normalized_shape", None) == (width,))
+    return own is not None or (not module._modules and getattr(module, "normalized_shape", None) == (hidden_size,))
 
 
-def _check_replacement_classes(plan: ShardingPlan, prefix: str) -> None:
+def _check_replacements_support_grid(plan: ShardingPlan, stack_prefix: str) -> None:
     for path, sub in plan.replacements.items():
         target = sub.target_module
-        if not path.startswith(prefix) or not isinstance(target, type) or issubclass(target, GridModule):
+        if not path.startswith(stack_prefix) or not isinstance(target, type) or issubclass(target, GridModule):
             continue
         if issubclass(target, Linear1D_Col | Linear1D_Row) or not target.__module__.startswith("shardformer."):
             raise PolicyError(
@@ -116,21 +116,23 @@ def _get_hidden_size(plan: ShardingPlan, blocks: list[BlockDescription]) -> int 
     return next((row.nf if is_transposed(row) else row.out_features for row in rows if row is not None), None)
 
 
-def _add_outer_module(
-    plan: ShardingPlan, grid: TensorGrid, prefix: str, path: str, module: nn.Module, width: int
+def _add_rule_for_outer_module(
+    plan: ShardingPlan, grid: TensorGrid, stack_prefix: str, path: str, module: nn.Module, hidden_size: int
 ) -> None:
     """Add a sharding rule to the plan for a module that has parameters and is outside all blocks."""
     own = dict(module.named_parameters(recurse=False))
     shapes = {tuple(p.shape) for p in own.values()}
-    if shapes <= {(width,)} and not module._modules and get_norm_kind(module) is not None:
-        kwargs = {"split": Split.even(width, grid.hidden.size)}
+    if shapes <= {(hidden_size,)} and not module._modules and get_norm_kind(module) is not None:
+        kwargs = {"split": Split.even(hidden_size, grid.hidden.size)}
         plan.replacements[path] = SubModuleReplacementDescription(path, GridNorm, kwargs)
-    elif shapes == {(width,)} and (module._modules or is_elementwise(module)):
+    elif shapes == {(hidden_size,)} and (module._modules or is_elementwise(module)):
         for name in own:
-            plan.parameters[join_path(path, name)] = {0: Split.even(width, grid.hidden.size, axes=(grid.hidden.name,))}
-    elif path.startswith(prefix) and path.count(".") > prefix.count("."):
-        layer, child = path.removeprefix(prefix).split(".")[:2]
-        holder = f"{prefix}{layer}.{child}."
+            plan.parameters[join_path(path, name)] = {
+                0: Split.even(hidden_size, grid.hidden.size, axes=(grid.hidden.name,))
+            }
+    elif path.startswith(stack_prefix) and path.count(".") > stack_prefix.count("."):
+        layer, child = path.removeprefix(stack_prefix).split(".")[:2]
+        holder = f"{stack_prefix}{layer}.{child}."
         holds_one_end = any(
             f"{block.entry}.".startswith(holder) != f"{block.row}.".startswith(holder) for _, block in plan.blocks
         )
@@ -147,7 +149,7 @@ def _add_outer_module(
 # --- batch dimensions of the arguments of attention modules
 
 
-def find_full_input_modules(policy: Any) -> list[str]:
+def find_modules_with_extra_inputs(policy: Any) -> list[str]:
     """Return the paths of modules in layers that may receive inputs other than hidden states."""
     model, out = policy.model, []
     for stack in policy.stacks():
@@ -187,8 +189,8 @@ def _format_argument_path(path: Any, names: list[str]) -> str:
     return f"{names[key.idx] if key.idx < len(names) else key.idx}{keystr(tuple(inner))}"
 
 
-def install_argument_hooks(
-    model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, samples: ArgumentSamples
+def install_sample_selection_hooks(
+    model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, sample_dims: ArgumentSamples
 ) -> None:
     """Install hooks that select this rank's samples in the masks and other arguments of attention modules."""
     streams = [edge for edge in state.region_hooks if isinstance(edge, GridActivationSharding)]
@@ -200,19 +202,23 @@ def install_argument_hooks(
         stream = next((stream for prefix, stream in stacks if path.startswith(prefix)), None)
         if stream is not None:
             entering[model.get_submodule(arguments.at)] = arguments, stream
-    remove_caches = partial(_remove_caches, streams, get_forward_argument_names(model))
+    remove_caches = partial(_remove_kv_caches_from_output, streams, get_forward_argument_names(model))
     register_forward_hooks(model, HookOrder.MODEL_SEQUENCE, after=remove_caches)
     for module, (arguments, stream) in entering.items():
-        _LocalSamplesHook(module, arguments, stream, samples)
+        _LocalSamplesHook(module, arguments, stream, sample_dims)
     for stack, (_, stream) in zip(plan.stacks, stacks, strict=True):
-        stream.batch_dim = samples.get(make_argument_key(stack.layers, HIDDEN_STATES)) or 0
+        stream.batch_dim = sample_dims.get(make_argument_key(stack.layers, HIDDEN_STATES)) or 0
 
 
-def _remove_caches(
-    activations: Sequence[GridActivationSharding], arguments: frozenset[str], model: nn.Module, args: Any, output: Any
+def _remove_kv_caches_from_output(
+    activations: Sequence[GridActivationSharding],
+    argument_names: frozenset[str],
+    model: nn.Module,
+    args: Any,
+    output: Any,
 ) -> Any:
     """Remove KV caches from the model's output, because they contain only this rank's samples."""
-    return remove_kv_caches(output, arguments) if any(stream.is_sharded for stream in activations[-1:]) else None
+    return remove_kv_caches(output, argument_names) if any(stream.is_sharded for stream in activations[-1:]) else None
 
 
 class _LocalSamplesHook:

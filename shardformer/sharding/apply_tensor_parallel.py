@@ -22,7 +22,7 @@ from shardformer.layout.sharding_metadata import (
     GradientReduction,
     ParamEntry,
     ShardingMetadata,
-    get_reduction,
+    get_gradient_reduction,
     named_sharded_parameters,
 )
 from shardformer.mesh.parallel_context import Axis
@@ -35,7 +35,7 @@ from shardformer.tensor_parallel.block import (
     TensorParallelBlock,
     register_argument_hook,
     select_local_heads,
-    wrap_as_block,
+    wrap_as_tensor_parallel_block,
 )
 from shardformer.tensor_parallel.grid.layers import (
     LAYERS_BY_MODE,
@@ -53,14 +53,14 @@ InstalledBlock = tuple[nn.Module, TensorParallelBlock]
 """(module at the entry of a block, block)."""
 
 
-def install_parallel_hooks(
+def install_tensor_parallel_hooks(
     model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, config: ShardConfig, grid: TensorGrid | None = None
 ) -> list[InstalledBlock]:
     """Register the forward hooks of layer stacks and tensor-parallel blocks after modules were replaced."""
     axis, uses_random = state.context.tensor, uses_dropout(model)
     classes = LAYERS_BY_MODE[config.tensor_parallel_mode]
-    _check_stack_layers(plan, state.activations)
-    streams = _install_stacks(model, plan, state, config, grid)
+    _check_layers_are_not_blocks(plan, state.activations)
+    streams = _install_all_stack_hooks(model, plan, state, config, grid)
     if any(stream.layout.get_stack_shard(axis.name) for stream in streams.values()):
         for module in model.modules():
             if isinstance(module, classes.embedding):
@@ -75,13 +75,15 @@ def install_parallel_hooks(
     for path in unsharded:
         of = get_stack_activations(path)
         register = (
-            of.register_full_sequence_hooks if path in plan.full_sequence_modules else of.register_token_free_hooks
+            of.register_full_sequence_hooks
+            if path in plan.full_sequence_modules
+            else of.register_token_free_module_hooks
         )
         outer.append(register(model.get_submodule(path), uses_random))
     stack_paths = {stack.layers for stack in plan.stacks}
     for path, name in plan.per_token_args:
         of, module = get_stack_activations(f"{path}."), model.get_submodule(path)
-        register_forward_hooks(module, HookOrder.STACK_LENGTH, of.restore_full_length_hook, with_kwargs=True)
+        register_forward_hooks(module, HookOrder.STACK_LENGTH, of.restore_input_size_hook, with_kwargs=True)
         change = of.shard_token_argument if path.rpartition(".")[0] in stack_paths else of.gather_token_argument
         register_argument_hook(module, name, change, HookOrder.TOKEN_ARGUMENTS)
     blocks: list[InstalledBlock] = []
@@ -95,7 +97,9 @@ def install_parallel_hooks(
             stream = ActivationSharding(ActivationLayout(), stream.axis)
         elif stream is not alone and f"{description.entry}.".startswith(tuple(f"{path}." for path in unsharded)):
             stream = ActivationSharding(ActivationLayout(), stream.axis)
-        if (installed := _install_block(model, description, block_classes, stream, uses_random, axis)) is not None:
+        if (
+            installed := _install_tensor_parallel_block(model, description, block_classes, stream, uses_random, axis)
+        ) is not None:
             blocks.append(installed)
     # regions are left in the reverse order of entry
     outer = [*(hook for hook in outer if hook is not None), *streams.values()]
@@ -103,7 +107,7 @@ def install_parallel_hooks(
     return blocks
 
 
-def _install_stacks(
+def _install_all_stack_hooks(
     model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, config: ShardConfig, grid: TensorGrid | None
 ) -> dict[str, ActivationSharding]:
     """Register the hooks of all layer stacks. Return how each shards its activations, by the prefix of its paths."""
@@ -123,7 +127,7 @@ def _install_stacks(
             norm: Any = model.get_submodule(stack.final_norm)
             if state.stages.placeholders.has_placeholders(norm):  # the norm is on another stage and has all features
                 norm.forward = _return_input
-        _install_stack(model, stack, stream, axis, uses_random)
+        _install_stack_hooks(model, stack, stream, axis, uses_random)
     return streams
 
 
@@ -131,9 +135,9 @@ def _return_input(hidden_states: Tensor) -> Tensor:
     return hidden_states
 
 
-def _check_stack_layers(plan: ShardingPlan, stream: ActivationLayout) -> None:
+def _check_layers_are_not_blocks(plan: ShardingPlan, activation_layout: ActivationLayout) -> None:
     """Raise ConfigError if sequence parallelism shards a stack in which a layer is itself a tensor-parallel block."""
-    layouts = {stack.layers: stack.get_activation_layout(stream) for stack in plan.stacks}
+    layouts = {stack.layers: stack.get_activation_layout(activation_layout) for stack in plan.stacks}
     sharded = {path for path, layout in layouts.items() if layout.is_stack_sharded}
     for _, block in plan.blocks:
         if block.entry.rpartition(".")[0] in sharded and block.gather_module is None:
@@ -145,8 +149,8 @@ def _check_stack_layers(plan: ShardingPlan, stream: ActivationLayout) -> None:
             )
 
 
-def _install_stack(
-    model: nn.Module, stack: StackDescription, stream: ActivationSharding, axis: Axis, uses_random: bool
+def _install_stack_hooks(
+    model: nn.Module, stack: StackDescription, activation_sharding: ActivationSharding, axis: Axis, uses_random: bool
 ) -> None:
     """Install hooks that shard the hidden states from the first to the last layer of a stack.
 
@@ -161,23 +165,23 @@ def _install_stack(
     children = [layer for layer in layers._modules.values() if layer is not None]  # one layer may occur several times
     ends = [*children, *([model.get_submodule(stack.final_norm)] if stack.final_norm else [])]
     is_repeated = len(set(ends)) < len(ends)  # the first layer may also run later, the last also earlier
-    if stream.layout.is_stack_sharded and (is_repeated or stack.sequence.between):
+    if activation_sharding.layout.is_stack_sharded and (is_repeated or stack.sequence.between):
         for module in dict.fromkeys(ends):
-            stream.register(module, module)
+            activation_sharding.register_hooks(module, module)
     else:
-        stream.register(ends[0], ends[-1])
-    sample_axis = stream.sequence_shard_axis
+        activation_sharding.register_hooks(ends[0], ends[-1])
+    sample_axis = activation_sharding.sequence_shard_axis
     if uses_random and sample_axis is not None:
         for module in layers.modules():  # each rank has a shard of every sample: all must drop the same samples
             if type(module).__name__.endswith("DropPath"):  # the class name in timm and transformers
                 register_random_state_sync(sample_axis, module)
 
 
-def _install_block(
+def _install_tensor_parallel_block(
     model: nn.Module,
     description: BlockDescription,
     classes: ParallelLayerClasses,
-    stream: ActivationSharding,
+    activation_sharding: ActivationSharding,
     uses_random: bool,
     axis: Axis,
 ) -> InstalledBlock | None:
@@ -192,7 +196,7 @@ def _install_block(
     if isinstance(row, classes.row) and getattr(row, "block", None) is not None:
         return None
     if description.replicated_terms is not None:
-        wrap_as_block(row, stream, description.replicated_terms)
+        wrap_as_tensor_parallel_block(row, activation_sharding, description.replicated_terms)
         return None
     arguments = description.arguments or BlockArguments("")
     brings = model.get_submodule(arguments.at)
@@ -202,29 +206,29 @@ def _install_block(
         select = partial(select_local_heads, dim=dim, bounds=arguments.bounds, axis=axis)
         register_argument_hook(brings, name, select, HookOrder.HEAD_ARGUMENTS)
     block = (GridTensorParallelBlock if issubclass(classes.row, GridModule) else TensorParallelBlock)(
-        stream, uses_random, arguments.width
+        activation_sharding, uses_random, arguments.width
     )
     for name in [*description.columns, *description.cross_columns]:
-        column = _require_layer(model, name, classes.column, "column")
+        column = _get_layer_of_class(model, name, classes.column, "column")
         column.block = block
         block.has_adapters |= isinstance(column, QuantizedLinear)  # whose product is its own
         if name in description.columns:
             block.columns.append(column)
-    _require_layer(model, description.row, classes.row, "row").block = block
+    _get_layer_of_class(model, description.row, classes.row, "row").block = block
     if description.shared_exit is not None:
-        other = _require_layer(model, description.shared_exit, classes.row, "row")
+        other = _get_layer_of_class(model, description.shared_exit, classes.row, "row")
         other.shared_exit = (row,)
     entry = model.get_submodule(description.entry)
     block.register_entry(entry, contains_exit_layer=description.contains_exit_layer)
     return entry, block
 
 
-def _require_layer(model: nn.Module, name: str, layer_class: type[nn.Module], role: str) -> Any:
-    module = model.get_submodule(name)
+def _get_layer_of_class(model: nn.Module, path: str, layer_class: type[nn.Module], role: str) -> Any:
+    module = model.get_submodule(path)
     if not isinstance(module, layer_class):
         raise PolicyError(
-            f"{name} is a {type(module).__name__}, but the {role} of a block must be a {layer_class.__name__}.",
-            remedy=f"Replace {name} with a {layer_class.__name__} in sub_module_replacement.",
+            f"{path} is a {type(module).__name__}, but the {role} of a block must be a {layer_class.__name__}.",
+            remedy=f"Replace {path} with a {layer_class.__name__} in sub_module_replacement.",
         )
     return module
 
@@ -245,9 +249,9 @@ def install_gradient_reduction(
     for name, param in model.named_parameters():
         spec = specs.get(id(param), ShardSpec(param.shape))
         layout, place = places.find_region(name)
-        reduction = get_reduction(spec, layout, place, state.context.sizes, shared.get(name, ()))
+        reduction = get_gradient_reduction(spec, layout, place, state.context.sizes, shared.get(name, ()))
         state.entries.append(ParamEntry(name, param, spec, reduction))
-    get_reduction_axis = _create_reduction_groups(state, list(dict.fromkeys(shared.values())))
+    get_reduction_axis = _create_gradient_reduction_groups(state, list(dict.fromkeys(shared.values())))
     order = {name: at for at, name in enumerate(shared)}
     gradients: dict[tuple[int, ...], list[GradientSlot]] = {}
     for entry in sorted(state.entries, key=lambda entry: order.get(entry.name, 0)):
@@ -284,21 +288,21 @@ class ParameterRegionFinder:
             if prefix
         ]
 
-    def find_region(self, name: str) -> tuple[ActivationLayout, ModelRegion]:
+    def find_region(self, param_name: str) -> tuple[ActivationLayout, ModelRegion]:
         """Return the layout of the activations around a parameter, and the model region that contains it."""
-        layout = next((layout for prefix, layout in self._stacks if name.startswith(prefix)), None)
-        if name not in self._biases and name.startswith(self._inside):
+        layout = next((layout for prefix, layout in self._stacks if param_name.startswith(prefix)), None)
+        if param_name not in self._biases and param_name.startswith(self._inside):
             return layout or self._stream, ModelRegion.BLOCK
         if layout is None:
             return self._stream, ModelRegion.OUTSIDE
-        return layout, ModelRegion.GATHERED if name.startswith(self._gathered) else ModelRegion.STACK
+        return layout, ModelRegion.GATHERED if param_name.startswith(self._gathered) else ModelRegion.STACK
 
 
 def _with_trailing_dot(path: str) -> str:
     return f"{path}." if path else ""
 
 
-def _create_reduction_groups(
+def _create_gradient_reduction_groups(
     state: ShardingMetadata, stage_sets: Sequence[tuple[int, ...]]
 ) -> Callable[[GradientReduction], Axis]:
     """Create the process groups for gradient reduction, in the same order on all processes.

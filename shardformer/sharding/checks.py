@@ -39,8 +39,8 @@ from shardformer.module_paths import LIBRARIES, find_configs
 from shardformer.pipeline.stage_manager import Stages
 from shardformer.policies import legacy
 from shardformer.policies.policy import Policy
-from shardformer.sharding.apply_context_parallel import check_context_parallel
-from shardformer.sharding.plan import ShardingPlan, make_plan
+from shardformer.sharding.apply_context_parallel import check_context_parallel_support
+from shardformer.sharding.plan import ShardingPlan, make_sharding_plan
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.torch_compat import get_tensor_hooks, has_meta_tensors, is_dtensor
@@ -200,10 +200,10 @@ def make_checked_plan(
     The model is unchanged, except by the policy's ``preprocess``.
 
     Args:
-        applies_rules: whether weights are sharded (see ``make_plan``).
+        applies_rules: whether weights are sharded (see ``make_sharding_plan``).
 
     Raises:
-        PolicyError: see ``make_plan``.
+        PolicyError: see ``make_sharding_plan``.
         ConfigError: if the model does not support an option.
     """
     policy.set_model(model)
@@ -214,22 +214,24 @@ def make_checked_plan(
             remedy="Write a RolePolicy with a LayerStack, or set enable_sequence_parallelism=False.",
         )
     if config.uses_context_parallel:
-        check_context_parallel(model, policy.stacks(), config.resolve_context(), config.context_parallel, policy.notes)
+        check_context_parallel_support(
+            model, policy.stacks(), config.resolve_context(), config.context_parallel, policy.notes
+        )
     if config.enable_flash_attention:
         check_flash_attention(model, config.resolve_context().device)
     if config.enable_fused_normalization:
-        check_fused_norms(model)
+        check_can_fuse_norms(model)
     if config.enable_jit_fused:
-        check_fused_activations(model, config.resolve_context().device)
+        check_can_fuse_activations(model, config.resolve_context().device)
     with record_if_lazy(model) if has_meta_tensors(model) else nullcontext():
         model = policy.preprocess() or model
     policy.set_model(model)
-    if policy.changes_classes_or_ties:
+    if policy.replaces_class_or_ties_params:
         legacy.check_legacy_policy(policy, model)
-    return make_plan(model, policy, applies_rules=applies_rules)
+    return make_sharding_plan(model, policy, applies_rules=applies_rules)
 
 
-def check_packed_weights(model: nn.Module, plan: ShardingPlan, context: ParallelContext) -> None:
+def check_quantized_weights(model: nn.Module, plan: ShardingPlan, context: ParallelContext) -> None:
     """Raise ConfigError if the layout does not support the model's quantized weights."""
     packed = find_packed_weights(model)
     owners = {name.rpartition(".")[0]: param for name, param in packed.items()}
@@ -251,9 +253,9 @@ def check_packed_weights(model: nn.Module, plan: ShardingPlan, context: Parallel
         raise _make_quantized_error(model, found.rpartition(".")[0], f"tensor={context.tensor.size}")
 
 
-def check_no_integer_weights(model: nn.Module, sizes: Mapping[str, int]) -> None:
+def check_no_integer_weights(model: nn.Module, axis_sizes: Mapping[str, int]) -> None:
     """Raise ConfigError if layers with integer weights in buffers, as in GPTQ and AWQ, would be sharded."""
-    axis = next((name for name in ("tensor", "sequence") if sizes.get(name, 1) > 1), None)
+    axis = next((name for name in ("tensor", "sequence") if axis_sizes.get(name, 1) > 1), None)
     if axis is None or not has_quantization_config(model):
         return
     for path, module in model.named_modules():
@@ -261,7 +263,7 @@ def check_no_integer_weights(model: nn.Module, sizes: Mapping[str, int]) -> None
         if is_own and any(
             not (x.is_floating_point() or x.dtype == torch.bool) for x in module._buffers.values() if x is not None
         ):
-            raise _make_quantized_error(model, path, f"{axis}={sizes[axis]}")
+            raise _make_quantized_error(model, path, f"{axis}={axis_sizes[axis]}")
 
 
 def _make_quantized_error(model: nn.Module, path: str, layout: str) -> ConfigError:
@@ -302,19 +304,19 @@ def check_no_parameter_views(model: nn.Module, plan: ShardingPlan, stages: Stage
         )
 
 
-def find_referenced_parameters(model: nn.Module) -> set[int]:
+def find_externally_referenced_ids(model: nn.Module) -> set[int]:
     """Return the ids of parameters that are referenced outside the model, for example by an optimizer.
 
     Compares their reference counts with the count of a parameter to which only its module refers.
     """
     alone = nn.Module()
     alone.only = nn.Parameter(torch.empty(0))
-    ((_, by_counting),) = _count_references(alone)
+    ((_, by_counting),) = _count_parameter_references(alone)
     times = Counter([id(p) for m in model.modules() for p in m._parameters.values() if p is not None])
-    return {key for key, count in _count_references(model) if count - (by_counting - 1) > times[key]}
+    return {key for key, count in _count_parameter_references(model) if count - (by_counting - 1) > times[key]}
 
 
-def _count_references(model: nn.Module) -> list[tuple[int, int]]:
+def _count_parameter_references(model: nn.Module) -> list[tuple[int, int]]:
     counts: list[tuple[int, int]] = []
     for module in model.modules():
         for p in module._parameters.values():
@@ -323,34 +325,34 @@ def _count_references(model: nn.Module) -> list[tuple[int, int]]:
     return counts
 
 
-def check_no_optimizer(
-    model: nn.Module, plan: ShardingPlan, stages: Stages | None, referenced: Collection[int]
+def check_no_existing_optimizer(
+    model: nn.Module, plan: ShardingPlan, stages: Stages | None, referenced_ids: Collection[int]
 ) -> None:
     """Raise ConfigError if an optimizer already contains a parameter that sharding will replace.
 
     Args:
-        referenced: result of ``find_referenced_parameters`` before planning. The slow search through all objects of the
-            process runs only if it contains a parameter to shard.
+        referenced_ids: result of ``find_externally_referenced_ids`` before planning. The slow search through all
+            objects of the process runs only if it contains a parameter to shard.
     """
     sharded = plan.get_sharded_parameter_ids()
     if stages is not None:
         sharded |= {id(p): name for name, p in model.named_parameters() if not stages.is_here(name)}
-    if not sharded.keys() & referenced:
+    if not sharded.keys() & referenced_ids:
         return
-    check_not_in_optimizer([p for p in model.parameters() if id(p) in sharded], sharded, type(model).__name__)
+    check_params_not_in_optimizer([p for p in model.parameters() if id(p) in sharded], sharded, type(model).__name__)
 
 
-def check_not_in_optimizer(params: list[nn.Parameter], names: Mapping[int, str], model_name: str) -> None:
+def check_params_not_in_optimizer(params: list[nn.Parameter], name_by_id: Mapping[int, str], model_name: str) -> None:
     """Raise ConfigError if any optimizer of the process contains one of these parameters.
 
     Args:
-        names: id of each parameter -> its name.
+        name_by_id: id of each parameter -> its name.
     """
     # gc.get_objects() would expose tuples that other threads are still building, which makes those threads fail
     lists = [x for x in gc.get_referrers(*params) if type(x) is list and x is not params]
     for group in gc.get_referrers(*lists):
         if type(group) is dict and "lr" in group and isinstance(group.get("params"), list):
-            name = next((names[id(p)] for p in group["params"] if id(p) in names), None)
+            name = next((name_by_id[id(p)] for p in group["params"] if id(p) in name_by_id), None)
             if name is not None:
                 raise ConfigError(
                     f"An optimizer already contains {name!r} of this {model_name}.",
@@ -364,17 +366,17 @@ def check_shard_layouts(model: nn.Module, coords: Coords) -> None:
     seen: dict[int, tuple[str, ShardSpec]] = {}
     for name, param, spec in named_sharded_parameters(model):
         other, first = seen.setdefault(id(param), (name, spec))
-        if first != spec or tuple(param.shape) != spec.local_shape(coords):
+        if first != spec or tuple(param.shape) != spec.get_local_shape(coords):
             raise PolicyError(
                 f"{name} has the shape {tuple(param.shape)} on this rank, but its layout requires "
-                f"{spec.local_shape(coords)}" + (f". It is tied to {other}" if other != name else ""),
+                f"{spec.get_local_shape(coords)}" + (f". It is tied to {other}" if other != name else ""),
                 rule="Modules that share a weight must be sharded in the same way.",
                 remedy="Replace both modules with vocabulary-parallel layers, or keep both replicated.",
             )
 
 
 @contextmanager
-def restore_on_error(model: nn.Module) -> Iterator[None]:
+def restore_model_on_error(model: nn.Module) -> Iterator[None]:
     """Restore the model's modules, parameters, hooks, attributes and configs if the code in the context raises.
 
     Parameter values that functions of a policy overwrite in place are not restored.
@@ -416,29 +418,33 @@ def _replace_entries(target: Any, entries: Any) -> None:
     target.update(entries)
 
 
-def check_tied_stages(ties: Sequence[OverlapGroup], find_owner_ranks: Callable[[str], Sequence[int]]) -> None:
+def check_tied_weights_on_same_stage(
+    ties: Sequence[OverlapGroup], find_owner_ranks: Callable[[str], Sequence[int]]
+) -> None:
     """Raise ConfigError if parameters that share memory are on different pipeline stages."""
     for group in ties:
         if len({tuple(find_owner_ranks(name)) for name in group}) > 1:
             raise _make_broken_tie_error(group, "are on different pipeline stages")
 
 
-def restore_tied_weights(model: nn.Module, ties: Sequence[OverlapGroup], specs: Mapping[int, ShardSpec]) -> None:
+def restore_tied_weights(
+    model: nn.Module, ties: Sequence[OverlapGroup], spec_by_shard_id: Mapping[int, ShardSpec]
+) -> None:
     """Make local shards share memory where the full parameters shared memory before sharding.
 
     Args:
         model: the sharded model.
         ties: groups of names of parameters that shared memory before sharding.
-        specs: id(shard) -> its layout.
+        spec_by_shard_id: id(shard) -> its layout.
 
     Raises ConfigError if the parameters of a group are sharded in different ways.
     """
     present = dict(model.named_parameters(remove_duplicate=False))
     for group in ties:
         parts = {name: present[name] for name in group if name in present}
-        if not any(id(part) in specs for part in parts.values()):
+        if not any(id(part) in spec_by_shard_id for part in parts.values()):
             continue  # replicated, or on another stage
-        if len({(str(specs.get(id(part))), group[name]) for name, part in parts.items()}) > 1:
+        if len({(str(spec_by_shard_id.get(id(part))), group[name]) for name, part in parts.items()}) > 1:
             raise _make_broken_tie_error(group, "are sharded in different ways")
         first, *others = parts.values()
         for other in others:
@@ -459,7 +465,7 @@ WRITTEN_OUT = ("NewGELUActivation", "AccurateGELUActivation", "FastGELUActivatio
 ACTIVATIONS = (*WRITTEN_OUT, "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh", "SiLU", "SiLUActivation", "ReLU")
 
 
-def check_fused_activations(model: nn.Module, device: torch.device) -> None:
+def check_can_fuse_activations(model: nn.Module, device: torch.device) -> None:
     """Raise ConfigError if ``enable_jit_fused`` cannot be used for the model or on this device."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         problem = "enable_jit_fused=True needs triton on a GPU, which is not installed"
@@ -472,10 +478,10 @@ def check_fused_activations(model: nn.Module, device: torch.device) -> None:
     raise ConfigError(problem, remedy="Set enable_jit_fused=False.")
 
 
-def check_fused_norms(model: nn.Module) -> None:
+def check_can_fuse_norms(model: nn.Module) -> None:
     """Raise ConfigError if ``enable_fused_normalization`` supports none of the norms in the model."""
     problem: ConfigError | None = None
-    for _, norm in iterate_norms(model):
+    for _, norm in named_norm_modules(model):
         try:
             make_fused_norm(norm)
             return
@@ -487,7 +493,7 @@ def check_fused_norms(model: nn.Module) -> None:
     )
 
 
-def iterate_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def named_norm_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         if "norm" in type(module).__name__.lower() and not module._modules:
             yield path, module
@@ -496,16 +502,16 @@ def iterate_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def runs_library_code(module: nn.Module) -> bool:
     """Return whether the ``forward`` method of a module comes from a library and was not replaced."""
     of_class: Any = inspect.unwrap(type(module).forward)
-    return "forward" not in vars(module) and _get_package(of_class) in LIBRARIES
+    return "forward" not in vars(module) and _get_top_level_package(of_class) in LIBRARIES
 
 
-def _get_package(function: Any) -> str:
+def _get_top_level_package(function: Any) -> str:
     return str(getattr(function, "__module__", "")).partition(".")[0]
 
 
-def find_user_code_modules(model: nn.Module, layers: list[str]) -> Iterator[tuple[str, nn.Module]]:
+def find_user_code_modules(model: nn.Module, stack_paths: list[str]) -> Iterator[tuple[str, nn.Module]]:
     """Yield path and module of each module in these layers that runs user code that is not element-wise."""
-    for stack in layers:
+    for stack in stack_paths:
         for path, module in model.get_submodule(stack).named_modules(prefix=stack):
             if not runs_library_code(module) and (module._modules or not is_elementwise(module)):
                 yield path, module

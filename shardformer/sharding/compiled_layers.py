@@ -73,10 +73,12 @@ class StackCompiler:
     def __post_init__(self) -> None:
         mode, options, dynamic = (self.options.get(name) for name in ("mode", "options", "dynamic"))
         self.running = ""  # path of the layer whose forward pass runs
-        self._compile = torch_compat.get_backend_compiler(self.backend, mode, options, dynamic)
+        self._compile = torch_compat.resolve_compile_backend(self.backend, mode, options, dynamic)
         # torch stores graphs with the code of a function and limits their number. With a code of its own, this stack
         # does not share the limit with other models.
-        function = FunctionType(_call_layer.__code__.replace(), globals(), _call_layer.__name__)
+        function = FunctionType(
+            _call_layer_with_lengths.__code__.replace(), globals(), _call_layer_with_lengths.__name__
+        )
         self.call: Callable[..., Any] = torch.compile(
             function, backend=self._compile_graph, fullgraph=True, dynamic=dynamic
         )
@@ -93,7 +95,7 @@ class StackCompiler:
         return copy
 
     def __str__(self) -> str:
-        backend = torch_compat.get_backend_name(self.backend)
+        backend = torch_compat.get_compile_backend_name(self.backend)
         text = f"Compiled with {backend}: {len(self.layers)} layer{'' if len(self.layers) == 1 else 's'} of {self.path}"
         count = len(self.graphs)
         graphs = f"{count} graph{'' if count == 1 else 's'}, no graph break"
@@ -101,15 +103,15 @@ class StackCompiler:
         return text + (f", {self.eager_calls} calls without compilation." if self.eager_calls else ".")
 
 
-def _call_layer(
+def _call_layer_with_lengths(
     forward: Callable[..., Any],
     layer: nn.Module | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    lengths: Sequence[tuple[ActivationSharding, int]],
+    sharding_lengths: Sequence[tuple[ActivationSharding, int]],
 ) -> Any:
     """Set the lengths of the input, and call the layer. As attributes, lengths would need one graph per value."""
-    for stream, length in lengths:
+    for stream, length in sharding_lengths:
         setattr(stream, stream.length_name, length)
     return forward(*args, **kwargs) if layer is None else forward(layer, *args, **kwargs)
 
@@ -126,7 +128,9 @@ class CompiledLayer:
     def __init__(self, layer: nn.Module, path: str, stack: StackCompiler, context: ContextParallelState | None) -> None:
         original: Any = layer.forward
         self._layer, self._path, self._stack, self._context = layer, path, stack, context
-        self._outside_of_graph: Callable[..., Any] = torch.compiler.disable(type(self)._call)  # unbound, for copies
+        self._outside_of_graph: Callable[..., Any] = torch.compiler.disable(
+            type(self)._run_compiled_or_eagerly
+        )  # unbound, for copies
         self._before, forward = vars(layer).get("forward"), getattr(original, "__func__", original)
         self._is_method = forward is not original
         self._forward = unwrap_checkpointed_forward(forward)
@@ -138,7 +142,7 @@ class CompiledLayer:
             block.keep_random_state_in_graph()
         wrap_attention_modules(layer)
 
-    def remove(self) -> None:
+    def restore_original_forward(self) -> None:
         """Restore the original ``forward`` of the layer."""
         del self._layer.__dict__["forward"]
         if self._before is not None:
@@ -147,9 +151,9 @@ class CompiledLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a larger graph ends here, and begins again after the layer
             return self._outside_of_graph(self, *args, **kwargs)
-        return self._call(*args, **kwargs)
+        return self._run_compiled_or_eagerly(*args, **kwargs)
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_compiled_or_eagerly(self, *args: Any, **kwargs: Any) -> Any:
         if self._context is not None and current_graph_task_id() < 0 and not self._context.is_open:
             return self._run_eagerly(args, kwargs)  # the sequence of this forward pass is not sharded
         if caches := find_kv_caches((*args, *kwargs.values())):
@@ -164,14 +168,14 @@ class CompiledLayer:
     def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = resolve_deferred_tensors((args, kwargs))
         for stream in self._streams:
-            stream.restore_full_length(get_first_tensor(args, kwargs))
+            stream.restore_input_size_in_recompute(get_first_tensor(args, kwargs))
             stream.is_restored = True
         gather_param_groups(self._layer.parameters())
         self._stack.running = self._path
         try:
             return self._call_compiled(args, kwargs)
         except torch_compat.get_recompile_limit_error_class():
-            self._report_recompile_limit(args, kwargs)
+            self._warn_recompile_limit(args, kwargs)
         except torch_compat.get_compile_error_class() as error:
             raise self._make_graph_break_error(error) from error
         finally:
@@ -188,7 +192,7 @@ class CompiledLayer:
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._forward(self._layer, *args, **kwargs) if self._is_method else self._forward(*args, **kwargs)
 
-    def _report_recompile_limit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _warn_recompile_limit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stack = self._stack
         stack.eager_calls += 1
         if stack.eager_calls > 1:
@@ -210,15 +214,17 @@ class CompiledLayer:
         )
 
 
-def compile_stacks(model: nn.Module, state: ShardingMetadata, backend: Backend, options: Mapping[str, Any]) -> None:
+def compile_layer_stacks(
+    model: nn.Module, state: ShardingMetadata, backend: Backend, options: Mapping[str, Any]
+) -> None:
     """Replace the ``forward`` method of each layer with one that compiles the layer when it is first called.
 
     Raises ConfigError if the model, its layout or this computer does not support compilation.
     """
     _check_can_be_compiled(model, state, backend)
-    found = {path: _find_layers(model, path) for path in state.layer_stacks}
+    found = {path: _find_local_layers(model, path) for path in state.layer_stacks}
     if not found:
-        name = torch_compat.get_backend_name(backend)
+        name = torch_compat.get_compile_backend_name(backend)
         raise ConfigError(
             f"compile={name!r} has no effect, because {type(model).__name__} has no known stack of layers.",
             remedy="Set compile=False and call torch.compile(model), or pass a policy that describes the layers.",
@@ -230,29 +236,30 @@ def compile_stacks(model: nn.Module, state: ShardingMetadata, backend: Backend, 
     for stack in state.compilers:
         for path, layer in found[stack.path].items():
             if isinstance(before := vars(layer).get("forward"), CompiledLayer):
-                before.remove()
+                before.restore_original_forward()
             layer.forward = CompiledLayer(layer, path, stack, state.context_run)
 
 
 def compile_as_configured(
-    model: nn.Module, state: ShardingMetadata, compile: bool | str, wrapper: Mapping[str, Any]
+    model: nn.Module, state: ShardingMetadata, compile: bool | str, wrapper_options: Mapping[str, Any]
 ) -> None:
     """Compile a sharded model if the config requests it, or if the model was wrapped by torch.compile.
 
     Args:
-        wrapper: arguments of the wrapper (``torch_compat.unwrap_compiled``), which ``compile`` overrides.
+        wrapper_options: arguments of the wrapper (``torch_compat.unwrap_compiled_module``), which ``compile``
+            overrides.
     """
     if compile:
-        compile_stacks(model, state, DEFAULT_BACKEND if compile is True else compile, {})
-    elif wrapper and state.layer_stacks:
-        compile_stacks(model, state, wrapper["backend"], {"dynamic": wrapper["dynamic"]})
-    elif wrapper:
-        nn.Module.compile(model, **wrapper)
+        compile_layer_stacks(model, state, DEFAULT_BACKEND if compile is True else compile, {})
+    elif wrapper_options and state.layer_stacks:
+        compile_layer_stacks(model, state, wrapper_options["backend"], {"dynamic": wrapper_options["dynamic"]})
+    elif wrapper_options:
+        nn.Module.compile(model, **wrapper_options)
 
 
-def _find_layers(model: nn.Module, stack: str) -> dict[str, nn.Module]:
+def _find_local_layers(model: nn.Module, stack_path: str) -> dict[str, nn.Module]:
     """Return a dict from paths to the layers of a stack that are on this pipeline stage."""
-    layers = {f"{stack}.{name}": layer for name, layer in model.get_submodule(stack).named_children()}
+    layers = {f"{stack_path}.{name}": layer for name, layer in model.get_submodule(stack_path).named_children()}
     return {path: layer for path, layer in layers.items() if next(layer.parameters(), None) is not None}
 
 
@@ -260,8 +267,8 @@ def _check_can_be_compiled(model: nn.Module, state: ShardingMetadata, backend: B
     if isinstance(backend, str):
         check_choice("compile", backend, torch.compiler.list_backends(exclude_tags=()))
     problem, remedy = "", "Set compile=False"
-    name = torch_compat.get_backend_name(backend)
-    if state.context_run is not None and (reason := _explain_eager_context(model, state)):
+    name = torch_compat.get_compile_backend_name(backend)
+    if state.context_run is not None and (reason := _explain_context_parallel_conflict(model, state)):
         problem = f"Context parallelism {reason}"
     elif name == "inductor" and state.context.device.type == "cuda" and importlib.util.find_spec("triton") is None:
         problem, remedy = "The backend inductor needs triton on a GPU, which is not installed", "Install triton"
@@ -271,7 +278,7 @@ def _check_can_be_compiled(model: nn.Module, state: ShardingMetadata, backend: B
         raise ConfigError(f"compile={name!r} does not work: {problem}.", remedy=remedy)
 
 
-def _explain_eager_context(model: nn.Module, state: ShardingMetadata) -> str:
+def _explain_context_parallel_conflict(model: nn.Module, state: ShardingMetadata) -> str:
     """Return the reason why context parallelism prevents compilation of the layers, or an empty string."""
     if state.context_run.is_whole:
         return "computes the attention of this model in full on every rank"
@@ -309,10 +316,10 @@ def compile_model(
             "model.compile was called on a pipeline stage, whose layers already have a replaced forward method.",
             remedy="Set compile=True in ParallelConfig instead.",
         )
-    compile_stacks(self, state, backend, options)
+    compile_layer_stacks(self, state, backend, options)
 
 
-def get_compiled_stacks(model: nn.Module) -> list[StackCompiler]:
+def get_stack_compilers(model: nn.Module) -> list[StackCompiler]:
     """Return the ``StackCompiler`` of each stack of layers in a sharded model. Empty if the model is not compiled."""
     compilers: list[StackCompiler] = get_metadata(model).compilers
     return compilers

@@ -14,7 +14,12 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata, named_sharded_parameters, shard_specs
+from shardformer.layout.sharding_metadata import (
+    ShardingMetadata,
+    get_metadata,
+    get_shard_specs,
+    named_sharded_parameters,
+)
 from shardformer.pipeline.schedules import make_schedule, round_up_micro_batches, simulate
 from shardformer.pipeline.stage_manager import Stages
 
@@ -25,12 +30,14 @@ TableRow = tuple[str, tuple[str, ...], int]
 """Path with ``*`` for the index of a layer, the other cells, and the number of rows merged into this row."""
 
 
-def format_table(header: tuple[str, ...], rows: Sequence[TableRow], layers: Mapping[str, int]) -> list[str]:
+def format_table(
+    header: tuple[str, ...], rows: Sequence[TableRow], num_layers_by_stack: Mapping[str, int]
+) -> list[str]:
     r"""Format table rows as lines of aligned columns, with one heading for each stack of layers.
 
     Args:
         header: the titles of the columns.
-        layers: ``transformer.h.*`` -> number of layers in that stack.
+        num_layers_by_stack: ``transformer.h.*`` -> number of layers in that stack.
 
     >>> print("\n".join(format_table(("", "was", "is"), [("head", ("6", "3"), 1), ("h.*.q", ("6", "3"), 2),
     ...                                           ("h.*.k", ("6", "3"), 2), ("h.*.t", ("9", "5"), 1)], {"h.*": 2})))
@@ -47,9 +54,9 @@ def format_table(header: tuple[str, ...], rows: Sequence[TableRow], layers: Mapp
         sections.setdefault(section, []).append((_remove_stack_prefix(section, path), cells, count))
     for section, members in sections.items():
         if section:
-            count = layers.get(section, 0)
+            count = num_layers_by_stack.get(section, 0)
             lines.append((f"{section}: {count} layer{'' if count == 1 else 's'}",))
-        for names, cells in _merge_rows(members, layers.get(section, 1)):
+        for names, cells in _merge_adjacent_rows(members, num_layers_by_stack.get(section, 1)):
             first, *more = wrap_paths(names, NAME_WIDTH)
             indent = "  " if section else ""
             lines += [(indent + first, *cells), *[(f"{indent}  {rest}",) for rest in more]]
@@ -75,20 +82,20 @@ def align_columns(lines: Sequence[Sequence[str]], first_right_aligned: int | Non
     return ["  ".join(padded(at, cell) for at, cell in enumerate(line)).rstrip() for line in lines]
 
 
-def wrap_paths(names: str, width: int, no_break_pattern: str = "(?<=:) ") -> list[str]:
+def wrap_paths(path_list: str, width: int, no_break_pattern: str = "(?<=:) ") -> list[str]:
     """Wrap a list of module paths to lines of at most ``width`` characters. A longer path breaks at a dot.
 
     Args:
         no_break_pattern: pattern of spaces at which a line must not break.
     """
-    words = re.sub(no_break_pattern, "\xa0", names).split(" ")
+    words = re.sub(no_break_pattern, "\xa0", path_list).split(" ")
     breaks = [word.rfind(".", 0, width) + 1 if len(word) > width else 0 for word in words]
     text = " ".join(f"{word[:at]} {word[at:]}" if at else word for word, at in zip(words, breaks, strict=True))
     lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
     return [line.replace("\xa0", " ") for line in lines]
 
 
-def merge_replicated_parameters(parameters: Iterable[tuple[str, str, int, float]]) -> list[TableRow]:
+def make_replicated_parameter_rows(parameters: Iterable[tuple[str, str, int, float]]) -> list[TableRow]:
     """Merge the rows of replicated parameters that belong to the same module, or to identical modules."""
     leaves: dict[tuple[str, str, int], tuple[list[str], float]] = {}
     for path, shape, count, share in parameters:
@@ -108,9 +115,9 @@ def merge_replicated_parameters(parameters: Iterable[tuple[str, str, int, float]
     return out
 
 
-def format_percent(share: float) -> str:
+def format_percent(fraction: float) -> str:
     """Format a fraction as ``0.3%``, or as ``<0.1%`` if it would round to zero."""
-    return f"{share:.1%}" if share >= 0.0005 or share == 0 else "<0.1%"
+    return f"{fraction:.1%}" if fraction >= 0.0005 or fraction == 0 else "<0.1%"
 
 
 def _get_stack_pattern(path: str) -> str:
@@ -123,7 +130,7 @@ def _remove_stack_prefix(stack: str, path: str) -> str:
     return path[len(stack) :].lstrip(".") or "the layer itself" if stack else path
 
 
-def _merge_rows(rows: Sequence[TableRow], num_layers: int) -> list[tuple[str, tuple[str, ...]]]:
+def _merge_adjacent_rows(rows: Sequence[TableRow], num_layers: int) -> list[tuple[str, tuple[str, ...]]]:
     """Merge adjacent rows of one module into one row, such as ``attn.q, k, v``, if their cells are equal."""
 
     def key(row: TableRow) -> tuple[str, tuple[str, ...], int, str]:
@@ -286,23 +293,23 @@ def abbreviate_paths(paths: Sequence[str]) -> list[str]:
     return out
 
 
-def find_covering_paths(names: Collection[str], all_parameters: Mapping[str, object]) -> list[str]:
+def find_covering_paths(param_names: Collection[str], all_parameters: Mapping[str, object]) -> list[str]:
     """Return the shortest list of module paths that cover all of these parameters and no other parameters.
 
     >>> names = ["e.word.weight", "e.place.weight", "h.weight"]
     >>> find_covering_paths(names, dict.fromkeys([*names, "h.bias"]))
     ['e', 'h.weight']
     """
-    wanted = set(names)
-    counts = Counter(path for name in all_parameters for path in _list_prefixes(name))
-    inside = Counter(path for name in wanted for path in _list_prefixes(name))
-    found = {next(path for path in _list_prefixes(name) if counts[path] == inside[path]) for name in wanted}
+    wanted = set(param_names)
+    counts = Counter(path for name in all_parameters for path in _list_path_prefixes(name))
+    inside = Counter(path for name in wanted for path in _list_path_prefixes(name))
+    found = {next(path for path in _list_path_prefixes(name) if counts[path] == inside[path]) for name in wanted}
     return [path for path in counts if path in found]
 
 
-def _list_prefixes(name: str) -> list[str]:
+def _list_path_prefixes(path: str) -> list[str]:
     """Return all prefixes of a path: ``a``, ``a.b`` and ``a.b.c`` for the path ``a.b.c``."""
-    return list(accumulate(name.split("."), "{}.{}".format))
+    return list(accumulate(path.split("."), "{}.{}".format))
 
 
 @dataclass(frozen=True)
@@ -344,7 +351,10 @@ class ShardingDescription:
         if self.whole:
             share = f"{format_percent(sum(share for *_, share in self.whole))} of all"
             title = "replicated within this stage" if self.stages else "replicated on every rank"
-            lines += ["", *format_table((title, "shape", share), merge_replicated_parameters(self.whole), self.layers)]
+            lines += [
+                "",
+                *format_table((title, "shape", share), make_replicated_parameter_rows(self.whole), self.layers),
+            ]
         return "\n".join([*lines, *[f"\n{note}" for note in self.notes]])
 
 
@@ -394,7 +404,7 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
         ConfigError: if the model is not sharded.
     """
     state = get_metadata(model)
-    specs = shard_specs(model)
+    specs = get_shard_specs(model)
     stages = state.stages if state.stages is not None and state.stages.manager.num_stages > 1 else None
     layers: dict[str, int] = {}
 
@@ -454,7 +464,7 @@ def _list_sharded_shapes(model: nn.Module) -> dict[str, dict[str, tuple[str, str
     return found
 
 
-def _format_title(model: nn.Module, state: ShardingMetadata, total: int) -> str:
+def _format_title(model: nn.Module, state: ShardingMetadata, num_parameters: int) -> str:
     local = sum(p.numel() for p in model.parameters())
     enabled = [name for name, value in state.request.options.items() if value is True]
     on = ", ".join(
@@ -465,12 +475,14 @@ def _format_title(model: nn.Module, state: ShardingMetadata, total: int) -> str:
     return (
         f"{type(model).__name__} over {state.context}, by {state.request.source}\n"
         + (f"on: {on}\n" if on else "")
-        + f"{total:,} parameters, {local:,} of them on this rank ({local / total:.1%})"
+        + f"{num_parameters:,} parameters, {local:,} of them on this rank ({local / num_parameters:.1%})"
     )
 
 
-def _replace_layer_index(model: nn.Module, path: str, layers: dict[str, int], stages: Stages | None = None) -> str:
-    """Replace the layer index in a module path with ``*``, and record the number of layers in ``layers``."""
+def _replace_layer_index(
+    model: nn.Module, path: str, num_layers_by_stack: dict[str, int], stages: Stages | None = None
+) -> str:
+    """Replace the layer index in a module path with ``*``, and count the layers in ``num_layers_by_stack``."""
     out: list[str] = []
     module: Any = model
     parts = path.split(".")
@@ -478,9 +490,11 @@ def _replace_layer_index(model: nn.Module, path: str, layers: dict[str, int], st
         siblings = dict(module.named_children()) if part.isdigit() and isinstance(module, nn.Module) else {}
         is_layer = len({type(m) for m in siblings.values()}) == 1
         out.append("*" if is_layer else part)
-        if is_layer and ".".join(out) not in layers:
+        if is_layer and ".".join(out) not in num_layers_by_stack:
             names = [".".join([*parts[:at], name]) for name in siblings]
-            layers[".".join(out)] = sum(stages is None or not stages.is_on_other_rank(name) for name in names)
+            num_layers_by_stack[".".join(out)] = sum(
+                stages is None or not stages.is_on_other_rank(name) for name in names
+            )
         module = getattr(module, part, None)
     return ".".join(out)
 

@@ -22,7 +22,7 @@ from shardformer.comm.autograd_collectives import copy_to_tp_region, once_differ
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.comm.deferred_tensor import resolve_deferred_tensors
 from shardformer.consistency.ddp_and_fsdp_guards import check_not_in_ddp, install_wrapper_guards
-from shardformer.consistency.rank_divergence import check_same_batch, sync_and_check_ranks
+from shardformer.consistency.rank_divergence import check_same_batch, sync_random_state_and_check_ranks
 from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
 from shardformer.errors import ConfigError, InputError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
@@ -35,13 +35,13 @@ from shardformer.policies.module_descriptions import BlockDescription
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.parallel_module import MODULE_HOOK_TABLES, ParallelModule
 from shardformer.torch_compat import current_graph_task_id, keystr, tolist_or_ones, tree_leaves, tree_map_with_path
-from shardformer.transformers_compat import find_kv_caches, has_cached_tokens, is_cache
+from shardformer.transformers_compat import find_kv_caches, has_cached_tokens, is_kv_cache
 
 LOCAL_HEADS = "_shardformer_heads"
 """Attribute that marks a KV cache that contains only this rank's heads."""
 
 
-class CacheHeadSelector:
+class KVCacheHeadSelector:
     """Selects this rank's attention heads in KV caches that are passed to a sharded model.
 
     Args:
@@ -62,26 +62,26 @@ class CacheHeadSelector:
                 is_unknown = number in self._layers or grid is not None
                 self._layers[number] = (0, ()) if is_unknown else arguments.kv_heads
 
-    def select_local_heads(self, model: nn.Module, values: Sequence[Any]) -> None:
+    def select_local_heads(self, model: nn.Module, inputs: Sequence[Any]) -> None:
         """Select the heads of this rank in KV caches that contain all heads, before a forward pass.
 
         Raises ConfigError for a cache with an unexpected number of heads or an unknown structure.
         """
-        for cache in self._find_caches(values):
+        for cache in self._find_caches(inputs):
             if has_cached_tokens(cache) and LOCAL_HEADS not in vars(cache):
-                self._select_heads(model, cache)
+                self._select_cache_heads(model, cache)
             vars(cache)[LOCAL_HEADS] = True
 
-    def mark_filled_caches(self, values: Sequence[Any]) -> None:
+    def mark_filled_caches(self, outputs: Sequence[Any]) -> None:
         """Mark the KV caches that a forward pass has filled with only this rank's heads."""
-        for cache in self._find_caches(values):
+        for cache in self._find_caches(outputs):
             vars(cache)[LOCAL_HEADS] = True
 
     def _find_caches(self, values: Sequence[Any]) -> Iterator[Any]:
         if self._layers:
             yield from (cache for cache in find_kv_caches(values) if hasattr(cache, "__dict__"))
 
-    def _select_heads(self, model: nn.Module, cache: Any) -> None:
+    def _select_cache_heads(self, model: nn.Module, cache: Any) -> None:
         found = getattr(cache, "layers", None)
         if found is None or hasattr(cache, "self_attention_cache"):
             raise self._make_unsupported_cache_error(model, f"a {type(cache).__name__}")
@@ -121,42 +121,42 @@ HOOK_OUTSIDE = "hook the model or a module after the final norm instead"
 _get_hook_tables = attrgetter(*MODULE_HOOK_TABLES)
 
 
-class ModuleFingerprint:
+class ModelStructureSnapshot:
     """Records the modules, parameters, hooks and `forward` methods of a sharded model, to detect later changes.
 
     Args:
         local_modules: modules whose input or output is local to this rank.
     """
 
-    def __init__(self, model: nn.Module, local_modules: Iterable[LocalInputModule]) -> None:
+    def __init__(self, model: nn.Module, local_modules: Iterable[ModuleWithLocalActivations]) -> None:
         self._local_modules = {part.path: part for part in local_modules}
         self._modules = list(model.modules())
         self._params: dict[str, int] | None = _get_parameter_ids(model)
-        self._marks = self._record_modules()
+        self._marks = self._snapshot_modules()
         self._check_no_user_hooks(model)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleFingerprint:
-        new = object.__new__(ModuleFingerprint)  # takes the fingerprint of the copied model at its first call
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelStructureSnapshot:
+        new = object.__new__(ModelStructureSnapshot)  # takes the fingerprint of the copied model at its first call
         new._local_modules, new._params, new._modules, new._marks = self._local_modules, None, [], [()]
         return new
 
-    def record_again(self, model: nn.Module) -> None:
+    def update_snapshot(self, model: nn.Module) -> None:
         """Record the model again after a change that ShardFormer itself has made."""
         self._modules, self._params = list(model.modules()), _get_parameter_ids(model)
-        self._marks = self._record_modules()
+        self._marks = self._snapshot_modules()
 
-    def check(self, model: nn.Module) -> None:
+    def check_unchanged(self, model: nn.Module) -> None:
         """Raise ConfigError if the model was changed after sharding in a way that would make its results wrong."""
-        if self._record_modules() == self._marks:
+        if self._snapshot_modules() == self._marks:
             return
         self._check_parameters_unchanged(model)
         _check_shard_shapes(model)
         self._check_no_user_hooks(model)
         self._check_forwards_unchanged(model)
         self._modules = list(model.modules())
-        self._marks = self._record_modules()
+        self._marks = self._snapshot_modules()
 
-    def _record_modules(self) -> list[tuple[Any, ...]]:
+    def _snapshot_modules(self) -> list[tuple[Any, ...]]:
         return [
             (
                 *map(id, module._modules.values()),
@@ -171,7 +171,7 @@ class ModuleFingerprint:
 
     def _check_parameters_unchanged(self, model: nn.Module) -> None:
         now = _get_parameter_ids(model)
-        if self._params is None or _count_local_parameter_names(now) == _count_local_parameter_names(self._params):
+        if self._params is None or _count_leaf_names_and_ids(now) == _count_leaf_names_and_ids(self._params):
             self._params = now  # same parameters under new names, as in a wrapper
             return
         new = [name for name, p in now.items() if p not in self._params.values()]
@@ -214,7 +214,7 @@ class ModuleFingerprint:
 
 
 @dataclass(frozen=True)
-class LocalInputModule:
+class ModuleWithLocalActivations:
     """A module whose input or output is only this rank's shard, so that a user's hooks on it would be wrong.
 
     Args:
@@ -229,9 +229,9 @@ class LocalInputModule:
     instead: str = "hook the full attention or MLP instead"
 
 
-def find_local_input_modules(
+def find_modules_with_local_activations(
     plan: ShardingPlan, state: ShardingMetadata, *, is_tensor_parallel: bool
-) -> Iterator[LocalInputModule]:
+) -> Iterator[ModuleWithLocalActivations]:
     """Yield the modules of a sharded model that receive or return only this rank's shard of the activations."""
     shards = [shard for shard in state.activations.shards if state.context.sizes.get(shard.axis, 1) > 1]
     if shards:
@@ -239,9 +239,9 @@ def find_local_input_modules(
         for stack in plan.stacks:
             for path, _ in plan.model.get_submodule(stack.layers).named_modules(prefix=stack.layers):
                 if path != stack.layers:
-                    yield LocalInputModule(path, why, instead=HOOK_OUTSIDE)
+                    yield ModuleWithLocalActivations(path, why, instead=HOOK_OUTSIDE)
             if stack.final_norm is not None:
-                yield LocalInputModule(stack.final_norm, why, INPUT_HOOK_TABLES, HOOK_OUTSIDE)
+                yield ModuleWithLocalActivations(stack.final_norm, why, INPUT_HOOK_TABLES, HOOK_OUTSIDE)
     if is_tensor_parallel:
         for _, block in plan.blocks:
             yield from _list_modules_in_block(plan.model, block)
@@ -255,24 +255,24 @@ def move_user_hooks_after_gather(model: nn.Module, plan: ShardingPlan) -> None:
             hooks[key] = hooks.pop(key)
 
 
-def _list_modules_in_block(model: nn.Module, block: BlockDescription) -> Iterator[LocalInputModule]:
+def _list_modules_in_block(model: nn.Module, block: BlockDescription) -> Iterator[ModuleWithLocalActivations]:
     why = "inside a block each tensor rank has only its own heads or features"
     if not block.contains_exit_layer:  # the output of the entry and the input of modules around the exit are local
-        yield LocalInputModule(block.entry, why, OUTPUT_HOOK_TABLES)
+        yield ModuleWithLocalActivations(block.entry, why, OUTPUT_HOOK_TABLES)
         ends = block.row.split(".")
         for path in (".".join(ends[:n]) for n in range(1, len(ends) + 1)):
             if not f"{block.entry}.".startswith(f"{path}."):
-                yield LocalInputModule(path, why, INPUT_HOOK_TABLES)
+                yield ModuleWithLocalActivations(path, why, INPUT_HOOK_TABLES)
     for path, _ in model.get_submodule(block.entry).named_modules(prefix=block.entry):
         if path != block.entry:
-            yield LocalInputModule(path, why)
+            yield ModuleWithLocalActivations(path, why)
 
 
 def _check_shard_shapes(model: nn.Module) -> None:
     """Raise ConfigError if an assignment to ``param.data`` has changed the shape of a shard."""
     coords = get_metadata(model).coords
     for name, param, spec in named_sharded_parameters(model):
-        part = spec.local_shape(coords)
+        part = spec.get_local_shape(coords)
         if tuple(param.shape) != part:
             raise ConfigError(
                 f"{name} of this {type(model).__name__} has the shape {list(param.shape)} since it was sharded, but "
@@ -286,8 +286,8 @@ def _get_parameter_ids(model: nn.Module) -> dict[str, int]:
     return {name: id(p) for name, p in nn.Module.named_parameters(model, remove_duplicate=False)}
 
 
-def _count_local_parameter_names(params: dict[str, int]) -> Counter[tuple[str, int]]:
-    return Counter((name.rpartition(".")[2], p) for name, p in params.items())
+def _count_leaf_names_and_ids(param_ids: dict[str, int]) -> Counter[tuple[str, int]]:
+    return Counter((name.rpartition(".")[2], p) for name, p in param_ids.items())
 
 
 def _get_instance_forward_id(module: nn.Module) -> int:
@@ -330,7 +330,7 @@ class _CompareGradients(Function):
         return grad, None, None
 
 
-def compare_gradients_in_backward(args: tuple[Any, ...], kwargs: dict[str, Any], axis: Axis) -> Any:
+def wrap_inputs_to_compare_grads(args: tuple[Any, ...], kwargs: dict[str, Any], axis: Axis) -> Any:
     """Wrap the inputs so that the backward pass checks whether their gradients are the same on all ranks.
 
     Returns the wrapped inputs, or None if no input requires a gradient.
@@ -375,52 +375,52 @@ class ForwardChecks:
     ) -> None:
         self._state = state  # first, so that pickle raises its error
         self._has_local_inputs = is_tensor_parallel or uses_context_parallel
-        self._structure = ModuleFingerprint(
-            model, find_local_input_modules(plan, state, is_tensor_parallel=is_tensor_parallel)
+        self._structure = ModelStructureSnapshot(
+            model, find_modules_with_local_activations(plan, state, is_tensor_parallel=is_tensor_parallel)
         )
-        self._caches = CacheHeadSelector(model, plan.blocks if is_tensor_parallel else (), state.context.tensor, grid)
+        self._caches = KVCacheHeadSelector(model, plan.blocks if is_tensor_parallel else (), state.context.tensor, grid)
         # Not compiled: it runs once or communicates. Disabled for this model only, because sharding another model
         # must not change what this one was compiled with.
-        self._eager: Callable[..., None] = torch.compiler.disable(ForwardChecks._check)
+        self._eager: Callable[..., None] = torch.compiler.disable(ForwardChecks._run_checks)
         self._compared = not state.request.extra.get("check_inputs", True) or state.same_batch_axis.size == 1
         register_forward_hooks(model, HookOrder.CHECKS, self._before_forward, with_kwargs=True)
         register_forward_hooks(model, HookOrder.PLAIN_OUTPUT, after=self._after_forward)
         if any(axis.size > 1 for axis in state.context.axes.values()):
             install_wrapper_guards(model, state.context)
-        state.check_call, state.on_adapted = self._check_arguments, self._structure.record_again
+        state.check_call, state.on_adapted = self._check_arguments, self._structure.update_snapshot
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._eager(self, model, args, kwargs)
         if not self._has_local_inputs or torch.compiler.is_compiling():
             return None
-        return compare_gradients_in_backward(args, kwargs, self._state.context.tensor)
+        return wrap_inputs_to_compare_grads(args, kwargs, self._state.context.tensor)
 
-    def _check(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _run_checks(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if current_graph_task_id() < 0:  # not recomputation in a backward pass
             for edge in self._state.region_hooks:
                 edge.reset_after_error()
         for reducer in self._state.reducers:
-            reducer.refresh()
+            reducer.prepare_for_backward()
         self._check_called_by_pipeline(model)
         check_not_in_ddp(model, self._state.context)
         self._check_arguments(model, kwargs)
         if current_graph_task_id() < 0:
             self._caches.select_local_heads(model, [*args, *kwargs.values()])
-        self._structure.check(model)
+        self._structure.check_unchanged(model)
         if not self._compared:
             self._compared = True
             check_same_batch([*args, *kwargs.values()], self._state.same_batch_axis)
         if self._state.monitor is not None:
             self._state.monitor.training = model.training
-        if self._should_align_random_state(model, kwargs):
-            sync_and_check_ranks(self._state, [*args, *kwargs.values()])
+        if self._should_sync_random_state(model, kwargs):
+            sync_random_state_and_check_ranks(self._state, [*args, *kwargs.values()])
 
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, Mapping) and not torch.compiler.is_compiling():
             self._caches.mark_filled_caches(list(output.values()))
         return resolve_deferred_tensors(output)
 
-    def _should_align_random_state(self, model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    def _should_sync_random_state(self, model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
         """Return whether ranks with the same batch must synchronize their random states before this forward pass.
 
         Not in a pipeline, where each micro-batch has a seed, nor in recomputation, which restores the random state of
@@ -460,7 +460,7 @@ class ForwardChecks:
 
     def _check_pipeline_inputs(self, kwargs: Mapping[str, Any]) -> None:
         for name, value in kwargs.items():
-            if is_cache(value) and has_cached_tokens(value):
+            if is_kv_cache(value) and has_cached_tokens(value):
                 raise ConfigError(
                     f"The input {name} is a {type(value).__name__} with tokens, which a pipeline does not support.",
                     rule="Each stage has the keys and values of its own layers only.",

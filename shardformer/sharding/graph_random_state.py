@@ -77,7 +77,7 @@ def _use_random_state(state: Tensor, device: torch.device) -> Iterator[None]:
         set_joint_rng_state(before, device)
 
 
-def _derive_local_state(state: Tensor, rank: int, device: str) -> tuple[Tensor, Tensor]:
+def _derive_local_random_state(state: Tensor, rank: int, device: str) -> tuple[Tensor, Tensor]:
     """Derive a rank's random state for a tensor-parallel block from the state that all ranks share.
 
     Returns the rank's state, and the shared state after drawing the seed of the block.
@@ -91,7 +91,7 @@ def _derive_local_state(state: Tensor, rank: int, device: str) -> tuple[Tensor, 
         return get_joint_rng_state(where), after
 
 
-_LIBRARY.impl("draw_local_state", _derive_local_state, "CompositeExplicitAutograd")
+_LIBRARY.impl("draw_local_state", _derive_local_random_state, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "shardformer::draw_local_state", lambda state, *_: (torch.empty_like(state), torch.empty_like(state)), lib=_LIBRARY
 )
@@ -185,7 +185,7 @@ def compile_with_random_state(graph: Any, inputs: Sequence[Any], compile: Compil
     mode = detect_fake_mode(inputs)
     if isinstance(mode, FakeTensorMode):
         state = mode.from_tensor(state, static_shapes=True)
-    compiled = compile(_trace_with_random_state(run, graph), [*inputs, state])
+    compiled = compile(_add_random_state_to_graph(run, graph), [*inputs, state])
 
     def call(*own: Any) -> Any:
         *out, after = compiled(*own, get_joint_rng_state(device))
@@ -196,7 +196,7 @@ def compile_with_random_state(graph: Any, inputs: Sequence[Any], compile: Compil
     return call
 
 
-def _trace_with_random_state(function: Callable[..., Any], graph: Any) -> fx.GraphModule:
+def _add_random_state_to_graph(function: Callable[..., Any], graph: Any) -> fx.GraphModule:
     """Return a graph that calls ``function`` and has a random state as an additional input and output."""
     new = fx.Graph()
     values = []

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.errors import ConfigError, PolicyError, did_you_mean
+from shardformer.errors import ConfigError, PolicyError, suggest_similar_names
 from shardformer.layout.shard_spec import Split
 from shardformer.module_paths import find_module, get_by_path, get_module, get_parent, is_linear, join_path
 from shardformer.pipeline.layer_sequence import SequenceParallelHints, StackDescription
@@ -64,7 +64,7 @@ class ShardingPlan:
         out = {id(p): f"{path}.{n}" for path, m in modules.items() for n, p in m.named_parameters(recurse=False)}
         return out | {id(get_by_path(self.model, name)): name for name, splits in self.parameters.items() if splits}
 
-    def restrict_to_stage(self, placeholders: ParameterPlaceholders) -> ShardingPlan:
+    def restrict_to_local_stage(self, placeholders: ParameterPlaceholders) -> ShardingPlan:
         """Return a plan without the modules whose parameters are on other pipeline stages."""
 
         def is_here(path: str) -> bool:
@@ -84,23 +84,23 @@ class ShardingPlan:
             per_token_args=[(path, name) for path, name in self.per_token_args if is_here(path)],
         )
 
-    def fingerprint(self) -> list[str]:
+    def get_fingerprint_lines(self) -> list[str]:
         """Describe the plan as lines of text, by which ranks check that they have the same plan."""
         out = []
         for path, sub in self.replacements.items():
             module = self.model.get_submodule(path)
             shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
             kwargs = {k: v for k, v in (sub.kwargs or {}).items() if k != "expand"}
-            target = f"{get_qualified_name(sub.target_module)} {_format_value(kwargs)}"
+            target = f"{get_display_name(sub.target_module)} {_format_value(kwargs)}"
             out.append(f"{path}: {type(module).__name__} {shapes} -> {target}")
         out += [f"{path}: {splits}" for path, splits in self.parameters.items()]
         # only the names of attributes: their values differ between ranks with different numbers of heads
-        out += [*self.attributes, *self.methods, *(f"{path}: {get_qualified_name(f)}" for path, f in self.functions)]
+        out += [*self.attributes, *self.methods, *(f"{path}: {get_display_name(f)}" for path, f in self.functions)]
         out += [f"{path}: {block}" for path, block in self.blocks]
         return [*out, *(f"{path}: gathered" for path in self.full_sequence_modules), *map(str, self.stacks)]
 
 
-def make_plan(model: nn.Module, policy: Policy, *, applies_rules: bool = True) -> ShardingPlan:
+def make_sharding_plan(model: nn.Module, policy: Policy, *, applies_rules: bool = True) -> ShardingPlan:
     """Match the rules of a policy against the modules of a model, and return the resulting sharding plan.
 
     Args:
@@ -114,7 +114,7 @@ def make_plan(model: nn.Module, policy: Policy, *, applies_rules: bool = True) -
     for path, module, description in _match_modules(model, get_checked_descriptions(policy) if applies_rules else {}):
         for sub in description.sub_module_replacement or []:
             _add_replacement(plan, path, module, sub)
-        _add_parameters(plan, path, module, description.parameters or {})
+        _add_sharded_parameters(plan, path, module, description.parameters or {})
         for block in description.blocks or []:
             _add_block(plan, path, module, block)
         _add_attribute_changes(plan, path, module, description, policy.axis.size)
@@ -126,7 +126,7 @@ def make_plan(model: nn.Module, policy: Policy, *, applies_rules: bool = True) -
         return plan
     if policy.shard_config.enable_sequence_parallelism:
         plan.full_sequence_modules.extend(_find_full_sequence_modules(plan))
-        plan.token_free_modules.extend(_iterate_layer_paths(plan, lambda needs: needs.token_free_modules))
+        plan.token_free_modules.extend(_iterate_hinted_module_paths(plan, lambda needs: needs.token_free_modules))
         plan.per_token_args.extend(_find_per_token_args(plan))
     _check_tied_weights(plan)
     matched = {*plan.get_sharded_parameter_ids(), *(id(get_by_path(plan.model, name)) for name in plan.parameters)}
@@ -135,10 +135,10 @@ def make_plan(model: nn.Module, policy: Policy, *, applies_rules: bool = True) -
 
 
 def _find_full_sequence_modules(plan: ShardingPlan) -> Iterator[str]:
-    around = dict.fromkeys(_iterate_layer_paths(plan, lambda needs: needs.gather_with_blocks))
+    around = dict.fromkeys(_iterate_hinted_module_paths(plan, lambda needs: needs.gather_with_blocks))
     ends = tuple(end for _, block in plan.blocks for end in (block.entry, block.row))
     yield from around
-    for path in _iterate_layer_paths(plan, lambda needs: needs.gather_modules):
+    for path in _iterate_hinted_module_paths(plan, lambda needs: needs.gather_modules):
         if path not in around and not any(f"{end}.".startswith(f"{path}.") for end in ends):
             yield path
 
@@ -151,7 +151,7 @@ def _find_per_token_args(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
                     yield join_path(stack.layers, index, module), name
 
 
-def _iterate_layer_paths(
+def _iterate_hinted_module_paths(
     plan: ShardingPlan, select_names: Callable[[SequenceParallelHints], Sequence[str]]
 ) -> Iterator[str]:
     """Yield the full paths of the modules that a stack's sequence parallelism hints list."""
@@ -163,20 +163,21 @@ def _iterate_layer_paths(
 
 
 def _add_replacement(
-    plan: ShardingPlan, module_path: str, module: nn.Module, sub: SubModuleReplacementDescription
+    plan: ShardingPlan, module_path: str, module: nn.Module, replacement: SubModuleReplacementDescription
 ) -> None:
-    path = join_path(module_path, sub.suffix)
-    if sub.ignore_if_not_exist and find_module(module, sub.suffix) is None:
+    path = join_path(module_path, replacement.suffix)
+    if replacement.ignore_if_not_exist and find_module(module, replacement.suffix) is None:
         return
-    get_module(module, sub.suffix, module_path, " Set ignore_if_not_exist=True if some models do not have it")
+    get_module(module, replacement.suffix, module_path, " Set ignore_if_not_exist=True if some models do not have it")
     if not path:
         raise PolicyError(
             "A rule of the policy replaces the full model instead of a submodule.",
             remedy="Pass the path of a submodule, or change the class of the model with inject_policy().",
         )
-    if not callable(getattr(sub.target_module, "from_native_module", None)):
+    if not callable(getattr(replacement.target_module, "from_native_module", None)):
         raise PolicyError(
-            f"The replacement class {get_qualified_name(sub.target_module)} of {path!r} has no from_native_module.",
+            f"The replacement class {get_display_name(replacement.target_module)} of {path!r} has no "
+            "from_native_module.",
             remedy="Implement from_native_module(module, process_group, **kwargs), or use a parallel layer such as "
             "Linear1D_Col.",
         )
@@ -188,17 +189,21 @@ def _add_replacement(
                 remedy="Remove one of the two rules.",
             )
         is_same = plan.model.get_submodule(other) is module
-        if is_same and (known.target_module, known.kwargs or {}) != (sub.target_module, sub.kwargs or {}):
+        if is_same and (known.target_module, known.kwargs or {}) != (
+            replacement.target_module,
+            replacement.kwargs or {},
+        ):
             raise PolicyError(
                 f"{other!r} and {path!r} are the same module, but one rule replaces it with "
-                f"{get_qualified_name(known.target_module)} (kwargs={_format_value(known.kwargs or {})}) and another "
-                f"with {get_qualified_name(sub.target_module)} (kwargs={_format_value(sub.kwargs or {})}).",
+                f"{get_display_name(known.target_module)} (kwargs={_format_value(known.kwargs or {})}) and another "
+                f"with {get_display_name(replacement.target_module)} "
+                f"(kwargs={_format_value(replacement.kwargs or {})}).",
                 remedy="Use the same class and arguments in both rules, or remove one of the rules.",
             )
-    plan.replacements[path] = sub
+    plan.replacements[path] = replacement
 
 
-def _add_parameters(
+def _add_sharded_parameters(
     plan: ShardingPlan, module_path: str, module: nn.Module, parameters: Mapping[str, dict[int, Split]]
 ) -> None:
     for inner, splits in parameters.items():
@@ -208,7 +213,9 @@ def _add_parameters(
         if owner is None or known.get(name) is None:
             raise PolicyError(
                 f"The policy names {path!r}, which is not a parameter or buffer of the model.",
-                remedy=did_you_mean(name if owner else owner_path, known or [n for n, _ in module.named_modules()]),
+                remedy=suggest_similar_names(
+                    name if owner else owner_path, known or [n for n, _ in module.named_modules()]
+                ),
             )
         if name in owner._buffers and name not in owner._non_persistent_buffers_set:
             raise PolicyError(
@@ -241,7 +248,7 @@ def _add_block(plan: ShardingPlan, module_path: str, module: nn.Module, block: B
 
 
 def _add_attribute_changes(
-    plan: ShardingPlan, module_path: str, module: nn.Module, description: ModulePolicyDescription, size: int
+    plan: ShardingPlan, module_path: str, module: nn.Module, description: ModulePolicyDescription, tensor_size: int
 ) -> None:
     default_cut = [s.suffix for s in description.sub_module_replacement or [] if "split" not in (s.kwargs or {})]
     for name, value in (description.attribute_replacement or {}).items():
@@ -251,36 +258,40 @@ def _add_attribute_changes(
             raise PolicyError(
                 f"{join_path(module_path, owner_path) or 'The model'} has no attribute {attribute!r}, "
                 "which the policy changes.",
-                remedy=did_you_mean(attribute if owner is not None else owner_path, [n for n in known if n[:1] != "_"]),
+                remedy=suggest_similar_names(
+                    attribute if owner is not None else owner_path, [n for n in known if n[:1] != "_"]
+                ),
             )
         even_submodules = [
             suffix for suffix in default_cut if f"{suffix}.".startswith(f"{owner_path}." if owner_path else "")
         ]
-        _check_count_divisible(name, getattr(owner, attribute), value, size, even_submodules)
+        _check_count_divisible(name, getattr(owner, attribute), value, tensor_size, even_submodules)
         plan.attributes[join_path(module_path, name)] = value
     for name, method in (description.method_replacement or {}).items():
         if not callable(getattr(module, name, None)):
             raise PolicyError(
                 f"{module_path or 'The model'} ({type(module).__name__}) has no method {name!r}, "
                 "which the policy replaces.",
-                remedy=did_you_mean(name, [n for n in dir(module) if not n.startswith("_")]),
+                remedy=suggest_similar_names(name, [n for n in dir(module) if not n.startswith("_")]),
             )
         plan.methods[join_path(module_path, name)] = method
     plan.functions.extend((module_path, function) for function in description.param_replacement or [])
 
 
-def _check_count_divisible(name: str, old_value: Any, value: Any, size: int, even_submodules: Sequence[str]) -> None:
+def _check_count_divisible(
+    name: str, old_value: Any, new_value: Any, tensor_size: int, even_submodules: Sequence[str]
+) -> None:
     """Raise ConfigError if a count that the policy splits, such as num_heads, is no multiple of the tensor size."""
     if (
         type(old_value) is int
-        and type(value) is int
-        and old_value % size
-        and value == old_value // size
+        and type(new_value) is int
+        and old_value % tensor_size
+        and new_value == old_value // tensor_size
         and even_submodules
     ):
         fits = ", ".join(str(n) for n in range(1, old_value + 1) if old_value % n == 0)
         raise ConfigError(
-            f"A tensor size of {size} does not divide {name}={old_value}, but the policy splits "
+            f"A tensor size of {tensor_size} does not divide {name}={old_value}, but the policy splits "
             f"{even_submodules[0]!r} evenly.",
             remedy=f"Use a tensor size of {fits}, or a RolePolicy, which supports uneven numbers of heads.",
         )
@@ -295,9 +306,9 @@ def _match_modules(
         if not found:
             known = {type(m).__name__ for _, m in modules} | {path for path, _ in modules if path}
             raise PolicyError(
-                f"The policy's rule for {get_qualified_name(key)!r} matches no module of {type(model).__name__}.",
+                f"The policy's rule for {get_display_name(key)!r} matches no module of {type(model).__name__}.",
                 rule="A rule selects modules by class, by class name, or by path with * for an index.",
-                remedy=did_you_mean(get_qualified_name(key), known),
+                remedy=suggest_similar_names(get_display_name(key), known),
             )
         yield from found
 
@@ -325,7 +336,7 @@ def _check_tied_weights(plan: ShardingPlan) -> None:
             if (
                 id(p) not in sharded
                 or (id(module), name) in named
-                or not (reads_all or _reads_attribute(type(module), name))
+                or not (reads_all or _forward_reads_attribute(type(module), name))
             ):
                 continue
             other = sharded[id(p)]
@@ -337,7 +348,7 @@ def _check_tied_weights(plan: ShardingPlan) -> None:
             )
 
 
-def _reads_attribute(module_class: type[nn.Module], name: str) -> bool:
+def _forward_reads_attribute(module_class: type[nn.Module], name: str) -> bool:
     """Return whether the ``forward`` method of a class, or any method it calls, reads the attribute ``name``."""
     waiting, seen = ["forward"], set[str]()
     while waiting:
@@ -352,7 +363,7 @@ def _reads_attribute(module_class: type[nn.Module], name: str) -> bool:
     return False
 
 
-def get_qualified_name(key: Any) -> str:
+def get_display_name(key: Any) -> str:
     return key if isinstance(key, str) else getattr(key, "__name__", type(key).__name__)
 
 
@@ -364,4 +375,4 @@ def _format_value(value: Any) -> str:
         return "{" + ", ".join(f"{_format_value(k)}: {_format_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_format_value, value)) + "]"
-    return get_qualified_name(value)
+    return get_display_name(value)

@@ -57,7 +57,7 @@ from shardformer.tensor_parallel.sequence_parallel import ActivationSharding, ma
 from shardformer.torch_compat import (
     DisableTorchFunctionSubclass,
     current_graph_task_id,
-    get_autograd_function,
+    get_autograd_function_class,
     has_data,
     tree_leaves,
 )
@@ -74,7 +74,7 @@ class LocalWidthTensor(Tensor):
     block: TensorParallelBlock
 
     @staticmethod
-    def of(x: Tensor, block: TensorParallelBlock) -> LocalWidthTensor:
+    def from_tensor(x: Tensor, block: TensorParallelBlock) -> LocalWidthTensor:
         if not has_data(x):
             raise ConfigError(
                 "This model cannot run with fake tensors, because it computes the size of its attention heads from "
@@ -109,11 +109,11 @@ def _get_size_with_local_width(size: torch.Size | int, x: LocalWidthTensor, dim:
 
 def _wrap_if_last_dim_unchanged(y: Tensor, x: LocalWidthTensor) -> Tensor:
     keeps_last_dim = y.shape[-1] == x.shape[-1] and y.stride(-1) == x.stride(-1)
-    return LocalWidthTensor.of(y, x.block) if keeps_last_dim else y
+    return LocalWidthTensor.from_tensor(y, x.block) if keeps_last_dim else y
 
 
 def _compute_linear_in_block(x: LocalWidthTensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    y = x.block.project_by_weight(weight, x)
+    y = x.block.compute_output_by_weight(weight, x)
     if y is None:
         return F.linear(x, weight, bias)
     return y if bias is None else y + bias
@@ -168,16 +168,18 @@ class TensorParallelBlock:
         if self.is_flat:
             x = self.stream.unflatten_tokens(x)
         if isinstance(region, SequenceShardedRegion):
-            self.stream.check_local_length(x)
+            self.stream.check_local_sequence_length(x)
         self._source = x
         entered = region.enter(x)
         self._pending = entered if isinstance(entered, DeferredTensor) else None
         self._node = entered if self._is_watched else None
         if self.width is not None:
-            entered = LocalWidthTensor.of(entered if self._pending is None else self._pending.full_tensor(), self)
+            entered = LocalWidthTensor.from_tensor(
+                entered if self._pending is None else self._pending.full_tensor(), self
+            )
         self._entered = entered
         if training:
-            self._random.enter(x)
+            self._random.enter_local_state(x)
         return entered
 
     def _enter_compiled(self, x: Tensor, training: bool) -> Tensor:
@@ -191,10 +193,10 @@ class TensorParallelBlock:
         self._source = x = self.stream.unflatten_tokens(x) if self.is_flat else x
         entered = region.get_full_block_input(x)
         if self.width is not None:
-            entered = LocalWidthTensor.of(entered, self)
+            entered = LocalWidthTensor.from_tensor(entered, self)
         self._entered = entered
         if training:
-            self._random.enter(x)
+            self._random.enter_local_state(x)
         return entered
 
     def _get_full_input(self, x: Tensor) -> Tensor:
@@ -211,7 +213,7 @@ class TensorParallelBlock:
     def _enter_block_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return map_first_tensor(args, kwargs, lambda x: self.enter(x, module.training))
 
-    def project(self, column: ColumnParallel, x: Tensor) -> Tensor:
+    def compute_column_output(self, column: ColumnParallel, x: Tensor) -> Tensor:
         """Return the output (B, S, f) of a column-parallel linear layer in this block for the input x.
 
         Raises PolicyError if the entry module was not called, because its input gradient would not be summed.
@@ -229,7 +231,7 @@ class TensorParallelBlock:
                 return column.multiply(x)  # a linear layer that also reads other states, which enter separately
             pending = self._pending
             gathered_x = pending.computed_value if pending is not None and pending.is_pending else None
-            full_x, outputs = self._project_all_columns(gathered_x)
+            full_x, outputs = self._compute_all_column_outputs(gathered_x)
             if pending is not None and full_x is not None:
                 cache_gathered_input(pending, full_x)
             self._outputs = {id(c): y for c, y in zip(self.columns, outputs, strict=True)}
@@ -249,7 +251,7 @@ class TensorParallelBlock:
             self._joined = entered.as_subclass(Tensor) if isinstance(entered, LocalWidthTensor) else entered
         return self._joined
 
-    def _project_all_columns(self, gathered_x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
+    def _compute_all_column_outputs(self, gathered_x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
         assert self._source is not None
         return compute_column_linears(self._source, self.region, self.columns, gathered_x)
 
@@ -262,10 +264,10 @@ class TensorParallelBlock:
                 "BigBird does for short sequences, select the module in the config or pass longer sequences.",
             )
 
-    def project_by_weight(self, weight: Tensor, x: Tensor) -> Tensor | None:
+    def compute_output_by_weight(self, weight: Tensor, x: Tensor) -> Tensor | None:
         """Return the output of the column-parallel layer whose weight is ``weight``, or None if there is none."""
         column = next((c for c in self.columns if c.weight is weight and c.bias is None), None)
-        return None if column is None else self.project(column, x)
+        return None if column is None else self.compute_column_output(column, x)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelBlock:
         """Copy the block without activations that a recomputation under activation checkpointing left in it."""
@@ -290,7 +292,7 @@ class TensorParallelBlock:
         reached, seen = [out.grad_fn], set()
         while reached:
             node: Any = reached.pop()
-            if node is None or node in seen or getattr(get_autograd_function(node), "leaves_block", False):
+            if node is None or node in seen or getattr(get_autograd_function_class(node), "leaves_block", False):
                 continue
             if node is entered.grad_fn or (isinstance(entered, DeferredTensor) and entered.is_computed_by(node)):
                 raise PolicyError(
@@ -315,7 +317,7 @@ class TensorParallelBlock:
         self._source = self._entered = self._joined = self._pending = self._region = None
         self._outputs = {}
         if training:
-            self._random.leave()
+            self._random.leave_local_state()
 
     def reset_after_error(self) -> None:
         self.close(training=True)
@@ -325,25 +327,25 @@ HeadRange = tuple[int, int, int]  # number of heads, first local head, end of th
 
 
 def register_argument_hook(
-    module: nn.Module, name: str, transform: Callable[[Tensor], Tensor], order: HookOrder
+    module: nn.Module, argument_name: str, transform: Callable[[Tensor], Tensor], order: HookOrder
 ) -> None:
-    """Apply ``transform`` to the tensor argument ``name`` of ``module`` before each forward pass.
+    """Apply ``transform`` to the tensor argument ``argument_name`` of ``module`` before each forward pass.
 
     Raises PolicyError if the forward pass has no such argument.
     """
     names = list(inspect.signature(module.forward).parameters)
-    if name not in names and "kwargs" not in names:
+    if argument_name not in names and "kwargs" not in names:
         raise PolicyError(
-            f"{type(module).__name__}.forward has no argument {name!r}, which the policy names.",
+            f"{type(module).__name__}.forward has no argument {argument_name!r}, which the policy names.",
             remedy=f"In the policy, use one of the arguments {', '.join(names)}.",
         )
-    position = names.index(name) if name in names else len(names)
+    position = names.index(argument_name) if argument_name in names else len(names)
 
     def change_inputs(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if isinstance(kwargs.get(name), Tensor):
-            return args, {**kwargs, name: transform(kwargs[name])}
+        if isinstance(kwargs.get(argument_name), Tensor):
+            return args, {**kwargs, argument_name: transform(kwargs[argument_name])}
         if len(args) > position and isinstance(args[position], Tensor):
             return (*args[:position], transform(args[position]), *args[position + 1 :]), kwargs
         return args, kwargs
@@ -364,7 +366,9 @@ def select_local_heads(x: Tensor, dim: int, bounds: HeadRange, axis: Axis) -> Te
     return by_head.narrow(dim + 1, start, end - start).flatten(dim, dim + 1)
 
 
-def wrap_as_block(module: nn.Module, stream: ActivationSharding, replicated_terms: Sequence[str] = ()) -> None:
+def wrap_as_tensor_parallel_block(
+    module: nn.Module, activation_sharding: ActivationSharding, replicated_terms: Sequence[str] = ()
+) -> None:
     """Make ``module`` a tensor-parallel block whose output is summed over the ranks.
 
     If the sequence is sharded, the block gathers the inputs that have one row per token, and returns the sums for the
@@ -379,22 +383,22 @@ def wrap_as_block(module: nn.Module, stream: ActivationSharding, replicated_term
             submodules (an identity expert). Each rank adds 1 / axis.size of them, so that the output and the gradients
             summed over the ranks are correct.
     """
-    axis = stream.axis
+    axis = activation_sharding.axis
     own_params = [name for name in replicated_terms if name in module._parameters]
 
     def enter_input(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        tokens = stream.view_as_local_tokens(x)
+        tokens = activation_sharding.view_as_local_tokens(x)
         if tokens is not None:
-            full = stream.gather_tokens(tokens)
+            full = activation_sharding.gather_tokens(tokens)
             return full.view(-1, *x.shape[1:]) if x.dim() == tokens.dim() - 1 else full
         return prepare_extra_block_input(x, axis) if x.is_floating_point() and x.requires_grad else x
 
     def reduce_output(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        if not stream.is_sharded:
+        if not activation_sharding.is_sharded:
             return reduce_from_tp_region(output, axis)
-        by_sample = output if output.dim() == 3 else output.view(-1, stream.full, *output.shape[1:])
+        by_sample = output if output.dim() == 3 else output.view(-1, activation_sharding.full, *output.shape[1:])
         local = reduce_scatter_to_sp_region(by_sample, axis, SEQUENCE)
         return local if output.dim() == 3 else local.reshape(-1, *output.shape[1:])
 

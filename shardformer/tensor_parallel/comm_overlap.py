@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from shardformer.comm.recorder import get_num_bytes, no_wait_event, record
+from shardformer.comm.recorder import do_not_record_wait, get_num_bytes, record_collective_start
 from shardformer.layout.shard_spec import get_even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
@@ -31,7 +31,7 @@ def all_gather_matmul(
     """
     bounds = get_even_bounds(full_length, axis.size)
     joined = x_BsH.new_empty((x_BsH.shape[0], full_length, *x_BsH.shape[2:]))
-    record_end = record("all_gather", axis, get_num_bytes(joined), "block")
+    record_end = record_collective_start("all_gather", axis, get_num_bytes(joined), "block")
     next_rank, previous_rank = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     current = x_BsH.contiguous()
     for step in range(axis.size):
@@ -63,7 +63,7 @@ def matmul_reduce_scatter(compute_chunk: Callable[[int, int], Tensor], axis: Axi
     bounds = get_even_bounds(full_length, axis.size)
     next_rank, previous_rank = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     works: Sequence[Work] = ()
-    record_end = no_wait_event
+    record_end = do_not_record_wait
     arriving: Tensor | None = None
     kept: list[Tensor] = []
     for step in range(axis.size):
@@ -71,7 +71,7 @@ def matmul_reduce_scatter(compute_chunk: Callable[[int, int], Tensor], axis: Axi
         summand = compute_chunk(bounds[owner], bounds[owner + 1])
         if step == 0:
             per_index = get_num_bytes(summand) // max(summand.shape[1], 1)
-            record_end = record("reduce_scatter", axis, per_index * full_length, "block")
+            record_end = record_collective_start("reduce_scatter", axis, per_index * full_length, "block")
         for work in works:
             work.wait()
         if arriving is not None:

@@ -37,7 +37,7 @@ from shardformer.tensor_parallel.parallel_module import (
     move_hooks,
     select_matmul_dtype,
 )
-from shardformer.tensor_parallel.quantized_linear import make_plain_linear, store_packed_shard
+from shardformer.tensor_parallel.quantized_linear import make_meta_linear, store_quantized_shard
 from shardformer.tensor_parallel.region import (
     ReplicatedRegion,
     RowParallelMatmul,
@@ -48,7 +48,7 @@ from shardformer.tensor_parallel.region import (
     linear_matmul,
     prepare_extra_block_input,
 )
-from shardformer.tensor_parallel.vocab_parallel_logits import shard_logits
+from shardformer.tensor_parallel.vocab_parallel_logits import wrap_local_logits
 from shardformer.torch_compat import assert_async, has_data
 
 # B batch, S sequence, H in features, F out features; lower case: local shard (h = H / tensor, f = F / tensor)
@@ -80,13 +80,13 @@ class _ParallelLinear(ParallelModule):
         self.transposed = is_transposed(native)
         weight, full_bias = native.weight, getattr(native, "bias", None)
         assert isinstance(weight, Tensor) and (full_bias is None or isinstance(full_bias, Tensor))
-        self.split = (split or self._make_even_split()).with_axes(self.axis.name)
-        weight_spec, bias_spec = self._make_specs(weight.shape)
+        self.split = (split or self._make_even_split()).with_axis(self.axis.name)
+        weight_spec, bias_spec = self._make_weight_and_bias_specs(weight.shape)
         self.register_shard("weight", weight, weight_spec, shared)
         self.register_shard("bias", full_bias, bias_spec, shared)
         self.train(native.training)
 
-    def _make_specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
+    def _make_weight_and_bias_specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
         """Return the layouts of the weight and of the bias, given the shape of the full weight."""
         is_column = self._sharded_features == "out_features"
         splits = {int(is_column == self.transposed): self.split}
@@ -104,10 +104,10 @@ class _ParallelLinear(ParallelModule):
         Raises ConfigError for other classes, and for a 4-bit weight whose shards would divide its blocks.
         """
         if is_4bit_linear(module):
-            plain = make_plain_linear(module)
+            plain = make_meta_linear(module)
             new = cls(plain.in_features, plain.out_features, process_group=process_group, native=plain, **kwargs)
             (kwargs.get("shared") or {}).pop(id(plain.weight), None)  # its id is used again
-            store_packed_shard(new, module, new.coords)
+            store_quantized_shard(new, module, new.coords)
             return new
         if not is_linear(module):
             raise make_wrong_class_error(
@@ -176,7 +176,7 @@ class Linear1D_Col(_ParallelLinear):
         if self.is_inside_adapter:
             return self.multiply(x)
         if self.block is not None:
-            y = self.block.project(self, x)
+            y = self.block.compute_column_output(self, x)
         elif self.axis.size == 1:
             y = self.multiply(x)
         else:
@@ -278,11 +278,11 @@ class Linear1D_Row(_ParallelLinear):
     def prepare_adapter_input(self, x: Tensor) -> Tensor:
         """Return the local input features for this layer and its PEFT adapters."""
         x = resolve_deferred_tensors(x)
-        return x if self.parallel_input else self._get_local_input(x)
+        return x if self.parallel_input else self._select_local_features(x)
 
     def finalize_adapter_output(self, partial: Tensor) -> Any:
         """Return the output of this layer, given ``partial``, this rank's summand of the output."""
-        return self._reduce_and_close_block(lambda region: self._reduce_partial(partial, region))
+        return self._reduce_and_close_block(lambda region: self._reduce_partial_output(partial, region))
 
     def _reduce_and_close_block(self, reduce: Callable[[TpRegion], Tensor]) -> Any:
         region = ReplicatedRegion(self.axis) if self.block is None else self.block.region
@@ -303,25 +303,25 @@ class Linear1D_Row(_ParallelLinear):
     def _get_output_bias(self, y: Tensor) -> Tensor | None:
         return self.bias
 
-    def _reduce_partial(self, partial: Tensor, region: TpRegion) -> Tensor:
-        """Sum ``partial`` over the ranks, or return zeros if ``shared_exit`` contains a layer that sums it."""
+    def _reduce_partial_output(self, partial_output: Tensor, region: TpRegion) -> Tensor:
+        """Sum ``partial_output`` over the ranks, or return zeros if ``shared_exit`` contains a layer that sums it."""
         if self.shared_exit:
-            self.shared_exit[0].partial_of_other = partial
-            return partial.new_zeros((*region.get_local_leading_shape(partial), self.out_features))
+            self.shared_exit[0].partial_of_other = partial_output
+            return partial_output.new_zeros((*region.get_local_leading_shape(partial_output), self.out_features))
         if self.product_of_other is not None:
             (x, weight), self.product_of_other = self.product_of_other, None
-            partial = partial + linear_matmul(x, weight, None, self.transposed)
+            partial_output = partial_output + linear_matmul(x, weight, None, self.transposed)
         if self.partial_of_other is not None:
-            partial, self.partial_of_other = partial + self.partial_of_other, None
+            partial_output, self.partial_of_other = partial_output + self.partial_of_other, None
         if torch.compiler.is_compiling():
-            return region.reduce(partial)
-        y: Tensor = SumPartialOutputs.apply(partial, region)
+            return region.reduce(partial_output)
+        y: Tensor = SumPartialOutputs.apply(partial_output, region)
         return y
 
     def _multiply_and_reduce(self, x: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
         """Sum x @ weight over the ranks, or return zeros if ``shared_exit`` contains a layer that sums it."""
         if self.partial_of_other is not None:
-            return self._reduce_partial(linear_matmul(x, weight, None, self.transposed), region)
+            return self._reduce_partial_output(linear_matmul(x, weight, None, self.transposed), region)
         if self.shared_exit:
             self.shared_exit[0].product_of_other = x, weight
             return x.new_zeros((*region.get_local_leading_shape(x), self._get_output_width(region)))
@@ -339,8 +339,8 @@ class Linear1D_Row(_ParallelLinear):
         y: Tensor = RowParallelMatmul.apply(x, weight, self.transposed, region)
         return y
 
-    def _get_local_input(self, x: Tensor) -> Tensor:
-        if self.split == self._make_even_split().with_axes(self.axis.name):
+    def _select_local_features(self, x: Tensor) -> Tensor:
+        if self.split == self._make_even_split().with_axis(self.axis.name):
             return scatter_to_region(x, self.axis, -1, self.split)
         return copy_to_tp_region(x, self.axis).index_select(-1, self.split.indices(self.axis.rank).to(x.device))
 
@@ -354,7 +354,7 @@ class VocabParallelLMHead1D(Linear1D_Col):
 
     def finalize_adapter_output(self, y: Tensor) -> Any:
         bounds = [0, *(self.split.parts[r][-1][1] for r in range(self.axis.size))]
-        return shard_logits(super().finalize_adapter_output(y), self.axis, bounds)
+        return wrap_local_logits(super().finalize_adapter_output(y), self.axis, bounds)
 
 
 # B batch, S sequence, H hidden, V vocabulary; lower case: local shard (v = V / tensor, h = H / tensor)
@@ -385,7 +385,7 @@ class _ParallelEmbedding(ParallelModule):
         assert isinstance(weight, Tensor)
         size = weight.shape[self._dim]
         check_shardable("num_embeddings" if self._dim == 0 else "embedding_dim", size, self.axis)
-        self.split = (split or Split.even(size, self.axis.size)).with_axes(self.axis.name)
+        self.split = (split or Split.even(size, self.axis.size)).with_axis(self.axis.name)
         self.register_shard("weight", weight, ShardSpec(weight.shape, {self._dim: self.split}), shared)
         self.train(native.training)
 
@@ -516,7 +516,7 @@ class ShardedNorm(ParallelModule):
         super().__init__(Axis.of(process_group))
         self.kind: str = "layer" if isinstance(norm, FusedLayerNorm) else str(norm.kind)
         self.eps: Any = norm.eps
-        split = split.with_axes(self.axis.name)
+        split = split.with_axis(self.axis.name)
         self.expand, self.full, self.split = expand, split.full, split
         for name in ("weight", "bias"):
             param = norm._parameters.get(name)
@@ -583,11 +583,11 @@ class DropoutForParallelInput(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        self._random.enter(x)
+        self._random.enter_local_state(x)
         try:
             return F.dropout(x, self.p, True, self.inplace)
         finally:
-            self._random.leave()
+            self._random.leave_local_state()
 
 
 class DropoutForReplicatedInput(nn.Dropout):

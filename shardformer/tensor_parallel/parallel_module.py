@@ -153,12 +153,14 @@ class ParallelModule(nn.Module, ABC):
 
 
 def _get_or_create_shard(
-    full: Tensor, spec: ShardSpec, coords: Coords, shared: dict[int, nn.Parameter] | None
+    full_param: Tensor, spec: ShardSpec, coords: Coords, shard_by_param_id: dict[int, nn.Parameter] | None
 ) -> nn.Parameter:
-    shared = {} if shared is None else shared
-    if id(full) not in shared:
-        shared[id(full)] = nn.Parameter(spec.slice(full, coords), requires_grad=full.requires_grad)
-    return shared[id(full)]
+    shard_by_param_id = {} if shard_by_param_id is None else shard_by_param_id
+    if id(full_param) not in shard_by_param_id:
+        shard_by_param_id[id(full_param)] = nn.Parameter(
+            spec.slice_full_tensor(full_param, coords), requires_grad=full_param.requires_grad
+        )
+    return shard_by_param_id[id(full_param)]
 
 
 def move_hooks(new: nn.Module, native: nn.Module) -> None:
@@ -283,7 +285,11 @@ def check_shardable(dim_name: str, size: int, axis: Axis) -> None:
 
 
 def shard_parameter(
-    module: nn.Module, name: str, splits: Mapping[int, Split], axis: Axis, shared: dict[int, nn.Parameter] | None = None
+    module: nn.Module,
+    name: str,
+    splits: Mapping[int, Split],
+    axis: Axis,
+    shard_by_param_id: dict[int, nn.Parameter] | None = None,
 ) -> Tensor:
     """Replace a parameter or buffer of ``module`` by this rank's shard, and return the full tensor.
 
@@ -292,18 +298,18 @@ def shard_parameter(
 
     Args:
         splits: sharded dim -> its split.
-        shared: id of a full parameter -> its shard, so that tied parameters stay tied.
+        shard_by_param_id: id of a full parameter -> its shard, so that tied parameters stay tied.
 
     Raises:
         ConfigError: if a split does not have the length of its dim.
     """
     full: Tensor = getattr(module, name)
-    spec = ShardSpec(full.shape, {dim: split.with_axes(axis.name) for dim, split in splits.items()})
+    spec = ShardSpec(full.shape, {dim: split.with_axis(axis.name) for dim, split in splits.items()})
     coords = {axis.name: axis.rank}
     if name in module._buffers:
-        module._buffers[name] = spec.slice(full, coords)
+        module._buffers[name] = spec.slice_full_tensor(full, coords)
         return full
-    module.register_parameter(name, _get_or_create_shard(full, spec, coords, shared))
+    module.register_parameter(name, _get_or_create_shard(full, spec, coords, shard_by_param_id))
     module.__dict__.setdefault("shard_specs", {})[name] = spec
     module.__dict__["shard_axis"] = axis
     return full

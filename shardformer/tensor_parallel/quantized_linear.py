@@ -28,7 +28,7 @@ from shardformer.layout.packed_weights import (
     PackedWeightsMixin,
     add_mixins,
     find_packed_weights,
-    keep_as_attributes,
+    store_weights_as_attributes,
 )
 from shardformer.layout.shard_spec import Slice
 from shardformer.module_paths import get_parent
@@ -68,17 +68,17 @@ class QuantizedLinear(PackedWeightsMixin):
         return self.finalize_adapter_output(self.multiply(self.prepare_adapter_input(x)))
 
 
-def make_plain_linear(native: Any) -> nn.Linear:
+def make_meta_linear(quantized_linear: Any) -> nn.Linear:
     """Return a plain linear layer on the meta device with the shape, the bias and the hooks of a quantized layer."""
-    plain = nn.Linear(native.in_features, native.out_features, bias=False, device="meta")
+    plain = nn.Linear(quantized_linear.in_features, quantized_linear.out_features, bias=False, device="meta")
     plain.weight.requires_grad_(False)
-    plain.register_parameter("bias", native.bias)
-    vars(plain).update({name: getattr(native, name) for name in HOOK_TABLES})
-    return plain.train(native.training)
+    plain.register_parameter("bias", quantized_linear.bias)
+    vars(plain).update({name: getattr(quantized_linear, name) for name in HOOK_TABLES})
+    return plain.train(quantized_linear.training)
 
 
 @contextmanager
-def replace_with_plain_linears(model: nn.Module) -> Iterator[None]:
+def temporarily_use_plain_linears(model: nn.Module) -> Iterator[None]:
     """Replace quantized linear layers by plain ones inside this context, so that a policy can be found for the model.
 
     The policy is then the same as for the unquantized model. Each plain layer has a single value in memory.
@@ -91,7 +91,7 @@ def replace_with_plain_linears(model: nn.Module) -> Iterator[None]:
         if isinstance(native, nn.Linear):
             holder, name = get_parent(model, path)
             places.append((holder._modules, name, native))
-            shown.setdefault(id(native), make_plain_linear(native))
+            shown.setdefault(id(native), make_meta_linear(native))
             shown[id(native)].weight = _make_zero_weight(native)
     attributes = [
         (vars(m), name, vars(m)[name]) for m in model.modules() for name in QUANTIZER_ATTRIBUTES if name in vars(m)
@@ -107,23 +107,23 @@ def replace_with_plain_linears(model: nn.Module) -> Iterator[None]:
             table[name] = value
 
 
-def _make_zero_weight(native: Any) -> nn.Parameter:
-    dtype = getattr(getattr(native.weight, "quant_state", None), "dtype", None) or torch.get_default_dtype()
-    zero = torch.zeros((), dtype=dtype, device=native.weight.device)
-    return nn.Parameter(zero.expand(native.out_features, native.in_features), requires_grad=False)
+def _make_zero_weight(quantized_linear: Any) -> nn.Parameter:
+    dtype = getattr(getattr(quantized_linear.weight, "quant_state", None), "dtype", None) or torch.get_default_dtype()
+    zero = torch.zeros((), dtype=dtype, device=quantized_linear.weight.device)
+    return nn.Parameter(zero.expand(quantized_linear.out_features, quantized_linear.in_features), requires_grad=False)
 
 
-def store_packed_shard(parallel: Any, native: Any, coords: Mapping[str, int]) -> None:
-    """Store this rank's shard of a 4-bit weight in a parallel linear layer that was built from ``make_plain_linear``.
+def store_quantized_shard(parallel_linear: Any, quantized_linear: Any, coords: Mapping[str, int]) -> None:
+    """Store this rank's shard of a 4-bit weight in a parallel linear layer that was built from ``make_meta_linear``.
 
     Communicates nothing.
     """
-    spec = parallel.shard_specs.pop("weight")
+    spec = parallel_linear.shard_specs.pop("weight")
     dim = next(iter(spec.splits))
-    vars(parallel)["product"] = _copy_without_weight(native, *spec.local_shape(coords))
-    shard = slice_4bit_weight(native.weight, dim, spec.slices_of(dim, coords))
-    keep_as_attributes(parallel, {"weight": shard}, num_values=prod(spec.shape))
-    add_mixins(parallel, QuantizedLinear)
+    vars(parallel_linear)["product"] = _copy_without_weight(quantized_linear, *spec.local_shape(coords))
+    shard = slice_4bit_weight(quantized_linear.weight, dim, spec.get_local_slices(dim, coords))
+    store_weights_as_attributes(parallel_linear, {"weight": shard}, num_values=prod(spec.shape))
+    add_mixins(parallel_linear, QuantizedLinear)
 
 
 def _copy_without_weight(linear: Any, out_features: int, in_features: int) -> Any:
@@ -153,10 +153,10 @@ def make_4bit_placeholder(layer: Any) -> nn.Module:
     return plain.train(layer.training)  # type: ignore[no-any-return]
 
 
-def choose_block_size(state: Any, dim: int, slices: Sequence[Slice]) -> int | None:
+def choose_quant_block_size(quant_state: Any, dim: int, slices: Sequence[Slice]) -> int | None:
     """Return the largest block size for a 4-bit weight at which no slice divides a block, or None."""
-    block = int(state.blocksize)
-    if state.shape[1] % block:  # for which bitsandbytes computes wrong values on the CPU
+    block = int(quant_state.blocksize)
+    if quant_state.shape[1] % block:  # for which bitsandbytes computes wrong values on the CPU
         return None
     while dim == 1 and block >= MIN_BLOCK and any(edge % block for pair in slices for edge in pair):
         block //= 2
@@ -173,7 +173,7 @@ def slice_4bit_weight(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
     from bitsandbytes.nn import Params4bit
 
     state = weight.quant_state
-    block = choose_block_size(state, dim, slices)
+    block = choose_quant_block_size(state, dim, slices)
     rows, width = state.shape
     if block is None:
         columns = ", ".join(f"{a}-{b}" for a, b in slices)
@@ -218,11 +218,11 @@ def slice_4bit_weight(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
     return local
 
 
-def get_fp32_block_scales(state: Any) -> Tensor:
+def get_fp32_block_scales(quant_state: Any) -> Tensor:
     """Return the fp32 scale of each block of a 4-bit weight, dequantized if bitsandbytes has quantized it."""
-    scales: Tensor = state.absmax
-    if state.nested:
+    scales: Tensor = quant_state.absmax
+    if quant_state.nested:
         from bitsandbytes.functional import dequantize_blockwise
 
-        scales = dequantize_blockwise(state.absmax, state.state2) + state.offset
+        scales = dequantize_blockwise(quant_state.absmax, quant_state.state2) + quant_state.offset
     return scales.float()

@@ -46,7 +46,7 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.comm_overlap import all_gather_matmul, matmul_reduce_scatter
 from shardformer.tensor_parallel.parallel_module import has_wider_dtype, select_matmul_dtype
-from shardformer.torch_compat import get_autograd_function
+from shardformer.torch_compat import get_autograd_function_class
 
 SEQUENCE = Dim.SEQUENCE.position
 Map = Callable[[Tensor], Tensor]
@@ -103,7 +103,7 @@ class SequenceShardedRegion:
         shape = (*x.shape[:SEQUENCE], self.full, *x.shape[SEQUENCE + 1 :])
         gather = partial(all_gather, axis=self.axis, dim=SEQUENCE, full=self.full)
         scatter = partial(reduce_scatter, axis=self.axis, dim=SEQUENCE)
-        return DeferredTensor.make(x, shape, self.axis, None, gather, scatter)
+        return DeferredTensor.from_local(x, shape, self.axis, None, gather, scatter)
 
     def gather_then_matmul(
         self, x: Tensor, multiply: Multiply, gathered_x: Tensor | None = None
@@ -158,7 +158,7 @@ def prepare_extra_block_input(x: Tensor, axis: Axis) -> Tensor:
         x = x.full_tensor()
     node: Any = None if torch.compiler.is_compiling() else x.grad_fn
     while node is not None:
-        if get_autograd_function(node) is CopyToTpRegion:
+        if get_autograd_function_class(node) is CopyToTpRegion:
             raise PolicyError(
                 f"A tensor of shape {tuple(x.shape)} enters a tensor-parallel block for the second time, so its "
                 "gradient would be summed twice over the ranks.",
@@ -172,7 +172,9 @@ def prepare_extra_block_input(x: Tensor, axis: Axis) -> Tensor:
 
 def defer_all_reduce(x: Tensor, axis: Axis) -> DeferredTensor:
     """Delay the all-reduce of x, because a reduce-scatter is enough if the next operation shards the sum."""
-    return DeferredTensor.make(x, tuple(x.shape), axis, None, lambda x: all_reduce(x.clone(), axis), lambda grad: grad)
+    return DeferredTensor.from_local(
+        x, tuple(x.shape), axis, None, lambda x: all_reduce(x.clone(), axis), lambda grad: grad
+    )
 
 
 def get_even_split_length(full_length: int, axis: Axis) -> int:
@@ -368,7 +370,7 @@ class SumPartialOutputs(Function):
         return ctx.region.gather_then_matmul(grad, lambda _: [])[0], None
 
 
-class _ApplyWithBackward(Function):
+class _ApplyWithCustomBackward(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Map, backward: Map) -> Tensor:
         ctx.backward_of = backward
@@ -380,9 +382,9 @@ class _ApplyWithBackward(Function):
         return ctx.backward_of(grad), None, None
 
 
-def apply_with_backward(x: Tensor, forward: Map, backward: Map) -> Tensor:
-    """Return ``forward(x)``, and use ``backward(grad)`` as the gradient of x."""
-    out: Tensor = _ApplyWithBackward.apply(x, forward, backward)
+def apply_with_custom_backward(x: Tensor, forward_fn: Map, backward_fn: Map) -> Tensor:
+    """Return ``forward_fn(x)``, and use ``backward_fn(grad)`` as the gradient of x."""
+    out: Tensor = _ApplyWithCustomBackward.apply(x, forward_fn, backward_fn)
     return out
 
 
@@ -397,9 +399,9 @@ def register_random_state_sync(axis: Axis, module: nn.Module) -> None:
     random = LocalRandomState(axis.rank, partial(broadcast, axis=axis))
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-        random.enter(args[0], module.training)
+        random.enter_local_state(args[0], module.training)
 
     def leave(*_: Any) -> None:
-        random.leave()
+        random.leave_local_state()
 
     register_forward_hooks(module, HookOrder.RANDOM_STATE, enter, leave, always_call=True)

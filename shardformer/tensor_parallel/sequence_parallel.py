@@ -84,7 +84,7 @@ class ActivationSharding:
         if self._dim is None:
             return ReplicatedRegion(self.axis)
         if x.dim() != 2:  # an MLP with input (B*s, H) runs after the attention of its layer
-            self.restore_full_length(x)
+            self.restore_input_size_in_recompute(x)
         if not self._is_open:
             return ReplicatedRegion(self.axis)
         return SequenceShardedRegion(self.axis, self.full, self.overlap)
@@ -108,7 +108,7 @@ class ActivationSharding:
             # on some rank, two sequences whose lengths differ this little have the same local length
             self._is_length_ambiguous = self._is_length_ambiguous or bool(near)
         self._is_random = training
-        self._random.enter(x_BSH, training)
+        self._random.enter_local_state(x_BSH, training)
         if isinstance(x_BSH, DeferredTensor) and x_BSH.is_pending:
             region = x_BSH.region
             if region is None and x_BSH.computed_value is None:
@@ -126,18 +126,18 @@ class ActivationSharding:
         if not self.is_sharded:
             return x_BsH
         if self._is_random:
-            self._random.leave()
+            self._random.leave_local_state()
         axis, full, split = self.axis, self.full, self._make_sequence_split()
         shape = (*x_BsH.shape[:SEQUENCE], full, *x_BsH.shape[SEQUENCE + 1 :])
         gather = partial(all_gather, axis=axis, dim=SEQUENCE, full=full)
         to_local = partial(get_local_slices, axis=axis, dim=SEQUENCE, split=split)
         region = SequenceShardedRegion(axis, full, self.overlap)
-        return DeferredTensor.make(x_BsH, shape, axis, region, gather, to_local)
+        return DeferredTensor.from_local(x_BsH, shape, axis, region, gather, to_local)
 
     def _make_sequence_split(self) -> Any:
-        return ActivationShard(Dim.SEQUENCE, self.axis.name).split(self.full, self.axis.size)
+        return ActivationShard(Dim.SEQUENCE, self.axis.name).make_split(self.full, self.axis.size)
 
-    def register(self, first: nn.Module, last: nn.Module) -> None:
+    def register_hooks(self, first: nn.Module, last: nn.Module) -> None:
         """Register hooks that shard the input of the first module and gather the output of the last module."""
         if self._dim is not None:
             register_forward_hooks(first, HookOrder.STACK, self._shard_input_hook, with_kwargs=True)
@@ -149,9 +149,9 @@ class ActivationSharding:
     def _gather_output_hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return map_first_output(output, self.gather_stack_output)
 
-    def restore_full_length_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook that calls ``restore_full_length`` with the hidden states of a module."""
-        self.restore_full_length(get_first_tensor(args, kwargs))
+    def restore_input_size_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook that calls ``restore_input_size_in_recompute`` with the hidden states of a module."""
+        self.restore_input_size_in_recompute(get_first_tensor(args, kwargs))
 
     def shard_token_argument(self, x_BS: Tensor) -> Tensor:
         """Return this rank's positions of a per-token argument (B, S, ...) of a layer. Backward: one all-gather.
@@ -168,9 +168,9 @@ class ActivationSharding:
         )
         return gather_from_region(x_Bs, self.axis, SEQUENCE, self._make_sequence_split()) if is_local else x_Bs
 
-    def register_token_free_hooks(self, module: nn.Module, random: bool) -> GatherHook | None:
+    def register_token_free_module_hooks(self, module: nn.Module, random: bool) -> GatherHook | None:
         """Register hooks for a module without per-token inputs, which every rank computes in full."""
-        return None if self._dim is None else TokenFreeHook(self, module, random)
+        return None if self._dim is None else TokenFreeModuleHook(self, module, random)
 
     def register_full_sequence_hooks(self, module: nn.Module, random: bool) -> GatherHook | None:
         """Register hooks that gather the full sequence for ``module``, which needs all positions outside its block.
@@ -182,11 +182,11 @@ class ActivationSharding:
 
     def reset_after_error(self) -> None:
         """Restore the random state from before the stack of layers after an exception in its forward pass."""
-        self._random.leave()
+        self._random.leave_local_state()
 
     # --- lengths
 
-    def restore_full_length(self, x_BsH: Tensor) -> None:
+    def restore_input_size_in_recompute(self, x_BsH: Tensor) -> None:
         """Restore the full sequence length when activation checkpointing recomputes a forward pass.
 
         All-reduces one integer if several sequence lengths have the same local length.
@@ -201,7 +201,7 @@ class ActivationSharding:
         local = x_BsH.shape[SEQUENCE]
         self.full = next((n for n in self._lengths if get_even_split_length(n, self.axis) == local), self.full)
 
-    def check_local_length(self, x_BsH: Tensor) -> None:
+    def check_local_sequence_length(self, x_BsH: Tensor) -> None:
         """Raise ConfigError if x has the wrong number of local positions, with which an all-gather would hang."""
         length = get_even_split_length(self.full, self.axis)
         if x_BsH.dim() < 3 or x_BsH.shape[SEQUENCE] != length:
@@ -242,7 +242,7 @@ class GatherHook:
 
     def reset_after_error(self) -> None:
         """Restore the random state from before the module, for example after an exception in the forward pass."""
-        self._random.leave()
+        self._random.leave_local_state()
 
 
 class GatherSequenceHook(GatherHook):
@@ -257,11 +257,11 @@ class GatherSequenceHook(GatherHook):
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stream, x = self._stream, get_first_tensor(args, kwargs)
-        stream.restore_full_length(x)
+        stream.restore_input_size_in_recompute(x)
         if not stream.is_sharded:
             return None
-        stream.check_local_length(x)
-        self._random.enter(x, module.training)
+        stream.check_local_sequence_length(x)
+        self._random.enter_local_state(x, module.training)
         full = gather_from_region(x, stream.axis, SEQUENCE, stream._make_sequence_split())
         # the same tensor may be passed as queries, keys and values
         return tuple(full if a is x else a for a in args), {n: full if a is x else a for n, a in kwargs.items()}
@@ -280,12 +280,12 @@ class GatherSequenceHook(GatherHook):
         return scatter_to_region(x, stream.axis, SEQUENCE, stream._make_sequence_split())
 
 
-class TokenFreeHook(GatherSequenceHook):
+class TokenFreeModuleHook(GatherSequenceHook):
     """Hooks for a module without per-token inputs, which every rank computes. They sum its output gradient."""
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stream.is_sharded and self._random.is_enabled and module.training:
-            self._random.enter(get_first_tensor(args, kwargs))
+            self._random.enter_local_state(get_first_tensor(args, kwargs))
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         def enter(x: Any) -> Any:

@@ -1,6 +1,6 @@
 """Logits that are sharded over the vocabulary and behave like the full logits.
 
-A model whose head returns ``shard_logits(local, axis, bounds)`` keeps its forward pass and its loss:
+A model whose head returns ``wrap_local_logits(local, axis, bounds)`` keeps its forward pass and its loss:
 
     logits = model.lm_head(hidden)                      # VocabParallelLogits (B, S, V); each rank stores (B, S, v)
     logits.float().view(-1, V)                          # still sharded: views and casts use only the local shard
@@ -35,22 +35,27 @@ ViewReplay = Callable[[Tensor], Tensor]
 """Function that repeats a view of a sharded tensor on the full tensor."""
 
 
-def shard_logits(local: Tensor, axis: Axis, bounds: Sequence[int]) -> Tensor:
+def wrap_local_logits(local_logits: Tensor, axis: Axis, vocab_bounds: Sequence[int]) -> Tensor:
     """Wrap this rank's vocabulary columns (..., v) in a tensor that behaves like the full logits (..., V).
 
-    Returns ``local`` on an axis of size 1. Communicates nothing.
+    Returns ``local_logits`` on an axis of size 1. Communicates nothing.
 
     Args:
-        bounds: R + 1 numbers; rank r has columns ``bounds[r]`` to ``bounds[r + 1]``, and ``bounds[R]`` is V.
+        vocab_bounds: R + 1 numbers; rank r has columns ``vocab_bounds[r]`` to ``vocab_bounds[r + 1]``, and
+            ``vocab_bounds[R]`` is V.
     """
     if axis.size == 1:
-        return local
-    assert local.shape[-1] == bounds[axis.rank + 1] - bounds[axis.rank], (tuple(local.shape), bounds, axis.rank)
-    return wrap_local(local, axis, tuple(bounds), local.dim() - 1, local.dtype)
+        return local_logits
+    assert local_logits.shape[-1] == vocab_bounds[axis.rank + 1] - vocab_bounds[axis.rank], (
+        tuple(local_logits.shape),
+        vocab_bounds,
+        axis.rank,
+    )
+    return wrap_local_shard(local_logits, axis, tuple(vocab_bounds), local_logits.dim() - 1, local_logits.dtype)
 
 
 class VocabParallelLogits(ShardedTensor):
-    """Logits that are sharded over the vocabulary and behave like the full logits. Created by ``shard_logits``.
+    """Logits that are sharded over the vocabulary and behave like the full logits. Created by ``wrap_local_logits``.
 
     Shape, dtype, device and ``requires_grad`` are those of the full logits. All ranks of the axis must call the same
     functions on them, so that every rank reaches each all-gather.
@@ -107,7 +112,7 @@ class VocabParallelLogits(ShardedTensor):
         """Return this rank's logits (..., v), with their autograd history. Communicates nothing."""
         return get_local_shard(self).to(self.full_dtype)
 
-    def _gather(self, local: Tensor) -> Tensor:
+    def _gather_full_tensor(self, local: Tensor) -> Tensor:
         """All-gather the full logits in the dtype of the local shard. Communicates nothing in the backward pass."""
         split = Split(tuple(((a, b),) for a, b in pairwise(self.bounds)), (self.axis.name,))
         return gather_from_region(local, self.axis, self.shard_dim, split, "gather").to(self.full_dtype)
@@ -120,7 +125,7 @@ class VocabParallelLogits(ShardedTensor):
         A deferred cast stays deferred, unless ``dtype`` is passed.
         """
         dim = self.shard_dim if dim is None else dim
-        return wrap_local(local, self.axis, self.bounds, dim, dtype or self.full_dtype)
+        return wrap_local_shard(local, self.axis, self.bounds, dim, dtype or self.full_dtype)
 
     def make_view(self, local: Tensor, dim: int, replay: ViewReplay) -> VocabParallelLogits:
         out = self.with_local_shard(local, dim)
@@ -130,14 +135,14 @@ class VocabParallelLogits(ShardedTensor):
     def get_stored_shard(self) -> Tensor:
         return get_local_shard(self)
 
-    def slice_operand(self, full: Tensor, dim: int) -> Tensor:
+    def slice_to_local(self, full: Tensor, dim: int) -> Tensor:
         return get_local_slice(full, self.axis, self.bounds, dim)
 
-    def is_aligned(self, other: Any) -> bool:
+    def has_same_sharding(self, other: Any) -> bool:
         layout = (self.axis, self.bounds, self.shard_dim, self.full_shape)
         return layout == (other.axis, other.bounds, other.shard_dim, other.full_shape)
 
-    def write(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+    def call_inplace_function(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         """Apply an in-place function to the full logits, and update the tensors that these logits are views of.
 
         Only the local slices of the results are kept. Communicates one all-gather, unless the full logits are cached.
@@ -155,14 +160,16 @@ class VocabParallelLogits(ShardedTensor):
             self.raise_unsupported("An in-place function changes the shape or dtype of vocabulary-parallel logits")
         self._writes[0] += 1
         for each, written in zip(reversed(chain), fulls, strict=True):
-            _replace_values(each, written)
+            _replace_logits(each, written)
         return self if result is full else result
 
     def _describe_shard(self) -> str:
         return f"vocabulary {self.bounds[self.axis.rank]}:{self.bounds[self.axis.rank + 1]} on {self.axis}"
 
 
-def wrap_local(local: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int, dtype: torch.dtype) -> VocabParallelLogits:
+def wrap_local_shard(
+    local: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int, dtype: torch.dtype
+) -> VocabParallelLogits:
     """Wrap this rank's slice along ``dim`` as VocabParallelLogits, with its autograd history."""
     if local.requires_grad:
         if torch.is_grad_enabled():
@@ -180,7 +187,7 @@ def get_local_shard(x: VocabParallelLogits) -> Tensor:
     """
     if x._writes_seen != x._writes[0] and x._origin is not None:
         base, replay = x._origin
-        _replace_values(x, replay(base.full_tensor()))
+        _replace_logits(x, replay(base.full_tensor()))
     if not x.local.requires_grad and torch.is_grad_enabled():
         with DisableTorchFunctionSubclass():
             has_history = x.requires_grad
@@ -189,26 +196,26 @@ def get_local_shard(x: VocabParallelLogits) -> Tensor:
     return x.local
 
 
-def _replace_values(x: VocabParallelLogits, full: Tensor) -> None:
-    """Replace the values and the autograd history of x by those of the tensor ``full``."""
-    local = get_local_slice_like(full, x)
+def _replace_logits(logits: VocabParallelLogits, full_logits: Tensor) -> None:
+    """Replace the values and the autograd history of x by those of the tensor ``full_logits``."""
+    local = get_local_slice_like(full_logits, logits)
     with DisableTorchFunctionSubclass():
-        _ReplaceValues.apply(x, local)
-    x.local, x._full, x._writes_seen = local, full, x._writes[0]
+        _ReplaceValues.apply(logits, local)
+    logits.local, logits._full, logits._writes_seen = local, full_logits, logits._writes[0]
 
 
-def get_local_slice_like(full: Tensor, x: VocabParallelLogits) -> Tensor:
+def get_local_slice_like(full_tensor: Tensor, logits: VocabParallelLogits) -> Tensor:
     """Return this rank's slice of a full tensor, sharded in the same way as the logits x."""
-    return get_local_slice(full, x.axis, x.bounds, x.shard_dim)
+    return get_local_slice(full_tensor, logits.axis, logits.bounds, logits.shard_dim)
 
 
-def get_local_slice(full: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int) -> Tensor:
+def get_local_slice(full_tensor: Tensor, axis: Axis, vocab_bounds: tuple[int, ...], dim: int) -> Tensor:
     """Return this rank's vocabulary slice of a full tensor along ``dim``."""
-    if isinstance(full, VocabParallelLogits):
-        if full.shard_dim == dim:
-            return full.to_local()
-        full = full.full_tensor()
-    return full.narrow(dim, bounds[axis.rank], bounds[axis.rank + 1] - bounds[axis.rank])
+    if isinstance(full_tensor, VocabParallelLogits):
+        if full_tensor.shard_dim == dim:
+            return full_tensor.to_local()
+        full_tensor = full_tensor.full_tensor()
+    return full_tensor.narrow(dim, vocab_bounds[axis.rank], vocab_bounds[axis.rank + 1] - vocab_bounds[axis.rank])
 
 
 class _WrapShard(Function):
@@ -253,12 +260,12 @@ class _ReplaceValues(Function):
         return None, get_local_slice(grad, *ctx.place).to(ctx.dtype)
 
 
-def _detach(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _detach_logits(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     return x.make_view(get_local_shard(x).detach(), x.shard_dim, func)
 
 
-def _cast(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _cast_logits(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Cast sharded logits or move them to another device. A cast from 16 bits to fp32 is deferred.
 
     Returns the same logits if nothing changes.
@@ -281,7 +288,7 @@ def _cast(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     return x.with_local_shard(func(local, *others, **kwargs), dtype=target.dtype)
 
 
-def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _compute_cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Compute F.cross_entropy of sharded logits and class indices without gathering the logits.
 
     The classes are in dim 1 as in torch, or in dim 0 for the logits of one token.
@@ -307,7 +314,7 @@ def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     return loss.view(target.shape) if loss.dim() else loss
 
 
-def _register_hook(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _register_gradient_hook(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Register a gradient hook on sharded logits. The hook receives the gradient as sharded logits."""
     x, hook = (*args, *kwargs.values())
     local = get_local_shard(x)
@@ -321,17 +328,17 @@ def _register_hook(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     return local.register_hook(call_hook_on_local_gradient)
 
 
-def _get_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _get_logits_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     grad = get_local_shard(args[0]).grad
     return None if grad is None else args[0].with_local_shard(grad, dtype=grad.dtype)
 
 
-def _set_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
+def _set_logits_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
     x, grad = args
     get_local_shard(x).grad = None if grad is None else get_local_slice_like(grad, x)
 
 
-def _backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _run_tensor_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Run ``Tensor.backward`` from the local shard of the logits, with the local slice of their gradient."""
     x, gradient = args[0], args[1] if len(args) > 1 else kwargs.get("gradient")
     if gradient is None or not isinstance(x, VocabParallelLogits):
@@ -341,7 +348,7 @@ def _backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     )
 
 
-def _autograd_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _run_autograd_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Run ``torch.autograd.backward`` on the local shards of any logits that are sharded."""
     tensors, passed, inputs = args[0], kwargs.get("grad_tensors"), kwargs.get("inputs")
     gradients = [passed] if isinstance(passed, Tensor) else passed or [None] * len(tensors)
@@ -359,7 +366,7 @@ def _get_local_root_and_grad(x: Tensor, gradient: Any) -> tuple[Tensor, Any]:
     return local, get_local_slice_like(gradient, x).to(local.dtype)
 
 
-def _autograd_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _run_autograd_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     outputs, inputs = args[:2]
     locals_ = [get_local_shard(x) if isinstance(x, VocabParallelLogits) else x for x in inputs]
     grads = func(
@@ -377,23 +384,23 @@ def _autograd_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 _ALIASES = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
 # methods and attributes of a tensor, and functions of torch and torch.nn.functional
 _NAMES: Mapping[Rule, str] = {
-    rules.view: " ".join(rules.VIEW_RULES),
-    rules.copy_shard: "clone contiguous",
-    _detach: "detach data",
-    _cast: "to type type_as cpu cuda float double half bfloat16",
-    rules.elementwise: rules.ELEMENTWISE,
-    _cross_entropy: "cross_entropy",
+    rules.apply_view: " ".join(rules.VIEW_RULES),
+    rules.copy_local_shard: "clone contiguous",
+    _detach_logits: "detach data",
+    _cast_logits: "to type type_as cpu cuda float double half bfloat16",
+    rules.apply_elementwise: rules.ELEMENTWISE,
+    _compute_cross_entropy: "cross_entropy",
     rules.call_on_local_shard: "requires_grad requires_grad_ retain_grad retains_grad is_contiguous is_inference",
-    _register_hook: "register_hook",
-    _backward: "backward",
+    _register_gradient_hook: "register_hook",
+    _run_tensor_backward: "backward",
 }
 _TENSOR: Any = Tensor
 LOGITS_RULES: Mapping[Any, Rule] = rules.build_rule_table(_NAMES) | {
     _TENSOR.requires_grad.__set__: rules.call_on_local_shard,
-    _TENSOR.grad.__get__: _get_grad,
-    _TENSOR.grad.__set__: _set_grad,
-    torch.autograd.grad: _autograd_grad,
-    torch.autograd.backward: _autograd_backward,
+    _TENSOR.grad.__get__: _get_logits_grad,
+    _TENSOR.grad.__set__: _set_logits_grad,
+    torch.autograd.grad: _run_autograd_grad,
+    torch.autograd.backward: _run_autograd_backward,
 }
 """Function of torch -> its implementation on sharded logits. All other functions gather the full logits."""
 VocabParallelLogits.RULES = LOGITS_RULES

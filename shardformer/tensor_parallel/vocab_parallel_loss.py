@@ -102,9 +102,9 @@ class _CrossEntropy(Function):
         label_T1 = (targets_T - options.bounds[options.axis.rank])[:, None]
         column_T1 = label_T1.clamp(0, max(logits_Tv.shape[1] - 1, 0))
         is_local_T1 = column_T1 == label_T1
-        local_KT = _compute_local_statistics(logits_Tv, column_T1, is_local_T1, options)
+        local_KT = _compute_local_softmax_statistics(logits_Tv, column_T1, is_local_T1, options)
         gathered = all_gather(local_KT, options.axis, 0, purpose="loss")
-        max_T, sum_T, loss_T = _combine_statistics(gathered.view(options.axis.size, *local_KT.shape), options)
+        max_T, sum_T, loss_T = _combine_softmax_statistics(gathered.view(options.axis.size, *local_KT.shape), options)
         loss_T = torch.where(valid_T, loss_T, 0.0)
         num_valid = valid_T.sum()
         ctx.options = options
@@ -127,10 +127,10 @@ class _CrossEntropy(Function):
         at_label_T1 = torch.where(is_local_T1, weight_T1, 0.0) * (options.label_smoothing - 1)
         uniform_T1 = weight_T1 * (options.label_smoothing / options.bounds[-1]) if options.label_smoothing else None
         statistics = (max_T[:, None], weight_T1 / sum_T[:, None])
-        return _compute_gradient(logits_Tv, *statistics, column_T1, at_label_T1, uniform_T1), None, None
+        return _compute_logits_gradient(logits_Tv, *statistics, column_T1, at_label_T1, uniform_T1), None, None
 
 
-def _compute_local_statistics(
+def _compute_local_softmax_statistics(
     logits_Tv: Tensor, column_T1: Tensor, is_local_T1: Tensor, options: _CrossEntropyOptions
 ) -> Tensor:
     """Return the maximum, the sum of exponentials and the label logit of each token over the local columns.
@@ -156,7 +156,7 @@ def _compute_local_statistics(
     return out_KT
 
 
-def _combine_statistics(stats_RKT: Tensor, options: _CrossEntropyOptions) -> tuple[Tensor, Tensor, Tensor]:
+def _combine_softmax_statistics(stats_RKT: Tensor, options: _CrossEntropyOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Combine the statistics of all ranks into the maximum M, the sum S and the loss of each token, each (T,).
 
     The results are bitwise identical on all ranks.
@@ -175,7 +175,7 @@ def _combine_statistics(stats_RKT: Tensor, options: _CrossEntropyOptions) -> tup
     return max_T, sum_T, loss_T
 
 
-def _compute_gradient(
+def _compute_logits_gradient(
     logits_Tv: Tensor,
     max_T1: Tensor,
     scale_T1: Tensor,

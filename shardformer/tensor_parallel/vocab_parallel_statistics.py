@@ -47,11 +47,11 @@ class _StatisticsOptions(NamedTuple):
     requested: frozenset[str]
 
     @property
-    def numbers(self) -> list[str]:
+    def local_statistic_names(self) -> list[str]:
         return ["max", "sum", "label", *(number for name, number in NUMBERS.items() if name in self.requested)]
 
 
-def vocab_parallel_statistics(
+def vocab_parallel_token_statistics(
     logits_Tv: Tensor, labels_T: Tensor, axis: Axis, bounds: Sequence[int], requested: Sequence[str] = ()
 ) -> TokenStatistics:
     """Compute the log-probabilities of labels and other statistics of the full logits. Identical on all ranks.
@@ -67,16 +67,16 @@ def vocab_parallel_statistics(
         requested: names of the optional fields of ``TokenStatistics`` to compute.
     """
     options = _StatisticsOptions(axis, tuple(bounds), frozenset(requested))
-    return TokenStatistics(*_Statistics.apply(logits_Tv, labels_T.long(), options))
+    return TokenStatistics(*_ComputeTokenStatistics.apply(logits_Tv, labels_T.long(), options))
 
 
-class _Statistics(Function):
+class _ComputeTokenStatistics(Function):
     @staticmethod
     def forward(
         ctx: Any, logits_Tv: Tensor, labels_T: Tensor, options: _StatisticsOptions
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        numbers, size = options.numbers, options.axis.size
+        numbers, size = options.local_statistic_names, options.axis.size
         label_T = labels_T - options.bounds[options.axis.rank]
         local_KT = _compute_local_statistics(logits_Tv, label_T, numbers)
         gathered = all_gather(local_KT, options.axis, 0, purpose="loss").view(size, *local_KT.shape)
@@ -123,11 +123,11 @@ class _Statistics(Function):
         return grad_Tv, None, None
 
 
-def _compute_local_statistics(logits_Tv: Tensor, label_T: Tensor, numbers: Sequence[str]) -> Tensor:
+def _compute_local_statistics(logits_Tv: Tensor, label_T: Tensor, statistic_names: Sequence[str]) -> Tensor:
     """Return K statistics (K, T) of T tokens. Sums of exponentials are relative to the local maximum."""
     num_tokens, width = logits_Tv.shape
     dtype = torch.promote_types(logits_Tv.dtype, torch.float32)
-    rows_of = {name: logits_Tv.new_zeros(num_tokens, dtype=dtype) for name in numbers}
+    rows_of = {name: logits_Tv.new_zeros(num_tokens, dtype=dtype) for name in statistic_names}
     for name in ("max", "label", "max_before_label"):
         if name in rows_of:
             rows_of[name].fill_(-torch.inf)
@@ -149,4 +149,4 @@ def _compute_local_statistics(logits_Tv: Tensor, label_T: Tensor, numbers: Seque
         if "max_before_label" in rows_of:
             is_before_tv = torch.arange(width, device=x_tv.device) < label_t1
             rows_of["max_before_label"][rows] = x_tv.masked_fill(~is_before_tv, -torch.inf).amax(1)
-    return torch.stack([rows_of[name] for name in numbers])
+    return torch.stack([rows_of[name] for name in statistic_names])

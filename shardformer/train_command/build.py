@@ -25,23 +25,29 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardformer.errors import ConfigError, ShardFormerError, did_you_mean, get_first_line, import_optional
+from shardformer.errors import (
+    ConfigError,
+    ShardFormerError,
+    get_first_message_line,
+    import_optional_module,
+    suggest_similar_names,
+)
 from shardformer.filesystem.atomic_write import to_absolute_path
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.meta_init.materialization import is_lazy
 from shardformer.torch_compat import FakeTensor
 from shardformer.torch_patches import Patch, replace_attribute, temporary_patch
 from shardformer.train_command.config_schema import (
-    LoraTable,
-    OptimizerTable,
-    ScheduleTable,
+    LoraOptions,
+    OptimizerOptions,
+    ScheduleOptions,
     TrainConfig,
-    get_hook_classes,
-    get_remote_code_hint,
-    suggest_key,
+    get_builtin_hook_classes,
+    suggest_config_key,
+    suggest_trust_remote_code,
 )
 from shardformer.train_command.load_data import TrainingData
-from shardformer.train_command.model_config import derive_fields_from_data, load_model_config
+from shardformer.train_command.model_config import derive_config_fields_from_data, load_model_config
 from shardformer.training.hook import Hook
 from shardformer.transformers_compat import get_config_classes, load_transformers, skip_weight_init
 from shardformer.weights.from_pretrained import from_pretrained
@@ -57,25 +63,25 @@ MakeOptimizer = Callable[[nn.Module], Callable[[Iterable[nn.Parameter]], Optimiz
 WEIGHT_DECAY = "weight_decay"
 
 
-def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
+def build_optimizer_factory(options: OptimizerOptions) -> MakeOptimizer:
     """Return a function that creates the configured optimizer for a model. Raises ConfigError for invalid arguments."""
     known: dict[str, Any] = {
         n: k for n, k in vars(torch.optim).items() if isinstance(k, type) and issubclass(k, Optimizer)
     }
     known = {name: kind for name, kind in {**known, **PACKAGE_OPTIMIZERS}.items() if name != "Optimizer"}
-    if table.name not in known:
+    if options.name not in known:
         raise ConfigError(
-            f"optimizer.name = {table.name!r} is neither a class of torch.optim nor one of "
+            f"optimizer.name = {options.name!r} is neither a class of torch.optim nor one of "
             f"{', '.join(PACKAGE_OPTIMIZERS)}.",
-            remedy=did_you_mean(table.name, known),
+            remedy=suggest_similar_names(options.name, known),
         )
-    kind = known[table.name]
-    extra = {key: tuple(v) if isinstance(v, list) else v for key, v in (table.model_extra or {}).items()}
-    arguments = {"lr": table.lr, **extra}
-    check_arguments(kind, arguments, "optimizer", ignored=("params",))
+    kind = known[options.name]
+    extra = {key: tuple(v) if isinstance(v, list) else v for key, v in (options.model_extra or {}).items()}
+    arguments = {"lr": options.lr, **extra}
+    check_constructor_arguments(kind, arguments, "optimizer", ignored=("params",))
     default = inspect.signature(kind).parameters.get(WEIGHT_DECAY)
     has_decay = bool(arguments.get(WEIGHT_DECAY, default.default if default is not None else 0))
-    if table.decay_biases_and_norms and not has_decay:
+    if options.decay_biases_and_norms and not has_decay:
         raise ConfigError(
             f"optimizer.decay_biases_and_norms = true has no effect, because {kind.__name__} has no weight decay.",
             remedy=f"Set optimizer.{WEIGHT_DECAY} = 0.01, or remove decay_biases_and_norms.",
@@ -88,28 +94,28 @@ def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
         except Exception as error:  # classes raise different errors
             shown = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
             raise ConfigError(
-                f"{kind.__name__} does not accept {shown}: {get_first_line(error)}.",
+                f"{kind.__name__} does not accept {shown}: {get_first_message_line(error)}.",
                 remedy="Correct these values in [optimizer].",
             ) from error
 
     make(list, [nn.Parameter(torch.zeros(1))])  # raises for invalid values before anything is loaded
-    is_grouped = (has_decay and not table.decay_biases_and_norms) or table.lr_factors or table.layer_decay != 1
-    return lambda model: partial(make, _group_parameters(table, model, has_decay) if is_grouped else list)
+    is_grouped = (has_decay and not options.decay_biases_and_norms) or options.lr_factors or options.layer_decay != 1
+    return lambda model: partial(make, _make_parameter_grouper(options, model, has_decay) if is_grouped else list)
 
 
-def _group_parameters(
-    table: OptimizerTable, model: nn.Module, has_decay: bool
+def _make_parameter_grouper(
+    options: OptimizerOptions, model: nn.Module, has_decay: bool
 ) -> Callable[[Iterable[nn.Parameter]], list[dict[str, Any]]]:
     """Return a function that splits parameters into optimizer groups by their weight decay and learning rate.
 
     The names are taken from the model before sharding, so that the groups are the same under every layout. All groups
     exist on every pipeline stage, even if empty, because a checkpoint contains the groups of all stages.
     """
-    factors = get_lr_factors(table, model)
+    factors = get_parameter_lr_factors(options, model)
     kinds: dict[str, tuple[bool, float]] = {}
     kind_of_param: dict[int, tuple[bool, float]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        is_decayed = not has_decay or table.decay_biases_and_norms or has_weight_decay(model, name)
+        is_decayed = not has_decay or options.decay_biases_and_norms or has_weight_decay(model, name)
         # tied weights have the group of their first name, even on a pipeline stage that has only the other name
         kinds[name] = kind_of_param.setdefault(id(param), (is_decayed, factors[name]))
     first = (True, 1.0)  # its learning rate is reported
@@ -125,7 +131,7 @@ def _group_parameters(
             {
                 "params": group,
                 **({} if is_decayed else {WEIGHT_DECAY: 0.0}),
-                **({} if factor == 1 else {"lr": table.lr * factor}),
+                **({} if factor == 1 else {"lr": options.lr * factor}),
             }
             for (is_decayed, factor), group in groups.items()
         ]
@@ -133,7 +139,7 @@ def _group_parameters(
     return group_parameters
 
 
-def get_lr_factors(table: OptimizerTable, model: nn.Module) -> dict[str, float]:
+def get_parameter_lr_factors(options: OptimizerOptions, model: nn.Module) -> dict[str, float]:
     """Return a dict from parameter names to the factors by which their learning rates are multiplied.
 
     ``layer_decay`` counts the layers of the longest ``ModuleList`` from its end. Lists inside a layer, such as
@@ -144,21 +150,21 @@ def get_lr_factors(table: OptimizerTable, model: nn.Module) -> dict[str, float]:
         ConfigError: A pattern matches no parameter, or the model has no stack of layers.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for pattern in table.lr_factors:
+    for pattern in options.lr_factors:
         if not fnmatch.filter(names, pattern):
             raise ConfigError(
                 f"The pattern {pattern!r} in optimizer.lr_factors matches no parameter.",
-                remedy=did_you_mean(pattern, names),
+                remedy=suggest_similar_names(pattern, names),
             )
-    depths = _compute_layer_depths(model, names) if table.layer_decay != 1 else dict.fromkeys(names, 0)
-    found = {name: table.layer_decay ** depths[name] for name in names}
+    depths = _count_later_layers(model, names) if options.layer_decay != 1 else dict.fromkeys(names, 0)
+    found = {name: options.layer_decay ** depths[name] for name in names}
     for name in names:
-        matching = (factor for pattern, factor in table.lr_factors.items() if fnmatch.fnmatchcase(name, pattern))
+        matching = (factor for pattern, factor in options.lr_factors.items() if fnmatch.fnmatchcase(name, pattern))
         found[name] *= next(matching, 1.0)
     return found
 
 
-def _compute_layer_depths(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
+def _count_later_layers(model: nn.Module, parameter_names: Sequence[str]) -> dict[str, int]:
     """Return, for each parameter, how many layers of the model's longest ``ModuleList`` come after it."""
     stacks: dict[str, nn.ModuleList] = {}
     for path, module in model.named_modules():
@@ -173,7 +179,7 @@ def _compute_layer_depths(model: nn.Module, names: Sequence[str]) -> dict[str, i
         )
     count, prefix = len(stacks[path]), f"{path}."
     is_before, depths = True, {}
-    for name in names:
+    for name in parameter_names:
         if name.startswith(prefix):
             is_before = False
             depths[name] = count - 1 - int(name.removeprefix(prefix).partition(".")[0])
@@ -182,15 +188,15 @@ def _compute_layer_depths(model: nn.Module, names: Sequence[str]) -> dict[str, i
     return depths
 
 
-def has_weight_decay(model: nn.Module, name: str) -> bool:
+def has_weight_decay(model: nn.Module, parameter_name: str) -> bool:
     """Return False for biases and for parameters of normalization layers, and True for all other parameters.
 
     ``Trainer.get_decay_parameter_names`` in transformers uses the same rule. Here, it also applies to all modules whose
     class name contains "norm", such as ``BatchNorm2d``.
     """
-    owner = type(model.get_submodule(name.rpartition(".")[0]))
+    owner = type(model.get_submodule(parameter_name.rpartition(".")[0]))
     is_norm = any("norm" in kind.__name__.lower() for kind in owner.__mro__)
-    return not is_norm and NOT_DECAYED.search(name.lower()) is None
+    return not is_norm and NOT_DECAYED.search(parameter_name.lower()) is None
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -202,7 +208,9 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
-            near = did_you_mean(pattern.removesuffix(".*"), {name.rpartition(".")[0] for name in names} | {*names})
+            near = suggest_similar_names(
+                pattern.removesuffix(".*"), {name.rpartition(".")[0] for name in names} | {*names}
+            )
             raise ConfigError(f"The pattern {pattern!r} in model.freeze matches no parameter.", remedy=near)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
@@ -214,10 +222,10 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
         )
 
 
-def prepare_model(config: TrainConfig, model: nn.Module) -> nn.Module:
+def freeze_and_add_lora(config: TrainConfig, model: nn.Module) -> nn.Module:
     """Freeze the parameters that match ``model.freeze``, and add LoRA adapters if ``lora`` is configured."""
     freeze_parameters(model, config.model.freeze)
-    return model if config.lora is None else add_adapters(config.lora, model, config.model.task)
+    return model if config.lora is None else add_lora_adapters(config.lora, model, config.model.task)
 
 
 LORA_TASKS = {
@@ -228,22 +236,22 @@ LORA_TASKS = {
 """Task -> ``task_type`` in PEFT, which trains and saves the new head of a classifier too."""
 
 
-def add_adapters(table: LoraTable, model: nn.Module, task: str) -> nn.Module:
+def add_lora_adapters(options: LoraOptions, model: nn.Module, task: str) -> nn.Module:
     """Add PEFT adapters to an unsharded model, and freeze its other parameters.
 
     Raises:
-        ConfigError: PEFT is not installed, or does not accept the settings in ``table`` for this model.
+        ConfigError: PEFT is not installed, or does not accept the settings in ``options`` for this model.
     """
-    peft = import_optional("peft", "The table lora", "peft")
+    peft = import_optional_module("peft", "The table lora", "peft")
     try:
         settings = peft.LoraConfig(
-            r=table.rank,
-            lora_alpha=table.alpha,
-            lora_dropout=table.dropout,
-            target_modules=table.target_modules,
-            modules_to_save=table.modules_to_save,
-            use_rslora=table.use_rslora,
-            use_dora=table.use_dora,
+            r=options.rank,
+            lora_alpha=options.alpha,
+            lora_dropout=options.dropout,
+            target_modules=options.target_modules,
+            modules_to_save=options.modules_to_save,
+            use_rslora=options.use_rslora,
+            use_dora=options.use_dora,
             task_type=LORA_TASKS.get(task),
         )
         with LazyInit() if is_lazy(model) else _disable_module_to(model):
@@ -251,7 +259,7 @@ def add_adapters(table: LoraTable, model: nn.Module, task: str) -> nn.Module:
             return adapted
     except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(
-            f"PEFT cannot add adapters to {type(model).__name__}: {get_first_line(error)}.",
+            f"PEFT cannot add adapters to {type(model).__name__}: {get_first_message_line(error)}.",
             remedy="Correct lora.target_modules or lora.modules_to_save.",
         ) from error
 
@@ -270,67 +278,69 @@ def _disable_module_to(model: nn.Module) -> AbstractContextManager[Any]:
     return temporary_patch(IN_PLACE, lambda: replace_attribute(nn.Module, "to", lambda self, *args, **kwargs: self))
 
 
-def check_arguments(cls: Any, arguments: Mapping[str, Any], table: str, ignored: Iterable[str] = ()) -> None:
+def check_constructor_arguments(
+    cls: Any, arguments: Mapping[str, Any], config_section: str, ignored: Iterable[str] = ()
+) -> None:
     """Raise ConfigError if a class does not accept one of the arguments, or if a required argument is missing."""
     parameters = inspect.signature(cls).parameters
     known = [name for name in parameters if name not in ignored]
     for name in arguments:
         if name not in known:
             raise ConfigError(
-                f"{table}.{name} = {arguments[name]!r} is set, but {cls.__name__} has no argument {name!r}.",
-                remedy=suggest_key(name, known),
+                f"{config_section}.{name} = {arguments[name]!r} is set, but {cls.__name__} has no argument {name!r}.",
+                remedy=suggest_config_key(name, known),
             )
     for name in known:
         p = parameters[name]
         if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and name not in arguments:
-            raise ConfigError(f"{cls.__name__} requires the argument {name!r}.", remedy=f"Set {table}.{name}.")
+            raise ConfigError(f"{cls.__name__} requires the argument {name!r}.", remedy=f"Set {config_section}.{name}.")
 
 
-def count_steps(config: TrainConfig, data: TrainingData) -> int:
+def count_training_steps(config: TrainConfig, data: TrainingData) -> int:
     """Return the total number of training steps of a run."""
     if config.training.steps is not None:
         return config.training.steps
-    return math.ceil((config.training.epochs or 1) * count_epoch_steps(config, data))
+    return math.ceil((config.training.epochs or 1) * count_steps_per_epoch(config, data))
 
 
-def count_epoch_steps(config: TrainConfig, data: TrainingData) -> int:
+def count_steps_per_epoch(config: TrainConfig, data: TrainingData) -> int:
     """Return the number of training steps in one epoch."""
     samples, size = data.num_samples, config.data.batch_size
     assert samples is not None  # a stream requires training.steps
     return samples // size if config.data.drop_last else -(-samples // size)
 
 
-def build_scheduler(table: ScheduleTable, num_steps: int) -> Callable[[Optimizer], LambdaLR]:
+def build_scheduler_factory(options: ScheduleOptions, num_steps: int) -> Callable[[Optimizer], LambdaLR]:
     """Return a function that creates a learning-rate scheduler for an optimizer and a run of ``num_steps`` steps."""
-    return partial(LambdaLR, lr_lambda=make_lr_schedule(table, num_steps))
+    return partial(LambdaLR, lr_lambda=make_lr_lambda(options, num_steps))
 
 
-def make_lr_schedule(table: ScheduleTable, num_steps: int) -> Callable[[int], float]:
+def make_lr_lambda(options: ScheduleOptions, num_steps: int) -> Callable[[int], float]:
     """Return a function that maps a step, counted from 0, to the factor for the base learning rate."""
-    length = num_steps if table.steps is None else table.steps
-    return partial(compute_lr_factor, table, count_warmup_steps(table, num_steps), length)
+    length = num_steps if options.steps is None else options.steps
+    return partial(compute_lr_factor, options, count_warmup_steps(options, num_steps), length)
 
 
-def count_warmup_steps(table: ScheduleTable, num_steps: int) -> int:
+def count_warmup_steps(options: ScheduleOptions, num_steps: int) -> int:
     """Return the number of warm-up steps of a learning-rate schedule in a run of ``num_steps`` steps."""
-    return _to_steps(table.warmup, num_steps if table.steps is None else table.steps)
+    return _resolve_num_steps(options.warmup, num_steps if options.steps is None else options.steps)
 
 
-def _to_steps(value: float, length: int) -> int:
-    """Convert ``value`` to a number of steps, where a value below 1 is a fraction of ``length``."""
-    return math.ceil(value * length) if value < 1 else round(value)
+def _resolve_num_steps(value: float, total_steps: int) -> int:
+    """Convert ``value`` to a number of steps, where a value below 1 is a fraction of ``total_steps``."""
+    return math.ceil(value * total_steps) if value < 1 else round(value)
 
 
-def compute_lr_factor(table: ScheduleTable, warmup: int, num_steps: int, step: int) -> float:
+def compute_lr_factor(options: ScheduleOptions, warmup_steps: int, num_steps: int, step: int) -> float:
     """Return the factor by which the schedule multiplies the base learning rate at ``step``, counted from 0.
 
-    >>> [round(compute_lr_factor(ScheduleTable(name="linear"), 2, 6, step), 2) for step in range(6)]
+    >>> [round(compute_lr_factor(ScheduleOptions(name="linear"), 2, 6, step), 2) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
-    if step < warmup:
-        return (step + 1) / warmup
-    done = min((step - warmup) / max(num_steps - warmup, 1), 1.0)
-    match table.name:
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    done = min((step - warmup_steps) / max(num_steps - warmup_steps, 1), 1.0)
+    match options.name:
         case "constant":
             decay = 0.0
         case "linear":
@@ -338,13 +348,13 @@ def compute_lr_factor(table: ScheduleTable, warmup: int, num_steps: int, step: i
         case "cosine":
             decay = 0.5 - 0.5 * math.cos(math.pi * done)
         case "cosine_with_restarts":
-            decay = 1.0 if done == 1 else 0.5 - 0.5 * math.cos(math.pi * (done * table.cycles % 1))
+            decay = 1.0 if done == 1 else 0.5 - 0.5 * math.cos(math.pi * (done * options.cycles % 1))
         case "warmup_stable_decay":
-            length = _to_steps(table.decay, num_steps)
+            length = _resolve_num_steps(options.decay, num_steps)
             decay = min(max(step - (num_steps - length), 0) / max(length, 1), 1.0)
         case "inverse_sqrt":
-            return math.sqrt(max(warmup, 1) / max(step, warmup, 1))
-    return 1 - (1 - table.min_lr_rate) * decay
+            return math.sqrt(max(warmup_steps, 1) / max(step, warmup_steps, 1))
+    return 1 - (1 - options.min_lr_rate) * decay
 
 
 DEFAULTS = ("throughput", "progress", "json_lines", "checkpoint")
@@ -354,7 +364,7 @@ FOLDERS = {"json_lines": ".", "checkpoint": "checkpoints"}
 """Hook -> its subfolder in the folder of the run. By default, the subfolder has the name of the hook."""
 
 
-KNOWN_HOOKS = get_hook_classes()
+KNOWN_HOOKS = get_builtin_hook_classes()
 
 
 def build_hooks(config: TrainConfig) -> list[Hook]:
@@ -365,24 +375,27 @@ def build_hooks(config: TrainConfig) -> list[Hook]:
     return [_make_hook(config, name, {} if wanted[name] is True else wanted[name]) for name in order]
 
 
-def get_hook_folder(config: TrainConfig, name: str) -> Path | None:
+def get_hook_output_folder(config: TrainConfig, hook_name: str) -> Path | None:
     """Return the output folder of a default hook such as ``checkpoint``, or None if the run disables the hook."""
-    arguments = config.hooks.get(name, True)
+    arguments = config.hooks.get(hook_name, True)
     if arguments is False:
         return None
     directory = arguments.get("directory") if isinstance(arguments, dict) else None
-    return to_absolute_path(os.path.expanduser(directory or config.path / FOLDERS[name]))
+    return to_absolute_path(os.path.expanduser(directory or config.output_folder / FOLDERS[hook_name]))
 
 
-def _make_hook(config: TrainConfig, name: str, arguments: dict[str, Any]) -> Hook:
-    kind = _find_hook_class(name)
+def _make_hook(config: TrainConfig, hook_name: str, arguments: dict[str, Any]) -> Hook:
+    kind = _find_hook_class(hook_name)
     parameters = inspect.signature(kind).parameters
     if "directory" in parameters:
-        arguments = {"directory": str(config.path / FOLDERS.get(name, name.rpartition(":")[2])), **arguments}
-    if "config" in parameters and name in KNOWN_HOOKS:
+        arguments = {
+            "directory": str(config.output_folder / FOLDERS.get(hook_name, hook_name.rpartition(":")[2])),
+            **arguments,
+        }
+    if "config" in parameters and hook_name in KNOWN_HOOKS:
         arguments = {"config": config.model_dump(mode="json"), **arguments}
-    check_arguments(kind, arguments, f"hooks.{name}")
-    arguments = _validate_argument_types(kind, arguments, f"hooks.{name}")
+    check_constructor_arguments(kind, arguments, f"hooks.{hook_name}")
+    arguments = _validate_argument_types(kind, arguments, f"hooks.{hook_name}")
     if isinstance(directory := arguments.get("directory"), str):
         arguments["directory"] = os.path.expanduser(directory)
     several = [p.name for p in parameters.values() if p.kind is p.VAR_POSITIONAL]
@@ -417,7 +430,7 @@ def get_hook_arguments(hook_class: Any) -> dict[str, HookArgument]:
     return found
 
 
-def _validate_argument_types(hook_class: Any, arguments: dict[str, Any], table: str) -> dict[str, Any]:
+def _validate_argument_types(hook_class: Any, arguments: dict[str, Any], config_section: str) -> dict[str, Any]:
     """Validate the arguments of a hook against the types that its class declares, and return them."""
     known, found = get_hook_arguments(hook_class), dict(arguments)
     for name, value in arguments.items():
@@ -430,7 +443,7 @@ def _validate_argument_types(hook_class: Any, arguments: dict[str, Any], table: 
         except ValidationError as error:
             messages = "; or ".join(dict.fromkeys(each["msg"] for each in error.errors()))
             raise ConfigError(
-                f"{table}.{name} = {value!r:.80} has the wrong type.",
+                f"{config_section}.{name} = {value!r:.80} has the wrong type.",
                 rule=". ".join(filter(None, (messages, known[name].description.replace("`", "'").rstrip(".")))),
                 remedy="Correct the value.",
             ) from error
@@ -445,7 +458,7 @@ def _find_hook_class(hook_name: str) -> Any:
         raise ConfigError(
             f"There is no hook called {hook_name!r}.",
             rule='To use your own hook, specify its file and class, as in "my_hooks.py:MyHook".',
-            remedy=suggest_key(hook_name, KNOWN_HOOKS),
+            remedy=suggest_config_key(hook_name, KNOWN_HOOKS),
         )
     found = getattr(_import_hook_file(file, hook_name), attribute, None)
     if not (isinstance(found, type) and issubclass(found, Hook)):
@@ -471,7 +484,7 @@ def _import_hook_file(file: str, hook_name: str) -> Any:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
         where = f" in line {lines[-1]}" if lines else ""
         raise ConfigError(
-            f"Importing {file} failed{where}: {type(error).__name__}: {get_first_line(error)}.",
+            f"Importing {file} failed{where}: {type(error).__name__}: {get_first_message_line(error)}.",
             remedy=f"Fix the file, or remove hooks.{hook_name!r}.",
         ) from error
     return module
@@ -491,7 +504,7 @@ AUTO_CLASSES = {
 POSITION_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 
 
-def model_class_for(config: TrainConfig) -> Any:
+def get_transformers_model_class(config: TrainConfig) -> Any:
     """Return the transformers model class for ``model.head`` or, if it is not set, for ``model.task``.
 
     Raises:
@@ -504,35 +517,37 @@ def model_class_for(config: TrainConfig) -> Any:
     is_model = isinstance(kind, type) and (issubclass(kind, nn.Module) or get_config_classes(kind) is not None)
     if not is_model or not hasattr(kind, "from_pretrained"):
         known = [n for n in dir(transformers) if re.search(r"For[A-Z]|Model$", n)]
-        raise ConfigError(f"model.head = {name!r} is not a transformers model class.", remedy=did_you_mean(name, known))
+        raise ConfigError(
+            f"model.head = {name!r} is not a transformers model class.", remedy=suggest_similar_names(name, known)
+        )
     return kind
 
 
 def build_model(
-    config: TrainConfig, data: TrainingData, saved: Any, *, lazy: bool = True, dtype: torch.dtype = torch.float32
+    config: TrainConfig, data: TrainingData, base_config: Any, *, lazy: bool = True, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
     """Build the model of a run, with its weights in ``dtype``.
 
-    ``parallel.precision`` determines the dtype of the training steps. ``saved`` is the config of the model without the
-    fields that depend on the data. If ``lazy`` is False, the weights are not initialized, even if the run loads a
-    checkpoint.
+    ``parallel.precision`` determines the dtype of the training steps. ``base_config`` is the config of the model
+    without the fields that depend on the data. If ``lazy`` is False, the weights are not initialized, even if the run
+    loads a checkpoint.
     """
-    complete = load_model_config(config, derive_fields_from_data(config, data, saved))
+    complete = load_model_config(config, derive_config_fields_from_data(config, data, base_config))
     _check_data_fits_model(config, data, complete)
-    kind = model_class_for(config)
+    kind = get_transformers_model_class(config)
     _check_task_support(config, complete, kind)
     torch.manual_seed(config.seed)
     trust = config.model.trust_remote_code
     try:
         if lazy and not config.model.random:
-            has_new_classes = getattr(saved, "num_labels", None) != getattr(complete, "num_labels", None)
+            has_new_classes = getattr(base_config, "num_labels", None) != getattr(complete, "num_labels", None)
             model = from_pretrained(
                 kind, config.model.name, config=complete, dtype=dtype, trust_remote_code=trust,
                 ignore_mismatched_sizes=has_new_classes,
             )  # fmt: skip
         else:
             with LazyInit() if lazy else skip_weight_init():
-                model = create_model(kind, complete, dtype, trust)
+                model = create_model_from_config(kind, complete, dtype, trust)
             if not lazy:
                 cast(Any, model).tie_weights()
     except ShardFormerError:
@@ -540,8 +555,8 @@ def build_model(
     except Exception as error:  # model code may raise any error
         raise ConfigError(
             f"transformers cannot build a {kind.__name__} from {config.model.name!r}: {type(error).__name__}: "
-            f"{get_first_line(error)}.",
-            remedy=get_remote_code_hint("Correct model.task, model.head or model.config", error),
+            f"{get_first_message_line(error)}.",
+            remedy=suggest_trust_remote_code("Correct model.task, model.head or model.config", error),
         ) from error
     kind = type(model)
     if kind.__module__.startswith("transformers.") and "labels" not in inspect.signature(kind.forward).parameters:
@@ -552,7 +567,9 @@ def build_model(
     return model
 
 
-def create_model(model_class: Any, model_config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+def create_model_from_config(
+    model_class: Any, model_config: Any, dtype: torch.dtype, trust_remote_code: bool
+) -> nn.Module:
     """Build a transformers model with random weights."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -589,7 +606,7 @@ def _check_task_support(config: TrainConfig, model_config: Any, model_class: Any
     )
 
 
-def get_max_positions(model_config: Any) -> int | None:
+def get_max_sequence_length(model_config: Any) -> int | None:
     """Return the maximum sequence length that the config of a model specifies, or None if it specifies no limit."""
     text = model_config.get_text_config()
     return next((n for name in POSITION_FIELDS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
@@ -606,7 +623,7 @@ def _check_data_fits_model(config: TrainConfig, data: TrainingData, model_config
             remedy="Use the tokenizer of the model. For a model with random weights, you can also set "
             f"model.config.vocab_size = {data.tokens.size}.",
         )
-    most = get_max_positions(model_config)
+    most = get_max_sequence_length(model_config)
     if most is not None and config.data.sequence_length > most:
         raise ConfigError(
             f"data.sequence_length = {config.data.sequence_length} exceeds the model's maximum of {most} positions.",

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 
 from shardformer.config import RENAMED_FIELDS, ParallelConfig
-from shardformer.errors import ConfigError, did_you_mean
+from shardformer.errors import ConfigError, suggest_similar_names
 from shardformer.mesh.rank_grid import count_ranks
 from shardformer.pipeline.partition import RENAMED_METHODS
 
@@ -28,14 +28,14 @@ PATHS = ("folder", "name", "train", "validation", "tokenizer", "chat_template")
 """Configuration keys whose value may be a path, in which ~ is expanded."""
 
 
-class ConfigTable(BaseModel):
+class ConfigSection(BaseModel):
     """Base class for the tables of a run configuration. Unknown keys are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @field_validator("*")
     @classmethod
-    def _expand_value(cls, value: Any, info: ValidationInfo) -> Any:
+    def _reject_empty_and_expand_path(cls, value: Any, info: ValidationInfo) -> Any:
         """Reject empty strings and empty lists, and expand ~ in paths."""
         if value == "" or (value == [] and info.field_name != "freeze") or (isinstance(value, list) and "" in value):
             raise ValueError("The value is empty. Write a value, or remove the key")
@@ -50,7 +50,7 @@ def _field(description: str, default: Any = ..., **limits: Any) -> Any:
     return Field(default, description=description, **limits)
 
 
-class ModelTable(ConfigTable):
+class ModelOptions(ConfigSection):
     """The model to train."""
 
     name: str = _field(
@@ -71,7 +71,7 @@ class ModelTable(ConfigTable):
     trust_remote_code: bool = _field("Allow running Python code that comes with a model.", False)
 
 
-class DataTable(ConfigTable):
+class DataOptions(ConfigSection):
     """The training and validation data."""
 
     train: str | list[str] = _field(
@@ -151,13 +151,13 @@ class DataTable(ConfigTable):
     num_workers: int = _field("Number of data loading processes per training process.", 0, ge=0)
 
     @property
-    def has_validation(self) -> bool:
+    def has_validation_data(self) -> bool:
         return any(value is not None for value in (self.validation, self.validation_split, self.validation_fraction))
 
 
 ParallelTable = create_model(
     "ParallelTable",
-    __base__=ConfigTable,
+    __base__=ConfigSection,
     __doc__="The parallel layout and options of a step: the fields of `shardformer.ParallelConfig`.",
     **{
         name: (kind, Field(ParallelConfig.__dataclass_fields__[name].default, description=description))
@@ -166,7 +166,7 @@ ParallelTable = create_model(
 )  # type: ignore[call-overload]
 
 
-class OptimizerTable(ConfigTable):
+class OptimizerOptions(ConfigSection):
     """The optimizer. Further keys are arguments of the optimizer class, such as `betas` and `weight_decay`."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
@@ -187,7 +187,7 @@ class OptimizerTable(ConfigTable):
     )
 
 
-class ScheduleTable(ConfigTable):
+class ScheduleOptions(ConfigSection):
     """The learning-rate schedule, with warm-up and decay."""
 
     name: Literal["constant", "linear", "cosine", "cosine_with_restarts", "warmup_stable_decay", "inverse_sqrt"] = (
@@ -207,14 +207,14 @@ class ScheduleTable(ConfigTable):
     )
 
 
-class PreferenceTable(ConfigTable):
+class PreferenceOptions(ConfigSection):
     """Options of the DPO loss for `task = "preference"`."""
 
     beta: float = _field("Strength of the penalty on differences from the initial model.", 0.1, gt=0)
     label_smoothing: float = _field("Probability that a preference is wrong.", 0.0, ge=0, lt=0.5)
 
 
-class LoraTable(ConfigTable):
+class LoraOptions(ConfigSection):
     """LoRA adapters from PEFT. If this table exists, only the adapters are trained."""
 
     rank: int = _field("Rank of the adapters.", 8, ge=1)
@@ -229,7 +229,7 @@ class LoraTable(ConfigTable):
     merge: bool = _field("Merge the adapters into the exported model, instead of exporting only the adapters.", False)
 
 
-class TrainingTable(ConfigTable):
+class TrainingOptions(ConfigSection):
     """The length of the run, the validation interval, and whether the trained model is exported."""
 
     steps: int | None = _field("Number of optimizer steps.", None, ge=1)
@@ -238,19 +238,19 @@ class TrainingTable(ConfigTable):
     export: bool = _field("Export the trained model to `folder/model`, for `from_pretrained`.", False)
 
 
-class TrainConfig(ConfigTable):
+class TrainConfig(ConfigSection):
     """Complete configuration of a training run."""
 
     folder: str = _field("Folder for logs, checkpoints and the trained model.", "run")
     seed: int = _field("Seed for the weights, the data order and all random numbers.", 0, ge=0, lt=2**63)
-    model: ModelTable
-    data: DataTable
+    model: ModelOptions
+    data: DataOptions
     parallel: ParallelTable = ParallelTable()  # type: ignore[valid-type]
-    optimizer: OptimizerTable = OptimizerTable()
-    schedule: ScheduleTable = ScheduleTable()
-    training: TrainingTable = TrainingTable()
-    preference: PreferenceTable = PreferenceTable()
-    lora: LoraTable | None = None
+    optimizer: OptimizerOptions = OptimizerOptions()
+    schedule: ScheduleOptions = ScheduleOptions()
+    training: TrainingOptions = TrainingOptions()
+    preference: PreferenceOptions = PreferenceOptions()
+    lora: LoraOptions | None = None
     hooks: dict[str, bool | dict[str, Any]] = _field(
         "Hooks by name: `true`, `false`, or a table of arguments. `throughput`, `progress`, `json_lines` and "
         "`checkpoint` are enabled by default. To add your own hook, specify its file and class: "
@@ -266,15 +266,15 @@ class TrainConfig(ConfigTable):
                 f"training.steps = {training.steps} and training.epochs = {training.epochs:g} cannot both be set.",
                 remedy="Remove one of them. On the command line, --set training.epochs= removes a key.",
             )
-        if training.validate_every is not None and not data.has_validation:
+        if training.validate_every is not None and not data.has_validation_data:
             raise ConfigError(
                 f"training.validate_every = {training.validate_every} requires validation data.",
                 remedy="Set data.validation, or remove validate_every.",
             )
-        self._check_data()
+        self._check_data_options()
         self._check_no_unused_keys()
 
-    def _check_data(self) -> None:
+    def _check_data_options(self) -> None:
         """Raise ConfigError if the options in ``[data]`` contradict each other."""
         data = self.data
         count = 1 if isinstance(data.train, str) else len(data.train)
@@ -322,7 +322,7 @@ class TrainConfig(ConfigTable):
         return ParallelConfig(**table.model_dump())
 
     @property
-    def path(self) -> Path:
+    def output_folder(self) -> Path:
         """Output folder of the run."""
         return Path(self.folder)
 
@@ -381,10 +381,10 @@ def _get_key_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
     }
 
 
-def get_remote_code_hint(remedy: str, error: Exception) -> str:
-    """Return ``remedy``, or advice to set ``trust_remote_code`` if transformers' error mentions it."""
+def suggest_trust_remote_code(default_remedy: str, error: Exception) -> str:
+    """Return ``default_remedy``, or advice to set ``trust_remote_code`` if transformers' error mentions it."""
     needs_code = "trust_remote_code" in str(error)
-    return "Review that code, and set model.trust_remote_code = true to run it" if needs_code else remedy
+    return "Review that code, and set model.trust_remote_code = true to run it" if needs_code else default_remedy
 
 
 TRAINER_KEYS = {
@@ -423,12 +423,12 @@ RENAMED_KEYS = {
 """Earlier name of a configuration key -> its current name."""
 
 
-def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainConfig:
+def load_train_config(file: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read and validate a run configuration from a TOML file.
 
     Args:
         file: Path of the file.
-        changes: Keys to change, such as ``parallel.tensor=2``. A value that is not valid TOML is used as a string.
+        overrides: Keys to change, such as ``parallel.tensor=2``. A value that is not valid TOML is used as a string.
             An empty value, as in ``training.epochs=``, removes the key.
     """
     path = Path(file)
@@ -437,7 +437,7 @@ def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainCon
             raise OSError("it is not a regular file")
         tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        near = did_you_mean(path.name, (other.name for other in path.absolute().parent.glob("*.toml")))
+        near = suggest_similar_names(path.name, (other.name for other in path.absolute().parent.glob("*.toml")))
         raise ConfigError(
             f"The configuration file {str(file)!r} cannot be read: {error.strerror or error}.",
             remedy=near if near.startswith("Did") else "Pass the path of a TOML file",
@@ -448,8 +448,8 @@ def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainCon
             rule='A table starts with its name in brackets, followed by lines such as steps = 100 or name = "gpt2".',
             remedy="Correct the line.",
         ) from error
-    for change in changes:
-        apply_command_line_change(tables, change)
+    for change in overrides:
+        apply_command_line_override(tables, change)
     return parse_config(tables, str(file))
 
 
@@ -480,13 +480,13 @@ def _rename_deprecated_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def apply_command_line_change(tables: dict[str, Any], change: str) -> None:
+def apply_command_line_override(tables: dict[str, Any], override: str) -> None:
     """Apply a command-line change such as ``parallel.tensor=2`` to the tables of a run configuration, in place."""
-    key, equals, text = change.partition("=")
+    key, equals, text = override.partition("=")
     *parents, name = (part.strip() for part in key.split("."))
     if not equals or not name or not all(parents):
         raise ConfigError(
-            f"--set {change} does not have the form key=value.", remedy="For example, write --set parallel.tensor=2."
+            f"--set {override} does not have the form key=value.", remedy="For example, write --set parallel.tensor=2."
         )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
@@ -497,7 +497,7 @@ def apply_command_line_change(tables: dict[str, Any], change: str) -> None:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             raise ConfigError(
-                f"--set {change} cannot be applied, because {part!r} is not a table in the file.",
+                f"--set {override} cannot be applied, because {part!r} is not a table in the file.",
                 remedy=f"Replace {part!r} in the file by a table [{part}].",
             )
     if text.strip():
@@ -510,14 +510,14 @@ def _to_config_error(error: ValidationError, source: str) -> ConfigError:
     """Convert the first error that pydantic reports to a ConfigError that suggests a correct key or value."""
     first = error.errors()[0]
     key_path = [str(part) for part in first["loc"]]
-    table, name = _find_table(key_path), key_path[-1]
-    key = ".".join(_remove_union_types(key_path))
+    table, name = _find_section_class(key_path), key_path[-1]
+    key = ".".join(_remove_union_type_names(key_path))
     if first["type"] == "extra_forbidden":
         known = list(table.model_fields) if table is not None else []
         return ConfigError(
             f"{source} has {key} = {first['input']!r:.80}, which is not a key of "
             f"{'the file' if len(key_path) == 1 else f'[{key_path[-2]}]'}.",
-            remedy=f"Use its new name {RENAMED_KEYS[key]}" if key in RENAMED_KEYS else suggest_key(name, known),
+            remedy=f"Use its new name {RENAMED_KEYS[key]}" if key in RENAMED_KEYS else suggest_config_key(name, known),
         )
     if first["type"] == "missing":
         return ConfigError(
@@ -525,17 +525,19 @@ def _to_config_error(error: ValidationError, source: str) -> ConfigError:
             rule=_describe_key(table, name),
             remedy=f"Write {name} in [{'.'.join(key_path[:-1])}]" if len(key_path) > 1 else f"Write a table [{name}]",
         )
-    same_key = [e for e in error.errors() if ".".join(_remove_union_types(map(str, e["loc"]))) == key]
+    same_key = [e for e in error.errors() if ".".join(_remove_union_type_names(map(str, e["loc"]))) == key]
     messages = "; or ".join(dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in same_key))
     known = str(first.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
     return ConfigError(
         f"{source} has an invalid value, {key} = {first['input']!r:.80}.",
         rule=". ".join(filter(None, (messages, _describe_key(table, name)))),
-        remedy=did_you_mean(str(first["input"]), known) if first["type"] == "literal_error" else _suggest_value(first),
+        remedy=suggest_similar_names(str(first["input"]), known)
+        if first["type"] == "literal_error"
+        else _suggest_correction(first),
     )
 
 
-def _suggest_value(error: Mapping[str, Any]) -> str:
+def _suggest_correction(error: Mapping[str, Any]) -> str:
     """Suggest how to correct a value that pydantic rejected."""
     limits = error.get("ctx", {})
     for name, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
@@ -550,28 +552,30 @@ def _suggest_value(error: Mapping[str, Any]) -> str:
     return of_type.get(error["type"], "Correct the value")
 
 
-def suggest_key(name: str, candidates: Iterable[str]) -> str:
+def suggest_config_key(unknown_key: str, candidates: Iterable[str]) -> str:
     """Suggest a correct key for an unknown configuration key.
 
     The unknown key may be in the wrong table, or may be an argument of ``TrainingArguments`` in transformers.
     ``candidates`` contains the names that are valid in its place.
     """
-    tables = {key: _find_table([key, ""]) for key in TrainConfig.model_fields}
+    tables = {key: _find_section_class([key, ""]) for key in TrainConfig.model_fields}
     all_keys = [f"{key}.{field}" for key, each in tables.items() if each is not None for field in each.model_fields]
-    same_name = [key for key in all_keys if key.rpartition(".")[2] == name]
-    if name in tables:
-        same_name.append(f"{name}, above all tables" if tables[name] is None else f"a table [{name}]")
-    if not same_name and name in get_hook_classes():
-        same_name.append(f"hooks.{name}")
-    if key := TRAINER_KEYS.get(name, " or ".join(same_name)):
+    same_name = [key for key in all_keys if key.rpartition(".")[2] == unknown_key]
+    if unknown_key in tables:
+        same_name.append(
+            f"{unknown_key}, above all tables" if tables[unknown_key] is None else f"a table [{unknown_key}]"
+        )
+    if not same_name and unknown_key in get_builtin_hook_classes():
+        same_name.append(f"hooks.{unknown_key}")
+    if key := TRAINER_KEYS.get(unknown_key, " or ".join(same_name)):
         return f"Write it as {key}"
     if {*candidates} == {*TrainConfig.model_fields}:
-        suggestion = did_you_mean(name, [*TrainConfig.model_fields, *all_keys])
+        suggestion = suggest_similar_names(unknown_key, [*TrainConfig.model_fields, *all_keys])
         return f"{suggestion} Write a key under its table, as in [data] or data.batch_size"
-    return did_you_mean(name, candidates)
+    return suggest_similar_names(unknown_key, candidates)
 
 
-def get_hook_classes() -> dict[str, Any]:
+def get_builtin_hook_classes() -> dict[str, Any]:
     """Return the built-in hook classes by their names in a run configuration, such as ``early_stopping``."""
     from shardformer.training import hooks
 
@@ -582,14 +586,14 @@ def get_hook_classes() -> dict[str, Any]:
     }
 
 
-def _remove_union_types(key_path: Iterable[str]) -> list[str]:
+def _remove_union_type_names(key_path: Iterable[str]) -> list[str]:
     """Remove the type names, such as ``str``, that pydantic adds to the location of an error in a union type."""
     return [
         part for part in key_path if part.replace("_", "").isalnum() and part not in ("str", "int", "bool", "float")
     ]
 
 
-def _find_table(key_path: Sequence[str]) -> type[BaseModel] | None:
+def _find_section_class(key_path: Sequence[str]) -> type[BaseModel] | None:
     table: Any = TrainConfig
     for part in key_path[:-1]:
         field = getattr(table, "model_fields", {}).get(part)
@@ -600,8 +604,8 @@ def _find_table(key_path: Sequence[str]) -> type[BaseModel] | None:
     return table  # type: ignore[no-any-return]
 
 
-def _describe_key(table: type[BaseModel] | None, name: str) -> str:
-    field = table.model_fields.get(name) if table is not None else None
+def _describe_key(section_class: type[BaseModel] | None, key: str) -> str:
+    field = section_class.model_fields.get(key) if section_class is not None else None
     return (field.description or "").replace("`", "'").rstrip(".") if field is not None else ""
 
 

@@ -12,8 +12,8 @@ from typing import Any, NoReturn, cast
 
 import torch
 
-from shardformer.errors import ConfigError, InputError, get_first_line
-from shardformer.train_command.config_schema import DataTable
+from shardformer.errors import ConfigError, InputError, get_first_message_line
+from shardformer.train_command.config_schema import DataOptions
 from shardformer.train_command.tokenizer import TextTokenizer
 
 IGNORED = -100
@@ -37,18 +37,20 @@ SYSTEM, TOOLS, CALLS, WEIGHT = "system", "tools", "tool_calls", "weight"
 Message = Mapping[str, Any]
 
 
-def is_conversation(row: Mapping[str, Any], data: DataTable) -> bool:
+def is_conversation(row: Mapping[str, Any], data: DataOptions) -> bool:
     """Return whether a data set row contains a conversation, or a prompt with an answer, rather than plain text."""
     if data.prompt is not None:
         return True
     if row.get(data.text) is not None:  # a table has every field in every row
         return False
     return (
-        data.messages in row or _find_messages_field(row, data) is not None or _find_pair_fields(row, data) is not None
+        data.messages in row
+        or _find_messages_field(row, data) is not None
+        or _find_prompt_and_answer_fields(row, data) is not None
     )
 
 
-def read_conversation(row: Mapping[str, Any], data: DataTable) -> list[Message]:
+def read_conversation(row: Mapping[str, Any], data: DataOptions) -> list[Message]:
     """Return the messages of a data set row, which contains a list of messages or a prompt with an answer.
 
     Raises:
@@ -56,8 +58,8 @@ def read_conversation(row: Mapping[str, Any], data: DataTable) -> list[Message]:
     """
     field = None if data.prompt is not None else _find_messages_field(row, data)
     if field is not None:
-        return _add_system_message(_read_messages(row[field], field), row)
-    pair = _find_pair_fields(row, data)
+        return _add_system_message(_normalize_messages(row[field], field), row)
+    pair = _find_prompt_and_answer_fields(row, data)
     if pair is None and data.prompt is None and data.messages in row:
         raise InputError(
             f"A row has {row[data.messages]!r:.60} in the field {data.messages!r}, which is not a list of messages.",
@@ -74,11 +76,11 @@ def read_conversation(row: Mapping[str, Any], data: DataTable) -> list[Message]:
     return _read_prompt_and_answer(row, pair)
 
 
-def _find_messages_field(row: Mapping[str, Any], data: DataTable) -> str | None:
+def _find_messages_field(row: Mapping[str, Any], data: DataOptions) -> str | None:
     return next((name for name in (data.messages, "conversations") if isinstance(row.get(name), (list, tuple))), None)
 
 
-def _find_pair_fields(row: Mapping[str, Any], data: DataTable) -> tuple[str, str] | None:
+def _find_prompt_and_answer_fields(row: Mapping[str, Any], data: DataOptions) -> tuple[str, str] | None:
     pairs = PAIRS if data.prompt is None else ((data.prompt, data.target),)
     return next((pair for pair in pairs if all(row.get(name) is not None for name in pair)), None)
 
@@ -86,11 +88,16 @@ def _find_pair_fields(row: Mapping[str, Any], data: DataTable) -> tuple[str, str
 def _read_prompt_and_answer(row: Mapping[str, Any], fields: tuple[str, str]) -> list[Message]:
     prompt, answer = (row[name] for name in fields)
     if isinstance(prompt, (list, tuple)):
-        return _add_system_message([*_read_messages(prompt, fields[0]), *_to_answer_messages(answer, fields[1])], row)
+        return _add_system_message(
+            [*_normalize_messages(prompt, fields[0]), *_to_answer_messages(answer, fields[1])], row
+        )
     context = row.get(CONTEXT) if fields[0] == "instruction" else None
     prompt = f"{prompt}\n\n{context}" if context else prompt
     return _add_system_message(
-        [*_read_messages([{"role": "user", "content": prompt}], fields[0]), *_to_answer_messages(answer, fields[1])],
+        [
+            *_normalize_messages([{"role": "user", "content": prompt}], fields[0]),
+            *_to_answer_messages(answer, fields[1]),
+        ],
         row,
     )
 
@@ -111,20 +118,23 @@ def _add_system_message(messages: list[Message], row: Mapping[str, Any]) -> list
     return messages
 
 
-def read_prompt_with_answer(row: Mapping[str, Any], field: str, data: DataTable) -> list[Message]:
-    """Return the prompt of a data set row and the answer in ``field`` as a list of messages.
+def read_prompt_with_answer(row: Mapping[str, Any], answer_field: str, data: DataOptions) -> list[Message]:
+    """Return the prompt of a data set row and the answer in ``answer_field`` as a list of messages.
 
     Raises:
         InputError: The row has no such answer.
     """
-    prompt, answer = row.get(data.prompt or PAIRS[0][0]), row.get(field)
-    messages = [] if answer is None else [*_to_answer_messages(answer, field)]
+    prompt, answer = row.get(data.prompt or PAIRS[0][0]), row.get(answer_field)
+    messages = [] if answer is None else [*_to_answer_messages(answer, answer_field)]
     if prompt is not None and messages:
         is_list = isinstance(prompt, (list, tuple))
-        messages = [*_read_messages(prompt if is_list else [{"role": "user", "content": prompt}], "prompt"), *messages]
+        messages = [
+            *_normalize_messages(prompt if is_list else [{"role": "user", "content": prompt}], "prompt"),
+            *messages,
+        ]
     if len(messages) < 2 or messages[-1]["role"] != ANSWER:
         raise InputError(
-            f"The field {field!r} of a row contains {answer!r:.60}, which is not an answer to a prompt.",
+            f"The field {answer_field!r} of a row contains {answer!r:.60}, which is not an answer to a prompt.",
             rule="This field must contain the answer to the field 'prompt', or a conversation that includes the "
             "prompt and ends with the answer.",
             remedy="Correct the data, or set data.prompt, data.chosen and data.rejected to the names of your fields.",
@@ -132,18 +142,20 @@ def read_prompt_with_answer(row: Mapping[str, Any], field: str, data: DataTable)
     return _add_system_message(messages, row)
 
 
-def get_template_options(row: Mapping[str, Any]) -> dict[str, Any]:
+def get_chat_template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tools (callable functions) of a row for the chat template. The tools may be JSON strings."""
-    tools = _parse_json(row.get(TOOLS) or [])
-    if not isinstance(tools, (list, tuple)) or not all(isinstance(_parse_json(tool), Mapping) for tool in tools):
+    tools = _parse_json_if_valid(row.get(TOOLS) or [])
+    if not isinstance(tools, (list, tuple)) or not all(
+        isinstance(_parse_json_if_valid(tool), Mapping) for tool in tools
+    ):
         raise InputError(
             f"A row has {row[TOOLS]!r:.60} in the field {TOOLS!r}, which is not a list of functions.",
             remedy="Write the functions as a list of JSON schemas, or remove the field.",
         )
-    return {TOOLS: [_parse_json(tool) for tool in tools]} if tools else {}
+    return {TOOLS: [_parse_json_if_valid(tool) for tool in tools]} if tools else {}
 
 
-def _parse_json(value: Any) -> Any:
+def _parse_json_if_valid(value: Any) -> Any:
     """Parse a string that contains a JSON object or list, and return any other value unchanged."""
     if isinstance(value, str):
         with suppress(ValueError):
@@ -154,20 +166,22 @@ def _parse_json(value: Any) -> Any:
 
 def drop_missing_fields(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """Yield rows without the None values that the ``datasets`` library inserts for missing fields."""
-    return iter(rows) if isinstance(rows, list) else map(_drop_none, rows)
+    return iter(rows) if isinstance(rows, list) else map(_drop_none_values, rows)
 
 
-def _drop_none(value: Any) -> Any:
+def _drop_none_values(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _drop_none(each) for name, each in value.items() if each is not None}
-    return [_drop_none(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {name: _drop_none_values(each) for name, each in value.items() if each is not None}
+    return [_drop_none_values(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _to_answer_messages(value: Any, field: str) -> list[Message]:
-    return _read_messages(value if isinstance(value, (list, tuple)) else [{"role": ANSWER, "content": value}], field)
+    return _normalize_messages(
+        value if isinstance(value, (list, tuple)) else [{"role": ANSWER, "content": value}], field
+    )
 
 
-def _read_messages(messages: Sequence[Any], field: str) -> list[Message]:
+def _normalize_messages(messages: Sequence[Any], field: str) -> list[Message]:
     found: list[Message] = []
     for message in messages:
         role = content = None
@@ -185,7 +199,7 @@ def _read_messages(messages: Sequence[Any], field: str) -> list[Message]:
         content = _join_text_parts(content, message, field) if isinstance(content, list) else content
         others = {name: value for name, value in message.items() if name not in ("from", "value") and value is not None}
         if calls:
-            others[CALLS] = [_parse_tool_call(call) for call in calls]
+            others[CALLS] = [_parse_tool_call_arguments(call) for call in calls]
         if others.get(WEIGHT, 1) not in (0, 1):
             raise InputError(
                 f"A message in the field {field!r} has {WEIGHT} = {others[WEIGHT]!r}: {message!r:.60}.",
@@ -196,11 +210,14 @@ def _read_messages(messages: Sequence[Any], field: str) -> list[Message]:
     return found
 
 
-def _parse_tool_call(call: Any) -> Any:
+def _parse_tool_call_arguments(call: Any) -> Any:
     """Parse the JSON arguments of a tool call, because chat templates expect an object."""
     if not isinstance(call, Mapping):
         return call
-    return {name: _parse_json(v) if name == "arguments" else _parse_tool_call(v) for name, v in call.items()}
+    return {
+        name: _parse_json_if_valid(v) if name == "arguments" else _parse_tool_call_arguments(v)
+        for name, v in call.items()
+    }
 
 
 def _join_text_parts(parts: Sequence[Any], message: Message, field: str) -> str:
@@ -216,7 +233,7 @@ def _join_text_parts(parts: Sequence[Any], message: Message, field: str) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class TokenizedSample:
     """Token ids and labels of one training sample, as int32 tensors of shape (sequence length,)."""
 
     ids_S: torch.Tensor
@@ -224,7 +241,7 @@ class Sample:
 
 
 @dataclass(frozen=True, eq=False)
-class ChatFormat:
+class ConversationTokenizer:
     """Converts conversations to token ids and labels with a chat template.
 
     Args:
@@ -243,23 +260,23 @@ class ChatFormat:
     checked: set[Any] = field(default_factory=set)
 
     @classmethod
-    def of(cls, data: DataTable, tokens: TextTokenizer) -> ChatFormat:
+    def from_options(cls, data: DataOptions, tokenizer: TextTokenizer) -> ConversationTokenizer:
         """Create a chat format with the configured chat template, or with the default template of the tokenizer."""
-        template = _load_chat_template(data.chat_template) or getattr(tokens.tokenizer, "chat_template", None)
+        template = _load_chat_template(data.chat_template) or getattr(tokenizer.tokenizer, "chat_template", None)
         if isinstance(template, dict):
             template = template.get("default")
-        if template is None and tokens.is_bytes:
+        if template is None and tokenizer.is_byte_level:
             template = CHATML
         if template is None:
             raise ConfigError(
-                f"The tokenizer {tokens.name!r} has no chat template, which conversations require.",
+                f"The tokenizer {tokenizer.name!r} has no chat template, which conversations require.",
                 rule="The template defines the text between messages, and must be the same in training and inference.",
                 remedy="Set data.chat_template to 'chatml', to 'none' for texts without separators, or to a file with "
                 "a Jinja template.",
             )
-        if tokens.tokenizer is not None:
-            tokens.tokenizer.chat_template = template
-        return cls(tokens, template, data.train_on, data.sequence_length)
+        if tokenizer.tokenizer is not None:
+            tokenizer.tokenizer.chat_template = template
+        return cls(tokenizer, template, data.train_on, data.sequence_length)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **options: Any) -> str:
         """Render a conversation as text. If ``add_generation_prompt`` is True, the start of an answer is added."""
@@ -274,7 +291,8 @@ class ChatFormat:
             )
         except Exception as error:  # templates raise their own errors
             raise InputError(
-                f"The chat template does not accept the conversation {list(messages)!r:.120}: {get_first_line(error)}.",
+                f"The chat template does not accept the conversation {list(messages)!r:.120}: "
+                f"{get_first_message_line(error)}.",
                 remedy="Correct the data, for example the order of the roles, or set another data.chat_template.",
             ) from error
 
@@ -289,18 +307,18 @@ class ChatFormat:
             InputError: The template does not render an answer as a continuation of its prompt.
         """
         text = self.render(messages, **options)
-        self._check_is_complete(messages, text, options)
+        self._check_all_messages_rendered(messages, text, options)
         if self.train_on == "all":
             ids = self.tokens.encode(text)
             is_trained = [True] * len(ids)
         else:
-            ids, is_trained = self.tokens.encode_spans(text, self._find_answers(messages, text, options))
+            ids, is_trained = self.tokens.encode_spans(text, self._find_answer_spans(messages, text, options))
         if self.template == NONE and self.tokens.end is not None:
             ids, is_trained = [*ids, self.tokens.end], [*is_trained, True]
         labels = [token if trained else IGNORED for token, trained in zip(ids, is_trained, strict=True)]
         return ids[: self.max_length], labels[: self.max_length]
 
-    def _check_is_complete(self, messages: Sequence[Message], text: str, options: dict[str, Any]) -> None:
+    def _check_all_messages_rendered(self, messages: Sequence[Message], text: str, options: dict[str, Any]) -> None:
         """Raise InputError if the chat template ignores one of the messages or the tools."""
         key = (*((message["role"], bool(message.get(CALLS))) for message in messages), *options)
         if key in self.checked:
@@ -324,12 +342,14 @@ class ChatFormat:
             )
         self.checked.add(key)
 
-    def _find_answers(self, messages: Sequence[Message], text: str, options: dict[str, Any]) -> list[tuple[int, int]]:
+    def _find_answer_spans(
+        self, messages: Sequence[Message], text: str, options: dict[str, Any]
+    ) -> list[tuple[int, int]]:
         """Return the character spans of the answers in a rendered conversation, including their end markers."""
         answers = [index for index, message in enumerate(messages) if message["role"] == ANSWER]
         if self.train_on == "last":
             answers = answers[-1:] if answers and answers[-1] == len(messages) - 1 else []
-        answers = [index for index in answers if _is_trained(messages[index])]
+        answers = [index for index in answers if _contributes_to_loss(messages[index])]
         spans = []
         for index in answers:
             prompt = self.render(messages[:index], add_generation_prompt=True, **options)
@@ -346,7 +366,7 @@ class ChatFormat:
         return spans
 
 
-def _is_trained(answer: Message) -> bool:
+def _contributes_to_loss(answer: Message) -> bool:
     """Return whether an answer contributes to the loss, which is false for empty answers and for a weight of 0."""
     return answer.get(WEIGHT, 1) != 0 and bool(answer.get(CALLS) or (answer["content"] or "").strip())
 
@@ -376,7 +396,9 @@ def _compile_template(template: str) -> Any:
     return environment.from_string(template)
 
 
-def encode_conversations(rows: Iterable[Mapping[str, Any]], data: DataTable, chat: ChatFormat) -> Iterator[Sample]:
+def encode_conversations(
+    rows: Iterable[Mapping[str, Any]], data: DataOptions, chat: ConversationTokenizer
+) -> Iterator[TokenizedSample]:
     """Tokenize conversations, and skip those whose first ``data.sequence_length`` tokens contain no label.
 
     Raises:
@@ -385,14 +407,14 @@ def encode_conversations(rows: Iterable[Mapping[str, Any]], data: DataTable, cha
     has_any = False
     for number, row in enumerate(drop_missing_fields(rows), start=1):
         try:
-            ids, labels = chat.encode(read_conversation(row, data), **get_template_options(row))
+            ids, labels = chat.encode(read_conversation(row, data), **get_chat_template_kwargs(row))
         except InputError as error:
             raise InputError(
                 f"Row {number} of the data: {error.what}.", rule=error.rule, remedy=error.remedy
             ) from error
         if any(label != IGNORED for label in labels[1:]):
             has_any = True
-            yield Sample(torch.tensor(ids, dtype=torch.int32), torch.tensor(labels, dtype=torch.int32))
+            yield TokenizedSample(torch.tensor(ids, dtype=torch.int32), torch.tensor(labels, dtype=torch.int32))
     if not has_any and torch.utils.data.get_worker_info() is None:  # a data loading process reads a part of a stream
         raise InputError(
             f"No row has an answer within its first {data.sequence_length} tokens (data.sequence_length).",

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from shardformer.errors import InputError
-from shardformer.train_command.conversations import IGNORED, Sample
+from shardformer.train_command.conversations import IGNORED, TokenizedSample
 from shardformer.train_command.tokenizer import TextTokenizer
 
 HALF = (0.5, 0.5, 0.5)
@@ -37,17 +37,17 @@ class ImageTransform:
     std: Sequence[float] = HALF
 
     @classmethod
-    def of(cls, model: str, size: int | None) -> ImageTransform:
+    def for_model(cls, model_name: str, image_size: int | None) -> ImageTransform:
         """Create the transform of a model, with the mean and standard deviation from its preprocessor_config.json.
 
-        ``size`` is the image size in pixels from the model's config, or None for the default of 224.
+        ``image_size`` is the image size in pixels from the model's config, or None for the default of 224.
         """
-        size = size or IMAGE_SIZE
-        file = Path(model) / FILE
+        image_size = image_size or IMAGE_SIZE
+        file = Path(model_name) / FILE
         if not file.is_file():
-            return cls(size)
+            return cls(image_size)
         settings = json.loads(file.read_text(encoding="utf-8"))
-        return cls(size, settings.get("image_mean") or HALF, settings.get("image_std") or HALF)
+        return cls(image_size, settings.get("image_mean") or HALF, settings.get("image_std") or HALF)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write a preprocessor_config.json, so that transformers preprocesses images in the same way as this class."""
@@ -108,7 +108,7 @@ MASKED_SHARE, KEPT_SHARE, OTHER_SHARE = 0.15, 0.1, 0.1
 
 
 @dataclass(frozen=True, eq=False)
-class TokenBlocks(Dataset[dict[str, Tensor]]):
+class TokenBlockDataset(Dataset[dict[str, Tensor]]):
     """Data set that splits one long token sequence into consecutive blocks of equal length.
 
     Args:
@@ -210,7 +210,7 @@ class TokenClassificationDataset(Dataset[dict[str, Any]]):
 class TokenizedDataset(Dataset[dict[str, Tensor]]):
     """Data set of samples that are already tokenized."""
 
-    samples: Sequence[Sample]
+    samples: Sequence[TokenizedSample]
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -248,7 +248,7 @@ class MixedDataset(Dataset[Any]):
 
 
 @dataclass(frozen=True, eq=False)
-class StreamedSamples(IterableDataset[Any]):
+class StreamedDataset(IterableDataset[Any]):
     """Iterable data set that converts the rows of a stream to training samples."""
 
     rows: Any
@@ -278,7 +278,7 @@ def stream_token_blocks(
             )
         rest += tokens.encode(row[field]) + ([] if tokens.end is None else [tokens.end])
         count = len(rest) // length
-        blocks = TokenBlocks(torch.tensor(rest[: count * length], dtype=torch.int32), length, task, tokens)
+        blocks = TokenBlockDataset(torch.tensor(rest[: count * length], dtype=torch.int32), length, task, tokens)
         yield from (blocks[index] for index in range(count))
         rest = rest[count * length :]
 

@@ -16,7 +16,7 @@ from shardformer.local_ranks.fake_rank import MemoryTracker, enable_fake_tensors
 from shardformer.mesh.parallel_context import get_local_device, reshape_tensor_axis
 from shardformer.shard_model_api import shard_model
 from shardformer.sharding.describe import describe_sharding
-from shardformer.train_command.build import build_hooks, build_model, build_optimizer, prepare_model
+from shardformer.train_command.build import build_hooks, build_model, build_optimizer_factory, freeze_and_add_lora
 from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.load_data import TrainingData
 from shardformer.train_command.model_config import load_model_config
@@ -29,7 +29,7 @@ from shardformer.zero.mixed_precision import MixedPrecision
 
 
 @dataclass(frozen=True)
-class RankMemory:
+class RankMemoryEstimate:
     """Estimated memory of one rank, in bytes.
 
     Args:
@@ -43,7 +43,7 @@ class RankMemory:
     step: int | None
 
     @property
-    def peak(self) -> float | None:
+    def peak_bytes(self) -> float | None:
         """Peak memory on the device in bytes, or None if tracing failed. The peak of a step includes gradients."""
         kept = self.persistent_bytes
         return None if self.step is None else kept.total + max(self.step - kept.gradients, 0)
@@ -66,8 +66,8 @@ class DryRunReport:
     layout: ParallelConfig
     sizes: dict[str, int]
     description: str
-    ranks: list[RankMemory]
-    alone: RankMemory | None
+    ranks: list[RankMemoryEstimate]
+    alone: RankMemoryEstimate | None
     device: str
     free_bytes: int | None
     why_untraced: str = ""
@@ -75,8 +75,8 @@ class DryRunReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dict that can be written as JSON."""
 
-        def memory(rank: RankMemory) -> dict[str, Any]:
-            return {**rank.coords, **asdict(rank.persistent_bytes), "step": rank.step, "peak": rank.peak}
+        def memory(rank: RankMemoryEstimate) -> dict[str, Any]:
+            return {**rank.coords, **asdict(rank.persistent_bytes), "step": rank.step, "peak": rank.peak_bytes}
 
         return {
             **asdict(self.summary),
@@ -101,17 +101,17 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
     sizes = {name: size or 1 for name, size in layout.sizes.items()}
     estimator = _MemoryEstimator(config, data)
     ranks = [
-        estimator.estimate(layout, {"pipe": pipe, "tensor": tensor})
+        estimator.estimate_rank_memory(layout, {"pipe": pipe, "tensor": tensor})
         for pipe, tensor in product(range(sizes["pipe"]), range(sizes["tensor"]))
     ]
     description, why_untraced = estimator.description, estimator.why_untraced
     alone = None
     if any(size > 1 for size in sizes.values()):
         plain = replace(layout.fit_to(1), zero_stage=None, keep_frozen=True, reshard_after_forward=None)
-        alone = estimator.estimate(plain, {"pipe": 0, "tensor": 0})
-    device, free_bytes = _get_free_memory()
+        alone = estimator.estimate_rank_memory(plain, {"pipe": 0, "tensor": 0})
+    device, free_bytes = _get_device_name_and_free_memory()
     return DryRunReport(
-        summary=RunSummary.of(config, data, lazy_model),
+        summary=RunSummary.from_config(config, data, lazy_model),
         layout=layout,
         sizes=sizes,
         description=description,
@@ -123,7 +123,7 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
     )
 
 
-def _get_free_memory() -> tuple[str, int | None]:
+def _get_device_name_and_free_memory() -> tuple[str, int | None]:
     """Return the name of the local device and its free memory in bytes, which is None if it is unknown."""
     device = get_local_device()
     if device.type == "cuda":
@@ -148,19 +148,19 @@ class _MemoryEstimator:
 
     def __init__(self, config: TrainConfig, data: TrainingData) -> None:
         self._config, self._data, self._saved = config, data, load_model_config(config)
-        self._make_optimizer: Callable[..., Any] = build_optimizer(config.optimizer)
+        self._make_optimizer: Callable[..., Any] = build_optimizer_factory(config.optimizer)
         self._shapes: dict[Any, dict[Any, Any]] = {}  # shapes that stages send, by layout and tensor rank
         self.description = self.why_untraced = ""
 
-    def estimate(self, layout: ParallelConfig, coords: dict[str, int]) -> RankMemory:
+    def estimate_rank_memory(self, layout: ParallelConfig, coords: dict[str, int]) -> RankMemoryEstimate:
         """Estimate the memory of the rank with the mesh coordinates ``coords``. Estimate earlier stages first."""
         sizes = {name: size or 1 for name, size in layout.sizes.items()}
         context = reshape_tensor_axis(make_fake_context(coords, **sizes), layout.tensor)  # type: ignore[arg-type]
         with torch.random.fork_rng(devices=[]), enable_fake_tensors():
             unsharded = build_model(self._config, self._data, self._saved, lazy=False)
-            unsharded = prepare_model(self._config, unsharded)
+            unsharded = freeze_and_add_lora(self._config, unsharded)
             of_params = self._make_optimizer(unsharded)
-            model = shard_model(unsharded, config=layout.shard_config(context)).train()
+            model = shard_model(unsharded, config=layout.make_shard_config(context)).train()
             self.description = self.description or str(describe_sharding(model))
             persistent = estimate_memory(
                 model,
@@ -176,31 +176,32 @@ class _MemoryEstimator:
         step_dtype = MixedPrecision.of(layout.precision).dtype or torch.float32
         with torch.random.fork_rng(devices=[]), enable_fake_tensors() as fake:  # in the dtype of a step
             unsharded = build_model(self._config, self._data, self._saved, lazy=False, dtype=step_dtype)
-            unsharded = prepare_model(self._config, unsharded)
-            model = shard_model(unsharded, config=layout.shard_config(context)).train()
+            unsharded = freeze_and_add_lora(self._config, unsharded)
+            model = shard_model(unsharded, config=layout.make_shard_config(context)).train()
             batch = fake((self._data.collate or collate_samples)(samples))
             shapes = self._shapes.setdefault((layout.pipe, coords["tensor"]), {})
             step, why_untraced = _trace_peak_memory(model, layout, self._data, batch, shapes)
         self.why_untraced = self.why_untraced or why_untraced
-        return RankMemory(coords, persistent, step)
+        return RankMemoryEstimate(coords, persistent, step)
 
 
 def _trace_peak_memory(
-    model: Any, layout: ParallelConfig, data: TrainingData, batch: Any, shapes: dict[Any, Any]
+    model: Any, layout: ParallelConfig, data: TrainingData, batch: Any, sent_shapes: dict[Any, Any]
 ) -> tuple[int | None, str]:
     """Trace a training step, and return its peak memory in bytes, excluding the parameters.
 
-    If tracing fails, return None and the reason. ``shapes`` collects the shapes that each stage sends to the next one.
+    If tracing fails, return None and the reason. ``sent_shapes`` collects the shapes that each stage sends to the next
+    one.
     """
     parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     try:
         with MemoryTracker([*model.parameters()]) as tracker:
             pipeline = make_pipeline(model, layout, data.loss_fn, data.loss_weight)
             if layout.pipe > 1:
-                pipeline.exchange.given = dict(shapes)
+                pipeline.exchange.given = dict(sent_shapes)
             pipeline.step(batch)
     except (ShardFormerError, RuntimeError, TypeError, ValueError) as error:
         return None, f"{type(error).__name__}: {error}"
     if layout.pipe > 1:
-        shapes |= pipeline.exchange.known
+        sent_shapes |= pipeline.exchange.known
     return tracker.peak - parameter_bytes, ""

@@ -11,16 +11,21 @@ from typing import Any
 import torch
 
 from shardformer.errors import ConfigError, InputError
-from shardformer.train_command.config_schema import DataTable, TrainConfig
-from shardformer.train_command.conversations import ChatFormat, Sample, encode_conversations, is_conversation
+from shardformer.train_command.config_schema import DataOptions, TrainConfig
+from shardformer.train_command.conversations import (
+    ConversationTokenizer,
+    TokenizedSample,
+    encode_conversations,
+    is_conversation,
+)
 from shardformer.train_command.datasets import (
     ImageDataset,
     ImageTransform,
     MixedDataset,
     PaddingCollator,
-    StreamedSamples,
+    StreamedDataset,
     TextDataset,
-    TokenBlocks,
+    TokenBlockDataset,
     TokenClassificationDataset,
     TokenizedDataset,
     encode_label_lists,
@@ -39,13 +44,13 @@ from shardformer.train_command.preference import (
 )
 from shardformer.train_command.read_rows import (
     DatasetRows,
-    get_data_sources,
-    infer_format,
+    get_data_source_names,
+    infer_data_format,
     mix_streams,
+    read_data_sources,
     read_field,
     read_label_field,
     read_number_field,
-    read_sources,
     read_text_field,
     read_word_field,
     to_image_source,
@@ -110,17 +115,19 @@ class TrainingData:
         """Tokenizer or image transform to export with the model."""
         if self.tokens is None:
             return self.transform
-        return self.tokens.export(adds_end=self.adds_end, chat_template=self.chat_template)
+        return self.tokens.to_transformers_tokenizer(adds_end_token=self.adds_end, chat_template=self.chat_template)
 
 
-def load_data(config: TrainConfig, image_size: int | None = None, model_classes: Sequence[str] = ()) -> TrainingData:
+def load_data(
+    config: TrainConfig, image_size: int | None = None, model_class_names: Sequence[str] = ()
+) -> TrainingData:
     """Load the training and validation data that a run configuration specifies.
 
     Args:
         config: Run configuration.
         image_size: Height and width of an image in the model's config, or None.
-        model_classes: Class names of the model in order of their indices. Labels keep these indices if the data has no
-            other classes.
+        model_class_names: Class names of the model in order of their indices. Labels keep these indices if the data has
+            no other classes.
 
     Raises:
         ConfigError: The data does not exist, or is not suitable for the task.
@@ -129,25 +136,25 @@ def load_data(config: TrainConfig, image_size: int | None = None, model_classes:
     model, data = config.model, config.data
     tokens = transform = None
     if model.task == "image_classification":
-        transform = ImageTransform.of(model.name, image_size)
+        transform = ImageTransform.for_model(model.name, image_size)
     else:
         tokens = load_tokenizer(
-            data.tokenizer, model.name, random=model.random, trust_remote_code=model.trust_remote_code
+            data.tokenizer, model.name, has_random_weights=model.random, trust_remote_code=model.trust_remote_code
         )
         if model.task == "masked" and tokens.mask is None:
             raise ConfigError(
                 f"model.task = 'masked' requires a mask token, which the tokenizer {tokens.name!r} does not have.",
                 remedy="Use the tokenizer of a masked language model, 'bytes', or another task.",
             )
-    rows = read_sources(config, validation=False)
-    classes = _find_classes(config, rows, model_classes) if model.task.endswith("classification") else None
+    rows = read_data_sources(config, validation=False)
+    classes = _find_label_classes(config, rows, model_class_names) if model.task.endswith("classification") else None
     builder = _DatasetBuilder(config, tokens, transform, classes)
-    train = _mix_sources(config, [builder.build(each, False) for each in rows])
-    validation = _load_validation(config, builder)
-    is_padded = tokens is not None and not isinstance(train, TokenBlocks)
+    train = _mix_datasets(config, [builder.build_dataset(each, False) for each in rows])
+    validation = _load_validation_data(config, builder)
+    is_padded = tokens is not None and not isinstance(train, TokenBlockDataset)
     is_preference = model.task == "preference"
     return TrainingData(
-        title=", ".join(get_data_sources(data)),
+        title=", ".join(get_data_source_names(data)),
         train=train,
         validation=validation,
         collate=_make_collator(model.task, tokens) if tokens is not None and is_padded else None,
@@ -155,8 +162,8 @@ def load_data(config: TrainConfig, image_size: int | None = None, model_classes:
         classes=classes,
         transform=transform,
         problem_type=PROBLEM_TYPES.get(model.task),
-        sampler=_make_sampler(data, train) if data.group_by_length else None,
-        skipped=builder.skipped,
+        sampler=_make_length_grouped_sampler(data, train) if data.group_by_length else None,
+        skipped=builder.skipped_rows_message,
         loss_fn=PreferenceLoss(config.preference) if is_preference else None,
         loss_weight=count_batch_samples if is_preference else None,
         preferences=builder.preferences,
@@ -165,12 +172,12 @@ def load_data(config: TrainConfig, image_size: int | None = None, model_classes:
     )
 
 
-def _load_validation(config: TrainConfig, builder: _DatasetBuilder) -> Any:
+def _load_validation_data(config: TrainConfig, builder: _DatasetBuilder) -> Any:
     """Load the validation data of a run, or return None if the run has none. Errors name the validation data."""
-    if not config.data.has_validation:
+    if not config.data.has_validation_data:
         return None
     try:
-        sources = [builder.build(each, True) for each in read_sources(config, validation=True)]
+        sources = [builder.build_dataset(each, True) for each in read_data_sources(config, validation=True)]
     except InputError as error:
         what = error.what if "validation" in error.what else f"In the validation data: {error.what}"
         raise InputError(what, rule=error.rule, remedy=error.remedy) from error
@@ -178,36 +185,42 @@ def _load_validation(config: TrainConfig, builder: _DatasetBuilder) -> Any:
     return sources[0] if len(sources) == 1 or is_stream else torch.utils.data.ConcatDataset(sources)
 
 
-def _make_collator(task: str, tokens: TextTokenizer) -> PaddingCollator:
-    return PreferenceCollator(tokens.pad) if task == "preference" else PaddingCollator(tokens.pad)
+def _make_collator(task: str, tokenizer: TextTokenizer) -> PaddingCollator:
+    return PreferenceCollator(tokenizer.pad) if task == "preference" else PaddingCollator(tokenizer.pad)
 
 
 def adds_end_token(config: TrainConfig) -> bool:
     """Return whether a run tokenizes each text separately with special tokens, instead of concatenating all texts."""
-    names, task = get_data_sources(config.data), config.model.task
-    is_row = task == "sequence_to_sequence" and infer_format(config.data, names) != "text"
+    names, task = get_data_source_names(config.data), config.model.task
+    is_row = task == "sequence_to_sequence" and infer_data_format(config.data, names) != "text"
     return is_row or task in ("classification", "multi_label_classification", "regression")
 
 
-def _mix_sources(config: TrainConfig, sources: list[Any]) -> Any:
+def _mix_datasets(config: TrainConfig, datasets: list[Any]) -> Any:
     weights = config.data.weights
     if weights is None:
-        return sources[0]
-    if length_or_none(sources[0]) is None:
-        return StreamedSamples(mix_streams([source.rows for source in sources], weights, config.seed), sources[0].make)
-    return MixedDataset(sources, weights)
+        return datasets[0]
+    if length_or_none(datasets[0]) is None:
+        return StreamedDataset(
+            mix_streams([source.rows for source in datasets], weights, config.seed), datasets[0].make
+        )
+    return MixedDataset(datasets, weights)
 
 
-def _make_sampler(data: DataTable, train: Any) -> LengthGroupedSampler:
-    if isinstance(train, (TokenBlocks, ImageDataset)):
+def _make_length_grouped_sampler(data: DataOptions, train_dataset: Any) -> LengthGroupedSampler:
+    if isinstance(train_dataset, (TokenBlockDataset, ImageDataset)):
         raise ConfigError(
             "data.group_by_length = true has no effect, because all samples have the same length.",
             remedy="Remove data.group_by_length.",
         )
-    return LengthGroupedSampler([len(train[index]["input_ids"]) for index in range(len(train))], data.batch_size)
+    return LengthGroupedSampler(
+        [len(train_dataset[index]["input_ids"]) for index in range(len(train_dataset))], data.batch_size
+    )
 
 
-def _find_classes(config: TrainConfig, sources: Sequence[DatasetRows], model_classes: Sequence[str]) -> list[Any]:
+def _find_label_classes(
+    config: TrainConfig, sources: Sequence[DatasetRows], model_class_names: Sequence[str]
+) -> list[Any]:
     """Return the classes that occur in the training data, in the order of their indices."""
     labels: list[Any] = []
     names: list[str] = []
@@ -217,7 +230,7 @@ def _find_classes(config: TrainConfig, sources: Sequence[DatasetRows], model_cla
         names = names or names_of_source
     if config.model.task in ("token_classification", "multi_label_classification"):
         labels = _flatten_label_lists(labels, config.data.label)
-    return list_classes(labels, model_classes if set(names) <= set(model_classes) else names)
+    return list_classes(labels, model_class_names if set(names) <= set(model_class_names) else names)
 
 
 def _flatten_label_lists(labels: Sequence[Any], field: str) -> list[Any]:
@@ -243,32 +256,32 @@ class _DatasetBuilder:
     preferences: list[PreferenceDataset] = field(default_factory=list)
     chat_template: str | None = None
 
-    def build(self, rows: DatasetRows, validation: bool) -> Any:
+    def build_dataset(self, rows: DatasetRows, is_validation: bool) -> Any:
         """Convert rows of the training or validation data to a data set of samples."""
         data, task = self.config.data, self.config.model.task
         if self.transform is not None:
             images = [to_image_source(each) for each in read_field(rows, data.image)]
-            return ImageDataset(images, self._read_class_indices(rows, validation), self.transform)
+            return ImageDataset(images, self._read_class_indices(rows, is_validation), self.transform)
         assert self.tokens is not None
         if data.streaming:
-            return self._build_stream(rows, self.tokens)
+            return self._build_streamed_dataset(rows, self.tokens)
         if task == "preference":
-            preferences = build_preference_dataset(rows, data, self._make_chat_format(self.tokens))
+            preferences = build_preference_dataset(rows, data, self._make_conversation_tokenizer(self.tokens))
             self._count_skipped_rows(preferences, rows)
             self.preferences.append(preferences)
             return preferences
-        is_text = infer_format(data, get_data_sources(data, validation=validation)) == "text"
+        is_text = infer_data_format(data, get_data_source_names(data, validation=is_validation)) == "text"
         if task in ("causal", "masked") or is_text:
-            return self._build_language_modeling(rows, self.tokens)
+            return self._build_language_modeling_dataset(rows, self.tokens)
         if task == "token_classification":
             words = read_word_field(rows, data.text, "data.text")
-            indices = self._read_class_index_lists(rows, validation)
+            indices = self._read_class_index_lists(rows, is_validation)
             return TokenClassificationDataset(words, indices, self.tokens, data.sequence_length)
         texts = read_text_field(rows, data.text, "data.text")
         pairs = read_text_field(rows, data.pair, "data.pair") if data.pair is not None else None
-        return TextDataset(texts, self._read_labels(rows, validation), self.tokens, data.sequence_length, pairs)
+        return TextDataset(texts, self._read_labels(rows, is_validation), self.tokens, data.sequence_length, pairs)
 
-    def _read_labels(self, rows: DatasetRows, validation: bool) -> Sequence[Any]:
+    def _read_labels(self, rows: DatasetRows, is_validation: bool) -> Sequence[Any]:
         data, task = self.config.data, self.config.model.task
         if task == "sequence_to_sequence":
             return read_text_field(rows, data.target, "data.target")
@@ -276,33 +289,35 @@ class _DatasetBuilder:
             return read_number_field(rows, data.label, "data.label")
         if task == "multi_label_classification":
             assert self.classes is not None
-            indices = self._read_class_index_lists(rows, validation)
+            indices = self._read_class_index_lists(rows, is_validation)
             return [[float(number in row) for number in range(len(self.classes))] for row in indices]
-        return self._read_class_indices(rows, validation)
+        return self._read_class_indices(rows, is_validation)
 
-    def _read_class_indices(self, rows: DatasetRows, validation: bool) -> list[int]:
+    def _read_class_indices(self, rows: DatasetRows, is_validation: bool) -> list[int]:
         assert self.classes is not None
-        return encode_labels(read_label_field(rows, self.config.data.label)[0], self.classes, validation)
+        return encode_labels(read_label_field(rows, self.config.data.label)[0], self.classes, is_validation)
 
-    def _read_class_index_lists(self, rows: DatasetRows, validation: bool) -> list[list[int]]:
+    def _read_class_index_lists(self, rows: DatasetRows, is_validation: bool) -> list[list[int]]:
         assert self.classes is not None
         labels = read_label_field(rows, self.config.data.label)[0]
         _flatten_label_lists(labels, self.config.data.label)
-        return encode_label_lists(labels, self.classes, validation)
+        return encode_label_lists(labels, self.classes, is_validation)
 
-    def _build_language_modeling(self, rows: DatasetRows, tokens: TextTokenizer) -> Any:
+    def _build_language_modeling_dataset(self, rows: DatasetRows, tokenizer: TextTokenizer) -> Any:
         data, task = self.config.data, self.config.model.task
         if task == "causal" and is_conversation(rows[0], data):
-            samples = list(encode_conversations(rows, data, self._make_chat_format(tokens)))
+            samples = list(encode_conversations(rows, data, self._make_conversation_tokenizer(tokenizer)))
             self._count_skipped_rows(samples, rows)
         elif data.packing:
-            samples = _split_documents(read_text_field(rows, data.text, "data.text"), tokens, data.sequence_length)
+            samples = _tokenize_and_split_texts(
+                read_text_field(rows, data.text, "data.text"), tokenizer, data.sequence_length
+            )
         else:
-            return self._build_blocks(rows, tokens)
-        return PackedDataset.of(samples, data.sequence_length) if data.packing else TokenizedDataset(samples)
+            return self._build_token_block_dataset(rows, tokenizer)
+        return PackedDataset.from_samples(samples, data.sequence_length) if data.packing else TokenizedDataset(samples)
 
-    def _make_chat_format(self, tokens: TextTokenizer) -> ChatFormat:
-        chat = ChatFormat.of(self.config.data, tokens)
+    def _make_conversation_tokenizer(self, tokenizer: TextTokenizer) -> ConversationTokenizer:
+        chat = ConversationTokenizer.from_options(self.config.data, tokenizer)
         self.chat_template = chat.template
         return chat
 
@@ -311,48 +326,54 @@ class _DatasetBuilder:
         self.num_rows += len(rows)
 
     @property
-    def skipped(self) -> str:
+    def skipped_rows_message(self) -> str:
         """Message that reports how many rows are left out, or "" if no row is left out."""
         length = self.config.data.sequence_length
         text = f"{self.num_skipped} of {self.num_rows} rows are left out, because they have no answer within"
         return f"{text} {length} tokens" if self.num_skipped else ""
 
-    def _build_blocks(self, rows: DatasetRows, tokens: TextTokenizer) -> TokenBlocks:
+    def _build_token_block_dataset(self, rows: DatasetRows, tokenizer: TextTokenizer) -> TokenBlockDataset:
         data = self.config.data
-        row = tokenize_and_concatenate(read_text_field(rows, data.text, "data.text"), tokens)
+        row = tokenize_and_concatenate(read_text_field(rows, data.text, "data.text"), tokenizer)
         if len(row) < data.sequence_length:
             raise InputError(
-                f"The text has only {len(row)} tokens with the tokenizer {tokens.name}, which is less than "
+                f"The text has only {len(row)} tokens with the tokenizer {tokenizer.name}, which is less than "
                 f"data.sequence_length = {data.sequence_length}.",
                 remedy="Use a longer text, or decrease data.sequence_length.",
             )
-        return TokenBlocks(torch.tensor(row, dtype=torch.int32), data.sequence_length, self.config.model.task, tokens)
+        return TokenBlockDataset(
+            torch.tensor(row, dtype=torch.int32), data.sequence_length, self.config.model.task, tokenizer
+        )
 
-    def _build_stream(self, rows: Any, tokens: TextTokenizer) -> StreamedSamples:
+    def _build_streamed_dataset(self, rows: Any, tokenizer: TextTokenizer) -> StreamedDataset:
         data, task = self.config.data, self.config.model.task
         first = next(iter(rows), None)
         if first is None:
-            raise InputError(f"The data {', '.join(get_data_sources(data))} has no rows.", remedy="Correct data.train.")
+            raise InputError(
+                f"The data {', '.join(get_data_source_names(data))} has no rows.", remedy="Correct data.train."
+            )
         make: Callable[[Any], Any]
         if task == "causal" and is_conversation(first, data):
-            make = partial(_stream_conversations, data=data, chat=self._make_chat_format(tokens))
+            make = partial(_stream_conversations, data=data, chat=self._make_conversation_tokenizer(tokenizer))
         else:
             read_text_field([first], data.text, "data.text")
-            make = partial(stream_token_blocks, field=data.text, length=data.sequence_length, task=task, tokens=tokens)
+            make = partial(
+                stream_token_blocks, field=data.text, length=data.sequence_length, task=task, tokens=tokenizer
+            )
         shuffled = rows.shuffle(seed=self.config.seed) if data.shuffle else rows
-        return StreamedSamples(shuffled, make)
+        return StreamedDataset(shuffled, make)
 
 
-def _stream_conversations(rows: Any, *, data: DataTable, chat: ChatFormat) -> Any:
+def _stream_conversations(rows: Any, *, data: DataOptions, chat: ConversationTokenizer) -> Any:
     for sample in encode_conversations(rows, data, chat):
         yield TokenizedDataset([sample])[0]
 
 
-def _split_documents(texts: Sequence[str], tokens: TextTokenizer, length: int) -> list[Sample]:
-    """Tokenize texts, add an end-of-sequence token to each, and split texts with more than ``length`` tokens."""
-    end = [] if tokens.end is None else [tokens.end]
-    rows = [torch.tensor([*tokens.encode(text), *end], dtype=torch.int32) for text in texts]
-    pieces = [piece for row in rows for piece in row.split(length) if len(piece) > 1]
+def _tokenize_and_split_texts(texts: Sequence[str], tokenizer: TextTokenizer, max_length: int) -> list[TokenizedSample]:
+    """Tokenize texts, add an end-of-sequence token to each, and split texts with more than ``max_length`` tokens."""
+    end = [] if tokenizer.end is None else [tokenizer.end]
+    rows = [torch.tensor([*tokenizer.encode(text), *end], dtype=torch.int32) for text in texts]
+    pieces = [piece for row in rows for piece in row.split(max_length) if len(piece) > 1]
     if not pieces:
         raise InputError("All texts in the training data are empty.", remedy="Correct data.train or data.text.")
-    return [Sample(piece, piece) for piece in pieces]
+    return [TokenizedSample(piece, piece) for piece in pieces]

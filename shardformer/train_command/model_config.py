@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardformer.errors import ConfigError, did_you_mean, get_first_line
-from shardformer.train_command.config_schema import TrainConfig, get_remote_code_hint
+from shardformer.errors import ConfigError, get_first_message_line, suggest_similar_names
+from shardformer.train_command.config_schema import TrainConfig, suggest_trust_remote_code
 from shardformer.train_command.load_data import TrainingData
 from shardformer.transformers_compat import load_transformers
 
@@ -40,7 +40,7 @@ def load_model_config(config: TrainConfig, defaults: Fields | None = None) -> An
             rule, remedy = DECIDED_BY[name]
             what = f"model.config sets {name} = {value!r:.60}, which has no effect in a run"
             raise ConfigError(what, rule=rule, remedy=remedy)
-    _check_fields(model_config, config.model.config)
+    _check_fields_exist(model_config, config.model.config)
     fields = _add_default_fields(model_config, config.model.config, defaults or {})
     return _build_config(config, model_config, saved, fields) if fields else model_config
 
@@ -56,14 +56,14 @@ def _load_saved_config(config: TrainConfig) -> tuple[Any, Fields]:
         saved: Fields = type(model_config).get_config_dict(name)[0]
     except Exception as error:  # files may have any content
         types = list(transformers.CONFIG_MAPPING.keys())
-        remedy = did_you_mean(name, types) if random else "Correct the name"
+        remedy = suggest_similar_names(name, types) if random else "Correct the name"
         if not random and name in types:
             remedy = "Set model.random = true to start with random weights, or specify a folder with weights"
         raise ConfigError(
-            f"The config of model.name = {name!r} cannot be loaded: {get_first_line(error)}.",
+            f"The config of model.name = {name!r} cannot be loaded: {get_first_message_line(error)}.",
             rule="model.name is a folder that save_pretrained wrote, or a name on the hub. With model.random = true, "
             "it can also be a config.json or a transformers model type.",
-            remedy=get_remote_code_hint(remedy, error),
+            remedy=suggest_trust_remote_code(remedy, error),
         ) from error
     if not random and Path(name).is_file():
         raise ConfigError(
@@ -90,26 +90,26 @@ def _list_field_names(model_config: Any) -> list[str]:
     return [*model_config.to_dict(), *model_config.attribute_map, *(name.removeprefix("_") for name in settable)]
 
 
-def _check_fields(model_config: Any, fields: Fields, where: str = "model.config") -> None:
+def _check_fields_exist(model_config: Any, fields: Fields, where: str = "model.config") -> None:
     """Raise ConfigError for a field that the model config or one of its nested configs does not have."""
     known = _list_field_names(model_config)
     for field, value in fields.items():
         if field not in known:
             raise ConfigError(
                 f"{where} sets {field!r}, but the config of {model_config.model_type} has no such field.",
-                remedy=did_you_mean(field, known),
+                remedy=suggest_similar_names(field, known),
             )
         nested = _get_nested_config(model_config, field)
         if isinstance(value, Mapping) and nested is not None:
-            _check_fields(_get_config_of_type(nested, value), value, f"{where}.{field}")
+            _check_fields_exist(_get_config_for_model_type(nested, value), value, f"{where}.{field}")
 
 
-def _get_config_of_type(nested: Any, value: Fields) -> Any:
-    """Return ``nested``, or a new config if the fields in ``value`` set a different ``model_type``."""
+def _get_config_for_model_type(nested_config: Any, fields: Fields) -> Any:
+    """Return ``nested_config``, or a new config if the fields in ``fields`` set a different ``model_type``."""
     transformers = load_transformers()
-    model_type = value.get("model_type", nested.model_type)
-    other = model_type != nested.model_type and model_type in transformers.CONFIG_MAPPING
-    return transformers.AutoConfig.for_model(model_type) if other else nested
+    model_type = fields.get("model_type", nested_config.model_type)
+    other = model_type != nested_config.model_type and model_type in transformers.CONFIG_MAPPING
+    return transformers.AutoConfig.for_model(model_type) if other else nested_config
 
 
 def _add_default_fields(model_config: Any, run_fields: Fields, defaults: Fields) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _merge_fields(model_config: Any, saved: Fields, fields: Fields) -> dict[str,
     merged = {alias.get(name, name): value for name, value in saved.items()}
     for name, value in fields.items():
         part, before = _get_nested_config(model_config, name), merged.get(alias.get(name, name))
-        if isinstance(value, Mapping) and part is not None and _get_config_of_type(part, value) is part:
+        if isinstance(value, Mapping) and part is not None and _get_config_for_model_type(part, value) is part:
             value = _merge_fields(part, before if isinstance(before, Mapping) else {}, value)
         merged[alias.get(name, name)] = value
     if "num_labels" in fields and len(merged.get("id2label") or {}) != fields["num_labels"]:
@@ -148,7 +148,7 @@ def _build_config(config: TrainConfig, model_config: Any, saved: Fields, fields:
     """
     config_class, merged = type(model_config), _merge_fields(model_config, saved, fields) if saved else fields
     first_error: Exception | None = None
-    for left_out in _iter_field_omissions(config_class, model_config, saved, fields):
+    for left_out in _iter_fields_to_omit(config_class, model_config, saved, fields):
         try:
             built = config_class.from_dict(copy.deepcopy({n: v for n, v in merged.items() if n not in left_out}))
             if hasattr(built, "validate"):
@@ -167,7 +167,7 @@ def _build_config(config: TrainConfig, model_config: Any, saved: Fields, fields:
     ) from first_error
 
 
-def _iter_field_omissions(
+def _iter_fields_to_omit(
     config_class: Any, model_config: Any, saved: Fields, fields: Fields
 ) -> Iterator[Sequence[str]]:
     """Yield the saved fields to omit in each attempt to build the config: none, a derived one, or all derived ones."""
@@ -203,10 +203,10 @@ def get_class_names(model_config: Any) -> list[str]:
     return [names[number] for number in sorted(names)]
 
 
-def derive_fields_from_data(config: TrainConfig, data: TrainingData, model_config: Any) -> dict[str, Any]:
+def derive_config_fields_from_data(config: TrainConfig, data: TrainingData, model_config: Any) -> dict[str, Any]:
     """Derive model config fields such as ``vocab_size`` from the training data, unless the run sets them."""
     fields: dict[str, Any] = {}
-    if data.tokens is not None and data.tokens.is_bytes and config.model.random:
+    if data.tokens is not None and data.tokens.is_byte_level and config.model.random:
         names = ["pad_token_id", "bos_token_id", "eos_token_id"]
         if getattr(model_config, "is_encoder_decoder", False):
             names.append("decoder_start_token_id")

@@ -10,31 +10,31 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from shardformer.train_command.conversations import IGNORED, Sample
+from shardformer.train_command.conversations import IGNORED, TokenizedSample
 
 # S sequence
 
 
-def pack_lengths(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+def pack_documents(document_lengths: Sequence[int], row_length: int) -> list[list[int]]:
     """Pack documents into rows of at most ``row_length`` tokens, and return the indices of the documents in each row.
 
     The longest documents are placed first. Each document is added to the fullest row that has enough space for it. The
     rows are ordered by their first document.
 
-    >>> pack_lengths([3, 6, 2, 5, 4], 8)
+    >>> pack_documents([3, 6, 2, 5, 4], 8)
     [[0, 3], [1, 2], [4]]
     """
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # free space and number of each row, sorted
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        place = bisect_left(free, (lengths[index], -1))
+    for index in sorted(range(len(document_lengths)), key=lambda index: -document_lengths[index]):
+        place = bisect_left(free, (document_lengths[index], -1))
         if place == len(free):
             rows.append([index])
             space, row = row_length, len(rows) - 1
         else:
             space, row = free.pop(place)
             rows[row].append(index)
-        insort(free, (space - lengths[index], row))
+        insort(free, (space - document_lengths[index], row))
     return sorted(sorted(row) for row in rows)
 
 
@@ -46,12 +46,12 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     token of a document has no label, as if the document were in a row of its own.
     """
 
-    samples: Sequence[Sample]
+    samples: Sequence[TokenizedSample]
     rows: Sequence[Sequence[int]]
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], row_length: int) -> PackedDataset:
-        return cls(samples, pack_lengths([len(sample.ids_S) for sample in samples], row_length))
+    def from_samples(cls, samples: Sequence[TokenizedSample], row_length: int) -> PackedDataset:
+        return cls(samples, pack_documents([len(sample.ids_S) for sample in samples], row_length))
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -13,13 +13,13 @@ from torch.utils.data import Dataset
 
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import InputError
-from shardformer.train_command.config_schema import DataTable, PreferenceTable
+from shardformer.train_command.config_schema import DataOptions, PreferenceOptions
 from shardformer.train_command.conversations import (
     IGNORED,
-    ChatFormat,
-    Sample,
+    ConversationTokenizer,
+    TokenizedSample,
     drop_missing_fields,
-    get_template_options,
+    get_chat_template_kwargs,
     read_prompt_with_answer,
 )
 from shardformer.train_command.datasets import PaddingCollator
@@ -40,7 +40,7 @@ class PreferenceDataset(Dataset[dict[str, Any]]):
         reference_N2: Log-probabilities of both answers under the initial model.
     """
 
-    pairs: Sequence[tuple[Sample, Sample]]
+    pairs: Sequence[tuple[TokenizedSample, TokenizedSample]]
     reference_N2: Tensor
 
     def __len__(self) -> int:
@@ -57,7 +57,9 @@ class PreferenceDataset(Dataset[dict[str, Any]]):
         }
 
 
-def build_preference_dataset(rows: Sequence[Mapping[str, Any]], data: DataTable, chat: ChatFormat) -> PreferenceDataset:
+def build_preference_dataset(
+    rows: Sequence[Mapping[str, Any]], data: DataOptions, chat: ConversationTokenizer
+) -> PreferenceDataset:
     """Tokenize the chosen and the rejected answer of each row. Leave out rows whose answers are cut off.
 
     Raises:
@@ -67,7 +69,7 @@ def build_preference_dataset(rows: Sequence[Mapping[str, Any]], data: DataTable,
     pairs = []
     for number, row in enumerate(drop_missing_fields(rows), start=1):
         try:
-            options = get_template_options(row)
+            options = get_chat_template_kwargs(row)
             both = [
                 last.encode(read_prompt_with_answer(row, field, data), **options)
                 for field in (data.chosen, data.rejected)
@@ -77,7 +79,7 @@ def build_preference_dataset(rows: Sequence[Mapping[str, Any]], data: DataTable,
                 f"Row {number} of the data: {error.what}.", rule=error.rule, remedy=error.remedy
             ) from error
         if all(any(label != IGNORED for label in labels[1:]) for _, labels in both):
-            chosen, rejected = (Sample(torch.tensor(ids), torch.tensor(labels)) for ids, labels in both)
+            chosen, rejected = (TokenizedSample(torch.tensor(ids), torch.tensor(labels)) for ids, labels in both)
             rejected.labels_S[0] = IGNORED  # the last token of the chosen answer does not predict it
             pairs.append((chosen, rejected))
     if not pairs:
@@ -120,7 +122,7 @@ def compute_answer_logps(logits_BSV: Tensor, batch: Mapping[str, Tensor]) -> Ten
 class PreferenceLoss:
     """Computes the DPO loss (Rafailov et al., 2023), with label smoothing as in conservative DPO."""
 
-    table: PreferenceTable
+    table: PreferenceOptions
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the mean loss over the pairs of answers in a micro-batch."""

@@ -18,8 +18,14 @@ from typing import Any, cast
 
 import torch
 
-from shardformer.errors import ConfigError, InputError, did_you_mean, get_first_line, import_optional
-from shardformer.train_command.config_schema import DataTable, TrainConfig
+from shardformer.errors import (
+    ConfigError,
+    InputError,
+    get_first_message_line,
+    import_optional_module,
+    suggest_similar_names,
+)
+from shardformer.train_command.config_schema import DataOptions, TrainConfig
 
 SUFFIXES = {".txt": "text", ".md": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
 SUFFIXES |= {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
@@ -34,7 +40,7 @@ CHECKED_BYTES = 2**20
 DatasetRows = Sequence[Mapping[str, Any]]
 
 
-def get_data_sources(data: DataTable, *, validation: bool = False) -> list[str]:
+def get_data_source_names(data: DataOptions, *, validation: bool = False) -> list[str]:
     """Return the names of the files, folders or data sets that the configuration lists as training data.
 
     With ``validation``, return those of the validation data, if the configuration lists any.
@@ -50,10 +56,10 @@ def expand_file_patterns(names: Sequence[str]) -> list[str]:
     ]
 
 
-def compute_file_checksums(data: DataTable) -> dict[str, int]:
+def compute_file_checksums(data: DataOptions) -> dict[str, int]:
     """Return a checksum for each data file, computed from its size, its first and its last bytes."""
     found = {}
-    names = [*get_data_sources(data), *get_data_sources(data, validation=True)]
+    names = [*get_data_source_names(data), *get_data_source_names(data, validation=True)]
     for name in dict.fromkeys(expand_file_patterns(names)):
         with suppress(OSError), open(name, "rb") as file:  # other names are folders and data sets
             size = file.seek(0, io.SEEK_END)
@@ -64,7 +70,7 @@ def compute_file_checksums(data: DataTable) -> dict[str, int]:
     return found
 
 
-def read_sources(config: TrainConfig, *, validation: bool) -> list[DatasetRows]:
+def read_data_sources(config: TrainConfig, *, validation: bool) -> list[DatasetRows]:
     """Read the training or validation data, and return a list with the rows of each data source.
 
     With ``data.weights``, each item of ``data.train`` is a source. Otherwise, all items together are one source. With
@@ -75,7 +81,7 @@ def read_sources(config: TrainConfig, *, validation: bool) -> list[DatasetRows]:
         InputError: The content of the data is invalid.
     """
     data = config.data
-    names = get_data_sources(data, validation=validation)
+    names = get_data_source_names(data, validation=validation)
     is_weighted = data.weights is not None and (not validation or data.validation is None)
     groups = [[name] for name in names] if is_weighted else [names]
     found = [_read_rows(config, group, validation) for group in groups]
@@ -86,7 +92,7 @@ def read_sources(config: TrainConfig, *, validation: bool) -> list[DatasetRows]:
 
 def _read_rows(config: TrainConfig, names: Sequence[str], validation: bool) -> DatasetRows:
     data, task = config.data, config.model.task
-    data_format = infer_format(data, names)
+    data_format = infer_data_format(data, names)
     names = expand_file_patterns(names)
     if data.streaming and data_format in ("text", "images"):
         raise ConfigError(
@@ -96,11 +102,11 @@ def _read_rows(config: TrainConfig, names: Sequence[str], validation: bool) -> D
         )
     is_language_task = task in ("causal", "masked", "sequence_to_sequence")
     if (data_format == "text" and not is_language_task) or (data_format == "images" and task != "image_classification"):
-        raise _unsupported_format_error(task, data_format, names)
+        raise _make_unsupported_format_error(task, data_format, names)
     if data_format == "text":
-        return [{data.text: text} for text in read_texts(names)]
+        return [{data.text: text} for text in read_text_files(names)]
     if data_format == "images":
-        files, classes = list_images(names)
+        files, classes = list_images_and_class_names(names)
         return [{data.image: str(file), data.label: name} for file, name in zip(files, classes, strict=True)]
     if data_format == "jsonl" and not data.streaming:
         return _read_json_rows(names)
@@ -141,7 +147,7 @@ def _select_rows(rows: DatasetRows, indices: Sequence[int]) -> DatasetRows:
     return [rows[index] for index in indices]
 
 
-def infer_format(data: DataTable, names: Sequence[str]) -> str:
+def infer_data_format(data: DataOptions, names: Sequence[str]) -> str:
     """Return the format of the data from the configuration, or infer it from the file names."""
     found_format = data.format or _infer_format_from_names(names)
     if data.delimiter is not None and found_format != "csv":
@@ -165,10 +171,10 @@ def _infer_format_from_names(names: Sequence[str]) -> str:
     )
 
 
-def read_texts(names: Sequence[str]) -> list[str]:
+def read_text_files(file_names: Sequence[str]) -> list[str]:
     """Read text files, or raise InputError if a file is empty or cannot be read."""
-    texts = [_read_text_file(name) for name in names]
-    for name, text in zip(names, texts, strict=True):
+    texts = [_read_text_file(name) for name in file_names]
+    for name, text in zip(file_names, texts, strict=True):
         if not text.strip():
             raise InputError(f"The file {name!r} is empty.", remedy="Specify a file that contains text.")
     return texts
@@ -186,7 +192,9 @@ def _read_text_file(file: str) -> str:
         ) from error
     except OSError as error:
         path = Path(file)
-        near = did_you_mean(path.name, (p.name for p in path.absolute().parent.glob("*") if p.name != path.name))
+        near = suggest_similar_names(
+            path.name, (p.name for p in path.absolute().parent.glob("*") if p.name != path.name)
+        )
         raise InputError(
             f"The file {file!r} cannot be read: {error.strerror or error}.",
             remedy=near if near.startswith("Did") else "Correct the path",
@@ -200,7 +208,7 @@ def read_field(rows: DatasetRows, field: str) -> list[Any]:
             is_there = field in row
             raise InputError(
                 f"Row {index + 1} of the data has {'null as the value of' if is_there else 'no field'} {field!r}.",
-                remedy="Correct or remove that row" if is_there else did_you_mean(field, map(str, row)),
+                remedy="Correct or remove that row" if is_there else suggest_similar_names(field, map(str, row)),
             )
     return [row[field] for row in rows]
 
@@ -285,14 +293,14 @@ def _read_json_rows(names: Sequence[str]) -> list[Mapping[str, Any]]:
     return rows
 
 
-def _parse_json_row(file: str, number: int, line: str) -> Mapping[str, Any]:
+def _parse_json_row(file: str, line_number: int, line: str) -> Mapping[str, Any]:
     try:
         row = json.loads(line)
         if not isinstance(row, dict):
             raise ValueError("it is not an object")
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"Line {number} of {file} is not a JSON object: {error}. The line is {line!r:.60}.",
+            f"Line {line_number} of {file} is not a JSON object: {error}. The line is {line!r:.60}.",
             rule='A file must contain one object per line, such as {"text": "words"}, or one list of objects.',
             remedy="Correct the line, or set data.format if the file has another format.",
         ) from error
@@ -341,9 +349,9 @@ def _read_csv_rows(file: str, delimiter: str | None) -> list[dict[str, str]]:
     return [dict(zip(fields, row, strict=True)) for row in rows]
 
 
-def _load_dataset(data: DataTable, names: Sequence[str], split: str) -> DatasetRows:
+def _load_dataset(data: DataOptions, names: Sequence[str], split: str) -> DatasetRows:
     """Load a Hugging Face data set from the hub, or from a folder that ``save_to_disk`` wrote."""
-    datasets = _import_datasets("data.format = 'datasets'", names)
+    datasets = _import_datasets_library("data.format = 'datasets'", names)
     if len(names) > 1:
         raise ConfigError(
             f"data.train specifies {len(names)} data sets, but no weights to mix them.",
@@ -362,7 +370,7 @@ def _load_dataset(data: DataTable, names: Sequence[str], split: str) -> DatasetR
             )
     except (OSError, ValueError, KeyError, TypeError) as error:  # errors of the library for missing data
         raise ConfigError(
-            f"The data set {name!r} cannot be read: {get_first_line(error)}.",
+            f"The data set {name!r} cannot be read: {get_first_message_line(error)}.",
             rule="Specify a name on the hub, such as imdb or glue:mrpc, or a folder that save_to_disk wrote.",
             remedy="Correct data.train, data.split or data.options.",
         ) from error
@@ -370,11 +378,13 @@ def _load_dataset(data: DataTable, names: Sequence[str], split: str) -> DatasetR
     return cast(DatasetRows, rows)
 
 
-def _load_data_files(data: DataTable, data_format: str, names: Sequence[str]) -> DatasetRows:
+def _load_data_files(data: DataOptions, data_format: str, names: Sequence[str]) -> DatasetRows:
     """Read parquet files, or stream csv and JSON Lines files, with the ``datasets`` library."""
-    datasets = _import_datasets(f"The format {data_format!r}", names)
+    datasets = _import_datasets_library(f"The format {data_format!r}", names)
     if missing := [name for name in names if "://" not in name and not Path(name).is_file()]:
-        near = did_you_mean(Path(missing[0]).name, (p.name for p in Path(missing[0]).absolute().parent.glob("*")))
+        near = suggest_similar_names(
+            Path(missing[0]).name, (p.name for p in Path(missing[0]).absolute().parent.glob("*"))
+        )
         raise InputError(
             f"The file {missing[0]!r} does not exist.", remedy=near if near.startswith("Did") else "Correct the path"
         )
@@ -393,17 +403,18 @@ def _load_data_files(data: DataTable, data_format: str, names: Sequence[str]) ->
     except InputError:
         raise
     except Exception as error:  # pandas, pyarrow and the library raise different errors
-        raise _unreadable_error(names, data_format, error) from error
+        raise _make_unreadable_data_error(names, data_format, error) from error
     _check_has_rows(rows, ", ".join(names), "data.train")
     return cast(DatasetRows, rows)
 
 
-def _unreadable_error(names: Sequence[str], data_format: str, error: Exception) -> InputError:
+def _make_unreadable_data_error(names: Sequence[str], data_format: str, error: Exception) -> InputError:
     files = [Path(name) for name in names]
     if all(file.is_file() and not file.stat().st_size for file in files) or "BatchSize must be" in str(error):
         return InputError(f"{', '.join(names)} contains no rows.", remedy="Specify a file with rows.")
     return InputError(
-        f"{', '.join(map(repr, names))} cannot be read as {data_format}: {get_first_line(error.__cause__ or error)}.",
+        f"{', '.join(map(repr, names))} cannot be read as {data_format}: "
+        f"{get_first_message_line(error.__cause__ or error)}.",
         remedy="Correct the file, or set data.delimiter or data.options.",
     )
 
@@ -420,7 +431,7 @@ class _CheckedStream:
         try:
             yield from self.rows
         except Exception as error:
-            raise _unreadable_error(self.names, self.data_format, error) from error
+            raise _make_unreadable_data_error(self.names, self.data_format, error) from error
 
     def shuffle(self, seed: int) -> _CheckedStream:
         return replace(self, rows=self.rows.shuffle(seed=seed))
@@ -429,16 +440,18 @@ class _CheckedStream:
         self.rows.set_epoch(epoch)
 
 
-def _import_datasets(what: str, names: Sequence[str]) -> Any:
-    datasets = import_optional("datasets", f"{what}, to read {names[0]!r},", "data", "convert the data to JSON lines")
+def _import_datasets_library(purpose: str, source_names: Sequence[str]) -> Any:
+    datasets = import_optional_module(
+        "datasets", f"{purpose}, to read {source_names[0]!r},", "data", "convert the data to JSON lines"
+    )
     datasets.utils.logging.disable_progress_bar()
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # its errors are raised too
     return datasets
 
 
-def _check_has_rows(rows: Any, what: str, key: str) -> None:
+def _check_has_rows(rows: Any, description: str, config_key: str) -> None:
     if hasattr(rows, "__len__") and not len(rows):
-        raise InputError(f"{what} has no rows.", remedy=f"Correct {key}.")
+        raise InputError(f"{description} has no rows.", remedy=f"Correct {config_key}.")
 
 
 def mix_streams(streams: Sequence[Iterable[Any]], weights: Sequence[float], seed: int) -> Iterable[Any]:
@@ -467,21 +480,21 @@ def to_image_source(value: Any) -> Any:
     )
 
 
-def list_images(names: Sequence[str]) -> tuple[list[Path], list[str]]:
+def list_images_and_class_names(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
     """List the images in folders that have one subfolder per class, and the class name of each image."""
     files = sorted(
-        file for name in names for file in Path(name).glob("*/*") if file.suffix.lower() in IMAGES and file.is_file()
+        file for name in folders for file in Path(name).glob("*/*") if file.suffix.lower() in IMAGES and file.is_file()
     )
     if not files:
         raise InputError(
-            f"{', '.join(map(repr, names))} contains no images in subfolders.",
+            f"{', '.join(map(repr, folders))} contains no images in subfolders.",
             rule="A folder of images must have one subfolder per class.",
             remedy="Correct data.train, or set data.format if the folder contains another format.",
         )
     return files, [file.parent.name for file in files]
 
 
-def _unsupported_format_error(task: str, data_format: str, names: Sequence[str]) -> ConfigError:
+def _make_unsupported_format_error(task: str, data_format: str, names: Sequence[str]) -> ConfigError:
     rule = ""
     if data_format == "images":
         rule = "A folder is read as images unless data.format is set"

@@ -16,27 +16,27 @@ from torch.utils.data import DataLoader
 
 from shardformer.comm.collective_call import run_on_first_rank
 from shardformer.config import ParallelConfig
-from shardformer.discovery.token_dependence import check_packing
-from shardformer.errors import ConfigError, ShardFormerError, get_first_line
+from shardformer.discovery.token_dependence import check_packing_is_supported
+from shardformer.errors import ConfigError, ShardFormerError, get_first_message_line
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.train_command.build import (
     build_hooks,
     build_model,
-    build_optimizer,
-    build_scheduler,
-    count_steps,
-    prepare_model,
+    build_optimizer_factory,
+    build_scheduler_factory,
+    count_training_steps,
+    freeze_and_add_lora,
 )
 from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.load_data import TrainingData, load_data
 from shardformer.train_command.model_config import get_class_names, get_image_size, load_model_config
 from shardformer.train_command.preference import PreferenceCollator, compute_reference_logps
 from shardformer.train_command.run_checks import Resume, check_attention_fits_task
-from shardformer.train_command.summary import EXPORT_FOLDER, RunSummary, RunSummaryPrinter, print_footer
+from shardformer.train_command.summary import EXPORT_FOLDER, RunSummary, RunSummaryPrinter, print_run_footer
 from shardformer.training.engine import Engine
-from shardformer.training.initialize import initialize, make_context, num_processes
+from shardformer.training.initialize import get_num_processes, initialize, make_parallel_context
 from shardformer.training.trainer import Trainer
-from shardformer.weights.save_pretrained import check_export, check_export_directory, export_pretrained
+from shardformer.weights.save_pretrained import check_export_directory, check_model_is_exportable, export_pretrained
 
 
 def run_training(config: TrainConfig) -> dict[str, float]:
@@ -46,17 +46,17 @@ def run_training(config: TrainConfig) -> dict[str, float]:
     """
     # an elastic restart may have fewer processes
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    layout = config.layout.fit_to(num_processes()) if is_restart else config.layout
-    trainer, data = build_trainer(config, layout, make_context(None, layout))
+    layout = config.layout.fit_to(get_num_processes()) if is_restart else config.layout
+    trainer, data = build_trainer(config, layout, make_parallel_context(None, layout))
     training = config.training
     if training.export:
         run_on_first_rank(
-            lambda: _check_export_folder(config, config.path / EXPORT_FOLDER), trainer.engine.world, "Training"
+            lambda: _check_export_folder(config, config.output_folder / EXPORT_FOLDER), trainer.engine.world, "Training"
         )
     steps, epochs = training.steps, None if training.steps is not None else training.epochs or 1
     if epochs is not None and epochs % 1:
-        steps, epochs = count_steps(config, data), None
-    with _convert_first_step_error(config, trainer):
+        steps, epochs = count_training_steps(config, data), None
+    with _explain_error_in_first_step(config, trainer):
         values = trainer.fit(
             steps=steps,
             epochs=None if epochs is None else int(epochs),
@@ -66,9 +66,9 @@ def run_training(config: TrainConfig) -> dict[str, float]:
     if trainer.was_interrupted:
         raise SystemExit(128 + (trainer.signal or signal.SIGTERM))
     if training.export:
-        export_model(config, trainer.engine, config.path / EXPORT_FOLDER, data.processor)
+        export_model(config, trainer.engine, config.output_folder / EXPORT_FOLDER, data.processor)
     if trainer.is_first:
-        print_footer(config, trainer)
+        print_run_footer(config, trainer)
     return values
 
 
@@ -88,7 +88,7 @@ def export_model(config: TrainConfig, engine: Engine, directory: Path, processor
 
 
 @contextmanager
-def _convert_first_step_error(config: TrainConfig, trainer: Trainer) -> Iterator[None]:
+def _explain_error_in_first_step(config: TrainConfig, trainer: Trainer) -> Iterator[None]:
     """Convert an error in the first training step to a ConfigError that suggests which configuration keys to correct.
 
     transformers accepts some combinations of config fields that fail only in the first step.
@@ -102,7 +102,7 @@ def _convert_first_step_error(config: TrainConfig, trainer: Trainer) -> Iterator
             raise
         fields = f" with model.config = {config.model.config!r:.200}" if config.model.config else ""
         raise ConfigError(
-            f"The first training step failed{fields}: {type(error).__name__}: {get_first_line(error)}.",
+            f"The first training step failed{fields}: {type(error).__name__}: {get_first_message_line(error)}.",
             remedy="Correct model.config, model.task, model.head or optimizer.",
         ) from error
 
@@ -126,10 +126,10 @@ def build_trainer(
 ) -> tuple[Trainer, TrainingData]:
     """Load the data of a run configuration, and build the trainer with its engine and hooks."""
     hooks = build_hooks(config)
-    make_optimizer = build_optimizer(config.optimizer)
+    make_optimizer = build_optimizer_factory(config.optimizer)
     data, model = load_data_and_model(config)
-    num_steps = count_steps(config, data)
-    header = RunSummaryPrinter(RunSummary.of(config, data, model), layout)
+    num_steps = count_training_steps(config, data)
+    header = RunSummaryPrinter(RunSummary.from_config(config, data, model), layout)
     torch.manual_seed(config.seed)
     source, batch_size, data_options = _get_data_arguments(config, data)
     engine = initialize(
@@ -137,7 +137,7 @@ def build_trainer(
         make_optimizer(model),
         data.loss_fn,
         train_data=source,
-        scheduler=build_scheduler(config.schedule, num_steps),
+        scheduler=build_scheduler_factory(config.schedule, num_steps),
         parallel=layout,
         batch_size=batch_size,
         context=context,
@@ -174,10 +174,12 @@ def load_data_and_model(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
     check_attention_fits_task(config, model)
     if config.data.packing or config.model.task == "preference":
         is_preference = config.model.task == "preference"
-        check_packing(model, *(("model.task = 'preference'", "Use another model") if is_preference else ()))
+        check_packing_is_supported(
+            model, *(("model.task = 'preference'", "Use another model") if is_preference else ())
+        )
     if config.training.export:
-        check_export(model, data.processor)
-    model = prepare_model(config, model)
+        check_model_is_exportable(model, data.processor)
+    model = freeze_and_add_lora(config, model)
     if data.skipped and os.environ.get("RANK", "0") == "0":
         warnings.warn(data.skipped, stacklevel=2)
     return data, model

@@ -12,10 +12,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardformer.discovery.token_dependence import measure_label_dependence
 from shardformer.errors import ConfigError
-from shardformer.filesystem.atomic_write import make_folder, remove_stale_temporary_files, replace_text
+from shardformer.filesystem.atomic_write import make_folder, remove_stale_temporary_files, replace_text_atomically
 from shardformer.meta_init.lazy_init import LazyInit
-from shardformer.train_command.build import make_lr_schedule
-from shardformer.train_command.config_schema import ScheduleTable, TrainConfig, format_toml
+from shardformer.train_command.build import make_lr_lambda
+from shardformer.train_command.config_schema import ScheduleOptions, TrainConfig, format_toml
 from shardformer.train_command.read_rows import compute_file_checksums
 from shardformer.training.hook import Hook, TrainerProtocol
 
@@ -58,8 +58,10 @@ class Resume(Hook):
         model_config: Any = trainer.engine.model.config
         self._model_config = model_config.to_json_string()
         if self._before is None:
-            if trainer.is_first and trainer.step == 0 and (self._config.path / CONFIG_FILE).exists():
-                print(f"New run: {self._config.path} has files of an earlier run, but no checkpoint.", flush=True)
+            if trainer.is_first and trainer.step == 0 and (self._config.output_folder / CONFIG_FILE).exists():
+                print(
+                    f"New run: {self._config.output_folder} has files of an earlier run, but no checkpoint.", flush=True
+                )
             return
         before, old_steps = self._before["config"], self._before["num_steps"]
         changes = dict(_iter_changed_keys(before, self._values))
@@ -71,7 +73,7 @@ class Resume(Hook):
                     f"{self._config.folder!r} started.",
                     remedy=f"{keep} to resume the run, or set another folder to start a new run.",
                 )
-        self._check_classes(json.loads(self._before.get(MODEL_KEY) or "{}"), json.loads(self._model_config))
+        self._check_classes_unchanged(json.loads(self._before.get(MODEL_KEY) or "{}"), json.loads(self._model_config))
         checksums = self._before.get("data_checksums") or {}
         changed = [name for name, each in self._checksums.items() if checksums.get(name, each) != each]
         if changed and trainer.is_first:
@@ -80,8 +82,8 @@ class Resume(Hook):
                 flush=True,
             )
         old, new = (
-            _make_lr_schedule(before["schedule"], old_steps),
-            _make_lr_schedule(self._values["schedule"], self._num_steps),
+            _make_lr_lambda(before["schedule"], old_steps),
+            _make_lr_lambda(self._values["schedule"], self._num_steps),
         )
         last = max(self._num_steps, old_steps)
         steps = range(trainer.step, last + 1, max((last - trainer.step) // MAX_COMPARED_STEPS, 1))
@@ -106,10 +108,10 @@ class Resume(Hook):
                 print(f"Learning rate: {rates}.", flush=True)
 
     @staticmethod
-    def _check_classes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    def _check_classes_unchanged(old_model_config: Mapping[str, Any], new_model_config: Mapping[str, Any]) -> None:
         """Raise ConfigError if the classes of the data have changed since the checkpoint was saved."""
-        old, new = before.get("id2label"), now.get("id2label")
-        if before and old != new:
+        old, new = old_model_config.get("id2label"), new_model_config.get("id2label")
+        if old_model_config and old != new:
             what = [", ".join(map(str, (each or {}).values())) or "without names" for each in (new, old)]
             raise ConfigError(
                 f"The classes of the data are {what[0]:.100}, but were {what[1]:.100} when the run started.",
@@ -118,10 +120,10 @@ class Resume(Hook):
 
     def before_train(self, trainer: TrainerProtocol) -> None:
         if trainer.is_first:
-            folder = self._config.path
+            folder = self._config.output_folder
             make_folder(folder)
             remove_stale_temporary_files(folder, CONFIG_FILE)
-            replace_text(folder / CONFIG_FILE, format_toml(self._config.model_dump()))
+            replace_text_atomically(folder / CONFIG_FILE, format_toml(self._config.model_dump()))
 
 
 def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
@@ -142,8 +144,10 @@ def _iter_changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: s
             yield key, (before, now)
 
 
-def _make_lr_schedule(table: Mapping[str, Any], num_steps: int) -> Callable[[int], float]:
-    return make_lr_schedule(ScheduleTable.model_validate({n: v for n, v in table.items() if v is not None}), num_steps)
+def _make_lr_lambda(schedule_options: Mapping[str, Any], num_steps: int) -> Callable[[int], float]:
+    return make_lr_lambda(
+        ScheduleOptions.model_validate({n: v for n, v in schedule_options.items() if v is not None}), num_steps
+    )
 
 
 def _set_learning_rates(trainer: TrainerProtocol, lr_factor: Callable[[int], float]) -> None:

@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from shardformer.errors import ConfigError, get_first_line
-from shardformer.train_command.config_schema import get_remote_code_hint
+from shardformer.errors import ConfigError, get_first_message_line
+from shardformer.train_command.config_schema import suggest_trust_remote_code
 from shardformer.transformers_compat import load_transformers
 
 BYTES = "bytes"
@@ -61,7 +61,7 @@ class TextTokenizer:
             ]
             pieces = pieces[:max_length]
             return [byte for byte, _ in pieces], [index for _, index in pieces]
-        self._check_is_fast("model.task = 'token_classification'")
+        self._check_is_fast_tokenizer("model.task = 'token_classification'")
         found = self.tokenizer(list(words), is_split_into_words=True, truncation=True, max_length=max_length)
         return found["input_ids"], found.word_ids()
 
@@ -77,39 +77,40 @@ class TextTokenizer:
             pieces = [text[start:end].encode() for start, end in pairwise(bounds)]  # inside a span at odd positions
             ids = [byte for piece in pieces for byte in piece]
             return ids, [bool(number % 2) for number, piece in enumerate(pieces) for _ in piece]
-        self._check_is_fast("Training on the answers of conversations")
+        self._check_is_fast_tokenizer("Training on the answers of conversations")
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in found["offset_mapping"]]
         return found["input_ids"], [any(a <= start < b for a, b in spans) for start in starts]
 
-    def _check_is_fast(self, what: str) -> None:
+    def _check_is_fast_tokenizer(self, feature: str) -> None:
         if not getattr(self.tokenizer, "is_fast", False):
             raise ConfigError(
-                f"{what} requires a fast tokenizer, but {self.name!r} is a {type(self.tokenizer).__name__}.",
+                f"{feature} requires a fast tokenizer, but {self.name!r} is a {type(self.tokenizer).__name__}.",
                 rule="Only fast tokenizers report which characters each token covers.",
                 remedy="Set data.tokenizer to a folder that contains a tokenizer.json.",
             )
 
     @property
-    def is_bytes(self) -> bool:
+    def is_byte_level(self) -> bool:
         return self.tokenizer is None
 
-    def export(self, *, adds_end: bool, chat_template: str | None = None) -> Any:
+    def to_transformers_tokenizer(self, *, adds_end_token: bool, chat_template: str | None = None) -> Any:
         """Return a transformers tokenizer that produces the same tokens as this one, to save it with the model.
 
-        ``adds_end`` must be True if the run tokenizes texts with ``encode_with_special_tokens``.
+        ``adds_end_token`` must be True if the run tokenizes texts with ``encode_with_special_tokens``.
         """
-        found = make_byte_tokenizer(adds_end=adds_end) if self.tokenizer is None else self.tokenizer
+        found = make_byte_tokenizer(adds_end_token=adds_end_token) if self.tokenizer is None else self.tokenizer
         if chat_template is not None:
             found.chat_template = chat_template
         return found
 
 
-def make_byte_tokenizer(*, adds_end: bool) -> Any:
+def make_byte_tokenizer(*, adds_end_token: bool) -> Any:
     """Create a byte-level transformers tokenizer with the same token ids as ``TextTokenizer``.
 
     Args:
-        adds_end: Whether the tokenizer adds the padding token after a text, and a zero byte between a pair of texts.
+        adds_end_token: Whether the tokenizer adds the padding token after a text, and a zero byte between a pair of
+            texts.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -120,7 +121,7 @@ def make_byte_tokenizer(*, adds_end: bool) -> Any:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(end, normalized=False), AddedToken(mask, normalized=False)])
-    if adds_end:
+    if adds_end_token:
         made.post_processor = processors.TemplateProcessing(
             single=f"$A {end}", pair=f"$A {letters[0]} $B {end}", special_tokens=[(end, PAD_TOKEN), (letters[0], 0)]
         )
@@ -128,11 +129,13 @@ def make_byte_tokenizer(*, adds_end: bool) -> Any:
     return load_transformers().PreTrainedTokenizerFast(tokenizer_object=made, **names)
 
 
-def load_tokenizer(name: str | None, model: str, *, random: bool, trust_remote_code: bool = False) -> TextTokenizer:
+def load_tokenizer(
+    name: str | None, model_name: str, *, has_random_weights: bool, trust_remote_code: bool = False
+) -> TextTokenizer:
     """Load a tokenizer by name. Without a name, load the tokenizer of the model, or use bytes for random weights."""
-    if name == BYTES or (name is None and random):
+    if name == BYTES or (name is None and has_random_weights):
         return TextTokenizer()
-    source = model if name is None else name
+    source = model_name if name is None else name
     transformers = load_transformers()
 
     folder = Path(source)
@@ -147,15 +150,15 @@ def load_tokenizer(name: str | None, model: str, *, random: bool, trust_remote_c
     try:
         if original is None:
             found = transformers.AutoTokenizer.from_pretrained(
-                source, trust_remote_code=trust_remote_code and source == model
+                source, trust_remote_code=trust_remote_code and source == model_name
             )
         else:
             found = transformers.GPT2Tokenizer(*map(str, original))
     except Exception as error:  # files and their code may raise any error
         raise ConfigError(
-            f"The tokenizer {source!r} cannot be loaded: {get_first_line(error)}.",
-            remedy=get_remote_code_hint("Correct data.tokenizer", error)
-            if source == model
+            f"The tokenizer {source!r} cannot be loaded: {get_first_message_line(error)}.",
+            remedy=suggest_trust_remote_code("Correct data.tokenizer", error)
+            if source == model_name
             else "Correct data.tokenizer",
         ) from error
     pad = next((t for t in (found.pad_token_id, found.eos_token_id, found.unk_token_id) if t is not None), 0)

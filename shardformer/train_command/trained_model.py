@@ -16,10 +16,15 @@ from shardformer.checkpoint.directory import find_checkpoints, get_step_folder
 from shardformer.checkpoint.file_format import CheckpointIndex, from_json
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.config import ParallelConfig
-from shardformer.errors import ConfigError, get_first_line
+from shardformer.errors import ConfigError, get_first_message_line
 from shardformer.meta_init.lazy_init import LazyInit
-from shardformer.train_command.build import build_hooks, create_model, model_class_for, prepare_model
-from shardformer.train_command.config_schema import TrainConfig, apply_command_line_change, parse_config
+from shardformer.train_command.build import (
+    build_hooks,
+    create_model_from_config,
+    freeze_and_add_lora,
+    get_transformers_model_class,
+)
+from shardformer.train_command.config_schema import TrainConfig, apply_command_line_override, parse_config
 from shardformer.train_command.datasets import ImageTransform
 from shardformer.train_command.load_data import adds_end_token, load_data
 from shardformer.train_command.model_config import get_class_names, get_image_size, load_model_config
@@ -57,22 +62,25 @@ class TrainedModel:
     run: TrainConfig | None = None
     chat_template: str | None = None
 
-    def with_config_changes(self, changes: Sequence[str]) -> TrainedModel:
+    def with_config_overrides(self, overrides: Sequence[str]) -> TrainedModel:
         """Return a copy of this model with changes to its run configuration, such as ``parallel.tensor=2``."""
         assert self.run is not None
         tables = _remove_none_values(self.run.model_dump())
-        for change in changes:
-            apply_command_line_change(tables, change)
+        for change in overrides:
+            apply_command_line_override(tables, change)
         return replace(self, run=parse_config(tables, f"The run {self.name!r}"))
 
-    def build(self) -> nn.Module:
+    def build_lazy_model(self) -> nn.Module:
         """Build the model without allocating its weights. Raises ConfigError if transformers cannot build it."""
         if self.run is not None:
             with LazyInit():
-                model = create_model(
-                    model_class_for(self.run), self.model_config, torch.float32, self.run.model.trust_remote_code
+                model = create_model_from_config(
+                    get_transformers_model_class(self.run),
+                    self.model_config,
+                    torch.float32,
+                    self.run.model.trust_remote_code,
                 )
-            return prepare_model(self.run, model)
+            return freeze_and_add_lora(self.run, model)
         transformers = load_transformers()
         config = self.model_config
         kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
@@ -84,9 +92,9 @@ class TrainedModel:
                 remedy="Specify a model that can generate text.",
             ) from error
 
-    def load(self, layout: ParallelConfig) -> Engine:
+    def load_engine(self, layout: ParallelConfig) -> Engine:
         """Build the model, shard it, and load its weights. Communicates like ``initialize`` and ``load_checkpoint``."""
-        engine = initialize(self.build(), None, parallel=layout)
+        engine = initialize(self.build_lazy_model(), None, parallel=layout)
         if self.checkpoint is not None:
             load_checkpoint(engine.model, self.checkpoint)
         engine.eval()
@@ -96,16 +104,16 @@ class TrainedModel:
         """Load the tokenizer or the image transform of the model. Raises ConfigError if the model has neither."""
         run = self.run
         if run is None:
-            return load_tokenizer(None, self.name, random=False).tokenizer
+            return load_tokenizer(None, self.name, has_random_weights=False).tokenizer
         if run.model.task == "image_classification":
-            return ImageTransform.of(run.model.name, get_image_size(self.model_config))
+            return ImageTransform.for_model(run.model.name, get_image_size(self.model_config))
         tokens = load_tokenizer(
             run.data.tokenizer,
             run.model.name,
-            random=run.model.random,
+            has_random_weights=run.model.random,
             trust_remote_code=run.model.trust_remote_code,
         )
-        return tokens.export(adds_end=adds_end_token(run), chat_template=self.chat_template)
+        return tokens.to_transformers_tokenizer(adds_end_token=adds_end_token(run), chat_template=self.chat_template)
 
 
 def find_trained_model(source: str) -> TrainedModel:
@@ -124,7 +132,7 @@ def find_trained_model(source: str) -> TrainedModel:
         return TrainedModel(name, load_transformers().AutoConfig.from_pretrained(name))
     except Exception as error:  # files may have any content
         raise ConfigError(
-            f"{source!r} is not a trained model: {get_first_line(error)}.",
+            f"{source!r} is not a trained model: {get_first_message_line(error)}.",
             rule=f"A trained model is {SOURCES}.",
             remedy="Correct the path or name.",
         ) from error
@@ -198,7 +206,7 @@ def evaluate_model(trained_model: TrainedModel) -> dict[str, float] | None:
         engine = initialize(model, None, parallel=run.layout)
     else:
         data = load_data(run, get_image_size(trained_model.model_config), get_class_names(trained_model.model_config))
-        engine = trained_model.load(run.layout)
+        engine = trained_model.load_engine(run.layout)
     hooks = [hook for hook in build_hooks(run) if isinstance(hook, Metrics)]
     if not hooks and run.model.task in ("causal", "masked", "sequence_to_sequence"):
         hooks = [Metrics("perplexity")]

@@ -16,16 +16,22 @@ from torch import Tensor, nn
 from torch.utils import data as torch_data
 from torch.utils.data import BatchSampler, DataLoader
 
-from shardformer.comm.collective_call import collective_call, hash_to_int
-from shardformer.consistency.training_data import check_same_data
+from shardformer.comm.collective_call import hash_to_int, run_and_compare_across_ranks
+from shardformer.consistency.training_data import check_same_training_data
 from shardformer.errors import TRACEBACK_VARIABLE, ConfigError, InputError, check_int
 from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.torch_compat import tree_map_only
-from shardformer.training.sample_order import Collate, DataShard, IndexedSource, StreamedSource, make_source
+from shardformer.training.sample_order import (
+    Collate,
+    IndexedDataSource,
+    ShardPosition,
+    StreamedDataSource,
+    make_data_source,
+)
 
 
-class NoLengthError(ConfigError, TypeError):
+class UnknownLengthError(ConfigError, TypeError):
     """Raised by ``len(loader)`` if the number of steps is unknown. As a TypeError, it does not affect ``list``."""
 
 
@@ -85,13 +91,13 @@ class ShardedDataLoader:
                 remedy="Set batch_size to the size of the global batch, and limit memory with micro_batch_size.",
             )
         collate = collate_fn if is_loader else collate_fn or collate_samples
-        self._source = make_source(source, collate, num_workers, shuffle)
+        self._source = make_data_source(source, collate, num_workers, shuffle)
         if is_loader:
             # a loader with an explicit BatchSampler has no batch_size and drop_last of its own
             own = source.batch_sampler if type(source.batch_sampler) is BatchSampler else source
-            _check_conflict("num_workers", num_workers, 0, source.num_workers)
-            _check_conflict("drop_last", drop_last, False, source.drop_last)
-            _check_conflict("batch_size", batch_size, None, own.batch_size)
+            _check_no_conflict_with_loader("num_workers", num_workers, 0, source.num_workers)
+            _check_no_conflict_with_loader("drop_last", drop_last, False, source.drop_last)
+            _check_no_conflict_with_loader("batch_size", batch_size, None, own.batch_size)
             batch_size, drop_last = own.batch_size, bool(own.drop_last)
         elif batch_size is None:
             raise ConfigError(
@@ -110,7 +116,7 @@ class ShardedDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's shard of each remaining batch in the current epoch."""
-        self.compare()
+        self.check_same_on_all_ranks()
         batches = self._iterate_local_batches()
         while group := list(itertools.islice(batches, self._accumulate)):
             self.batch_samples = sum(count for count, _ in group)
@@ -127,7 +133,7 @@ class ShardedDataLoader:
         if self.on_epoch_end is not None:
             self.on_epoch_end()
 
-    def compare(self) -> None:
+    def check_same_on_all_ranks(self) -> None:
         """Check once that all ranks read the same data in the same order. Raises ConfigError on all ranks otherwise."""
         if self._is_compared:
             return
@@ -143,7 +149,7 @@ class ShardedDataLoader:
             "merge_last": self._merge_last,
             "accumulate": self._accumulate,
         }
-        check_same_data(settings, self._source.size, self._source.read, self._context)
+        check_same_training_data(settings, self._source.size, self._source.read, self._context)
 
     def get_position_hashes(self) -> dict[str, int]:
         """Return hashes of the data position and the last samples, to check that they are equal on all ranks.
@@ -153,23 +159,27 @@ class ShardedDataLoader:
         is_known = self._reading_thread in (0, threading.get_ident())
         position = hash_to_int((self.epoch, self.seen)) if is_known else 0
         seen = self._source.number if is_known and self._reading_thread else 0
-        return {"position": position, "samples" if isinstance(self._source, StreamedSource) else "order": seen}
+        return {"position": position, "samples" if isinstance(self._source, StreamedDataSource) else "order": seen}
 
     def _iterate_local_batches(self) -> Iterator[tuple[int, Any]]:
-        if isinstance(self._source, StreamedSource):
+        if isinstance(self._source, StreamedDataSource):
             ends = (self._drop_last, self._merge_last)
-            return self._source.batches(self.epoch, self.seed, self.batch_size, self._shard, self.seen, *ends)
-        return self._source.batches(self.epoch, self.seed, self._global_batches, self._shard, self.seen)
+            return self._source.iterate_batch_shards(
+                self.epoch, self.seed, self.batch_size, self._shard, self.seen, *ends
+            )
+        return self._source.iterate_batch_shards(
+            self.epoch, self.seed, self._split_into_global_batches, self._shard, self.seen
+        )
 
-    def _global_batches(self, order: Sequence[Any]) -> list[Sequence[Any]]:
+    def _split_into_global_batches(self, sample_order: Sequence[Any]) -> list[Sequence[Any]]:
         """Split the remaining samples of the current epoch into global batches."""
         if self._source.makes_batches:
-            sums = itertools.accumulate(map(len, order), initial=0)
-            batches = [batch for batch, start in zip(order, sums) if start >= self.seen]
+            sums = itertools.accumulate(map(len, sample_order), initial=0)
+            batches = [batch for batch, start in zip(sample_order, sums) if start >= self.seen]
         else:
             assert self.batch_size is not None
-            starts = range(self.seen, len(order), self.batch_size)
-            batches = [order[start : start + self.batch_size] for start in starts]
+            starts = range(self.seen, len(sample_order), self.batch_size)
+            batches = [sample_order[start : start + self.batch_size] for start in starts]
             if batches and self._drop_last and len(batches[-1]) < self.batch_size:
                 batches.pop()
         if self._merge_last and len(batches) > 1 and len(batches[-1]) < self._shard.size:
@@ -178,12 +188,12 @@ class ShardedDataLoader:
         return batches
 
     def __len__(self) -> int:
-        """Return the number of steps per epoch, or raise NoLengthError if it is unknown."""
+        """Return the number of steps per epoch, or raise UnknownLengthError if it is unknown."""
         batches, count, size = self._source.num_batches, self._source.count, self.batch_size
         if batches is not None:
             return -(-batches // self._accumulate)
         if count is None or size is None:
-            raise NoLengthError(
+            raise UnknownLengthError(
                 "The length of the training data is unknown.",
                 remedy="Specify the number of steps with steps=, or pass data that has a length.",
             )
@@ -194,11 +204,11 @@ class ShardedDataLoader:
     def set_parallel_context(self, context: ParallelContext) -> None:
         """After a change of the parallel layout, shard later batches over the data-parallel ranks of ``context``."""
         self.check_num_ranks(context.data.size)
-        self._shard, self._context = DataShard(context.data.rank, context.data.size), context
+        self._shard, self._context = ShardPosition(context.data.rank, context.data.size), context
 
-    def example(self) -> Any:
+    def get_example_batch(self) -> Any:
         """Return a batch of the first two samples, or None if the samples cannot be read by their index."""
-        return self._source.example() if isinstance(self._source, IndexedSource) else None
+        return self._source.get_example_batch() if isinstance(self._source, IndexedDataSource) else None
 
     def rewind(self) -> None:
         """Reset the data position to the first batch of the first epoch."""
@@ -250,8 +260,8 @@ class ShardedDataLoader:
 def create_data_loader(source: Any, context: ParallelContext, **options: Any) -> ShardedDataLoader:
     """Create a data loader on each rank, and raise on all ranks if one rank fails or reads other data."""
     make = partial(ShardedDataLoader, source, context, **options)
-    loader: ShardedDataLoader = collective_call(context, make, action="create the data loader")
-    loader.compare()
+    loader: ShardedDataLoader = run_and_compare_across_ranks(context, make, action="create the data loader")
+    loader.check_same_on_all_ranks()
     return loader
 
 
@@ -265,8 +275,8 @@ def make_example_arguments(source: Any, model: nn.Module, collate: Collate | Non
     in_order = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     named = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
     try:
-        data = make_source(source, copy.copy(collate), 0, None)
-        batch = data.example() if isinstance(data, IndexedSource) else None
+        data = make_data_source(source, copy.copy(collate), 0, None)
+        batch = data.get_example_batch() if isinstance(data, IndexedDataSource) else None
     except Exception:  # code of the user, for which the error of the model is more useful
         return None
     if isinstance(batch, Mapping):
@@ -276,11 +286,11 @@ def make_example_arguments(source: Any, model: nn.Module, collate: Collate | Non
     return dict(zip(in_order, batch, strict=False)) if isinstance(batch, (list, tuple)) else None
 
 
-def _check_conflict(name: str, value: object, default: object, loader_value: object) -> None:
+def _check_no_conflict_with_loader(option: str, value: object, default: object, loader_value: object) -> None:
     if value not in (default, loader_value):
         raise ConfigError(
-            f"{name}={value!r} conflicts with {name}={loader_value!r} of the DataLoader.",
-            remedy=f"Pass {name} only to the DataLoader.",
+            f"{option}={value!r} conflicts with {option}={loader_value!r} of the DataLoader.",
+            remedy=f"Pass {option} only to the DataLoader.",
         )
 
 
@@ -391,7 +401,7 @@ def _collate_column(key: str, values: list[Any]) -> Any:
     sized = [value for value in values if isinstance(value, (Tensor, list, tuple))]
     shapes = {tuple(value.shape) if isinstance(value, Tensor) else (len(value),) for value in sized}
     if len(shapes) > 1:
-        raise _shape_error(key, f"have different shapes, {' and '.join(map(str, sorted(shapes)[:2]))}")
+        raise _make_shape_error(key, f"have different shapes, {' and '.join(map(str, sorted(shapes)[:2]))}")
     return torch_data.default_collate(values)
 
 
@@ -406,10 +416,10 @@ def _as_tensor(key: str, value: Any) -> Any:
     try:
         return torch.as_tensor(numpy.asarray(value)) if is_numpy else torch.tensor(value)
     except ValueError as error:
-        raise _shape_error(key, f"cannot be converted to a tensor: {error}") from error
+        raise _make_shape_error(key, f"cannot be converted to a tensor: {error}") from error
 
 
-def _shape_error(key: str, problem: str) -> InputError:
+def _make_shape_error(key: str, problem: str) -> InputError:
     return InputError(
         f"The values of {key!r} in a batch {problem}.",
         remedy="Pad them in the data, or pass a collate_fn such as transformers.DataCollatorWithPadding(tokenizer).",

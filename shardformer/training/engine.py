@@ -16,22 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.checkpoint.load import LoadedCheckpoint, load_with_callback
+from shardformer.checkpoint.load import LoadedCheckpoint, load_checkpoint_with_callback
 from shardformer.checkpoint.reshard_in_memory import ReshardStats
-from shardformer.checkpoint.retention import CheckpointRetention, list_checkpoints
+from shardformer.checkpoint.retention import CheckpointRetention, list_checkpoints_with_save_times
 from shardformer.checkpoint.save import AsyncSave, async_save_checkpoint, check_can_save, save_checkpoint
-from shardformer.comm.collective_call import compare_step_call, run_on_first_rank, wait_for_all_ranks
+from shardformer.comm.collective_call import check_same_call_and_data, run_on_first_rank, wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_objects, all_reduce
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem.atomic_write import to_absolute_path
-from shardformer.filesystem.lock import hold
-from shardformer.gradients.clipping import grad_norm, scale_gradients
+from shardformer.filesystem.lock import acquire_folder_lock
+from shardformer.gradients.clipping import clip_gradients_with_norm, grad_norm
 from shardformer.layout.sharding_metadata import get_metadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
 from shardformer.pipeline.pipeline import Pipeline, evaluating
-from shardformer.public_names import renamed_arguments, renamed_parameters
+from shardformer.public_names import deprecate_renamed_arguments, deprecate_renamed_parameters
 from shardformer.sharding.describe import count_parameters, format_summary, format_summary_as_html
 from shardformer.torch_compat import is_true_or_unknown
 from shardformer.training.data_loader import ShardedDataLoader, is_batch_list, move_to_device, to_forward_arguments
@@ -42,8 +42,8 @@ POSITION_KEY, USER_STATE_KEY = "engine", "user"
 """Keys of the engine's own values and of the user's values in ``extra`` of a checkpoint."""
 
 
-def pack_engine_state(steps: int, skipped: int, position: Any, extra: Any) -> dict[str, Any]:
-    return {POSITION_KEY: {"steps": steps, "skipped": skipped, "data": position}, USER_STATE_KEY: extra}
+def pack_engine_state(steps: int, skipped_steps: int, data_position: Any, extra: Any) -> dict[str, Any]:
+    return {POSITION_KEY: {"steps": steps, "skipped": skipped_steps, "data": data_position}, USER_STATE_KEY: extra}
 
 
 def unpack_engine_state(loaded: LoadedCheckpoint) -> tuple[int, int, Any, LoadedCheckpoint]:
@@ -63,19 +63,19 @@ def lock_checkpoint_folder(folder: str | os.PathLike[str], owner: object, world:
 
     The first rank takes the lock. If it fails, all ranks raise.
     """
-    run_on_first_rank(lambda: hold(to_absolute_path(folder), owner), world, f"Saving into {folder}")
+    run_on_first_rank(lambda: acquire_folder_lock(to_absolute_path(folder), owner), world, f"Saving into {folder}")
 
 
 def has_checkpoint(folder: str | os.PathLike[str], world: Axis) -> bool:
     """Return whether a folder contains a checkpoint. The first rank looks for it, and all ranks get the same answer."""
     return run_on_first_rank(
-        lambda: to_absolute_path(folder).is_dir() and bool(list_checkpoints(to_absolute_path(folder))),
+        lambda: to_absolute_path(folder).is_dir() and bool(list_checkpoints_with_save_times(to_absolute_path(folder))),
         world,
         f"Looking into {folder}",
     )
 
 
-@renamed_arguments({}, attributes={"reshape": "reshard", "take_over": "adopt", "take_data": "set_data"})
+@deprecate_renamed_arguments({}, attributes={"reshape": "reshard", "take_over": "adopt", "take_data": "set_data"})
 class Engine:
     """Training engine for a sharded model, with the same API under every layout. Create it with ``initialize``.
 
@@ -188,7 +188,7 @@ class Engine:
     def _compute_loss(self, batch: Any, caller: str, *, trains: bool = False) -> Tensor:
         batch = self._prepare_batch(batch)
         if not (trains or (self.model.training and torch.is_grad_enabled())):
-            compare_step_call(f"{caller} in eval mode", self.world)
+            check_same_call_and_data(f"{caller} in eval mode", self.world)
             return self._average_over_data_ranks(self.pipeline.evaluate(batch))
         if self._pending_loss is not None or self._is_backward_done:
             raise InputError(
@@ -201,15 +201,15 @@ class Engine:
                 "The engine cannot train without an optimizer.",
                 remedy="Call initialize(model, optimizer), or call engine.eval() to compute losses only.",
             )
-        compare_step_call(caller, self.world, self.data.get_position_hashes() if self.has_data else None)
-        self._notify("before_forward")
+        check_same_call_and_data(caller, self.world, self.data.get_position_hashes() if self.has_data else None)
+        self._notify_listener("before_forward")
         try:
             self._pending_loss = self._average_over_data_ranks(self.pipeline.step(batch))
         except BaseException:
             with suppress(Exception):  # otherwise the next step would add these incomplete gradients
                 self.zero_grad()
             raise
-        self._notify("after_backward")
+        self._notify_listener("after_backward")
         return self._pending_loss
 
     def backward(self, loss: Tensor) -> None:
@@ -244,18 +244,18 @@ class Engine:
                 f"step was called {'before backward' if self._pending_loss is not None else 'without a batch'}.",
                 remedy="Call engine.backward(loss) first, or use engine.train_step(batch).",
             )
-        compare_step_call("engine.step", self.world)
+        check_same_call_and_data("engine.step", self.world)
         return self._run_optimizer_step()
 
     def _run_optimizer_step(self) -> bool:
-        self._notify("before_optimizer_step")
+        self._notify_listener("before_optimizer_step")
         is_updated = self._update_weights()
         self._is_backward_done = False
         self.steps += 1
         self.skipped += not is_updated
         if is_updated and self.scheduler_every == "step":
             self._step_schedulers()
-        self._notify("after_optimizer_step")
+        self._notify_listener("after_optimizer_step")
         return is_updated
 
     def train_step(self, batch: Any) -> Tensor:
@@ -264,7 +264,7 @@ class Engine:
         A model in eval mode is trained too, without dropout and without updating the running statistics of norms.
         """
         if not torch.is_grad_enabled():
-            compare_step_call("engine.train_step under torch.no_grad()", self.world)
+            check_same_call_and_data("engine.train_step under torch.no_grad()", self.world)
             raise InputError(
                 "engine.train_step cannot train under torch.no_grad().",
                 remedy="Call it outside torch.no_grad(), or use engine.evaluate(batch).",
@@ -283,16 +283,16 @@ class Engine:
             batches: A batch, or an iterable of batches. All data ranks need the same number of batches.
         """
         wait_for_all_ranks("engine.evaluate", self.world)
-        several = self._synchronized_batches(batches) if _is_batch_stream(batches) else [batches]
+        several = self._iter_synchronized_batches(batches) if _is_batch_stream(batches) else [batches]
         with evaluating(self.model):
             return self._average_over_data_ranks(self.pipeline.mean_loss(map(self._prepare_batch, several)))
 
-    def _synchronized_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _iter_synchronized_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield batches, and check before each batch that either all ranks have another batch or none has."""
         for batch in batches:
-            compare_step_call("engine.evaluate with another batch", self.world)
+            check_same_call_and_data("engine.evaluate with another batch", self.world)
             yield batch
-        compare_step_call("engine.evaluate without another batch", self.world)
+        check_same_call_and_data("engine.evaluate without another batch", self.world)
 
     def predict(self, batch: Any, *, gather: bool = True) -> Any:
         """Return the model output for a batch, computed in eval mode and without gradients.
@@ -353,7 +353,7 @@ class Engine:
         if norm is None:
             return True
         if config.on_nonfinite == "ignore" or is_true_or_unknown(torch.isfinite(norm)):
-            scale_gradients(self.model, norm, config.max_grad_norm or math.inf)
+            clip_gradients_with_norm(self.model, norm, config.max_grad_norm or math.inf)
             return True
         if config.on_nonfinite == "skip":
             return False
@@ -383,15 +383,15 @@ class Engine:
             if not needs_metric(scheduler):
                 scheduler.step()
 
-    def _end_epoch(self) -> None:
+    def _step_epoch_schedulers(self) -> None:
         if self.scheduler_every == "epoch":
             self._step_schedulers()
 
-    def _notify(self, event: str) -> None:
+    def _notify_listener(self, event: str) -> None:
         if self.listener is not None:
             self.listener(event)
 
-    def _check_between_steps(self, caller: str) -> None:
+    def _check_no_unfinished_step(self, caller: str) -> None:
         if self._pending_loss is not None or self._is_backward_done:
             raise InputError(
                 f"{caller} cannot be called in the middle of a step.",
@@ -401,7 +401,7 @@ class Engine:
     def set_data(self, data: ShardedDataLoader) -> None:
         """Replace the training data of the engine. Schedulers that step once per epoch follow the new data."""
         self._data = data
-        data.on_epoch_end = self._end_epoch
+        data.on_epoch_end = self._step_epoch_schedulers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         if self.context.world is not None:
@@ -426,7 +426,7 @@ class Engine:
         """Whether this process is the first rank, which writes logs and shared files."""
         return self.world.rank == 0
 
-    @renamed_parameters({"folder": "directory", "keep": "retention"})
+    @deprecate_renamed_parameters({"folder": "directory", "keep": "retention"})
     def save(
         self,
         directory: str | os.PathLike[str],
@@ -451,7 +451,7 @@ class Engine:
         Returns:
             Path of the checkpoint, or None if it is written in the background.
         """
-        self._check_between_steps("engine.save")
+        self._check_no_unfinished_step("engine.save")
         wait_for_all_ranks("engine.save", self.world)
         self.wait()
         if position is None and self.has_data:
@@ -477,7 +477,7 @@ class Engine:
         saving, self._saving = self._saving, None
         return saving.wait() if saving is not None else None
 
-    @renamed_parameters({"folder": "directory"})
+    @deprecate_renamed_parameters({"folder": "directory"})
     def load(self, directory: str | os.PathLike[str]) -> LoadedCheckpoint:
         """Load a checkpoint, which may have been saved under a different parallel layout. See ``load_checkpoint``.
 
@@ -505,14 +505,16 @@ class Engine:
             callback(loaded)
 
         try:
-            checkpoint = load_with_callback(folder, self.model, self.optimizer, self.scheduler, take_user_state)
+            checkpoint = load_checkpoint_with_callback(
+                folder, self.model, self.optimizer, self.scheduler, take_user_state
+            )
         except BaseException:
             restore(*before)
             raise
         self.zero_grad()
         return unpack_engine_state(checkpoint)[-1]
 
-    @renamed_parameters({"folder": "directory"})
+    @deprecate_renamed_parameters({"folder": "directory"})
     def resume(self, directory: str | os.PathLike[str]) -> LoadedCheckpoint | None:
         """Load the newest checkpoint in a folder, or return None if the folder contains no checkpoint."""
         wait_for_all_ranks("engine.resume", self.world)
@@ -537,7 +539,7 @@ class Engine:
         """
         wait_for_all_ranks("engine.reshard", self.world)
         self.wait()
-        self._check_between_steps("engine.reshard")
+        self._check_no_unfinished_step("engine.reshard")
         assert self.rebuild is not None
         return self.rebuild(parallel)
 
@@ -558,7 +560,7 @@ class Engine:
         if self.has_data:
             self.data.set_parallel_context(context)
 
-    @renamed_parameters({"folder": "directory"})
+    @deprecate_renamed_parameters({"folder": "directory"})
     def export(self, directory: str | os.PathLike[str], tokenizer: Any = None) -> None:
         """Export the model to a folder, so that ``from_pretrained`` can load it. See ``export_pretrained``."""
         wait_for_all_ranks("engine.export", self.world)

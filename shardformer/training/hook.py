@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from shardformer.checkpoint.load import LoadedCheckpoint
-from shardformer.errors import ConfigError, InputError, did_you_mean
+from shardformer.errors import ConfigError, InputError, suggest_similar_names
 from shardformer.training.engine import Engine
 
 Mode = Literal["min", "max"]
@@ -62,14 +62,14 @@ def check_has_validation(hook: Hook, trainer: TrainerProtocol) -> None:
         )
 
 
-def read_metric(hook: Hook, metric: str, trainer: TrainerProtocol) -> float:
+def get_metric_value(hook: Hook, metric: str, trainer: TrainerProtocol) -> float:
     """Return the value of a metric in ``trainer.values``. Raise InputError if no earlier hook computed the metric."""
     if metric not in trainer.values:
         name = type(hook).__name__
         raise InputError(
             f"{name} cannot find the metric {metric!r} in trainer.values.",
             rule=f"The hook that computes the metric must come before {name} in the list of hooks.",
-            remedy=did_you_mean(metric, trainer.values),
+            remedy=suggest_similar_names(metric, trainer.values),
         )
     return trainer.values[metric]
 

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 
 from shardformer.checkpoint.reshard_in_memory import ReshardSource, ReshardStats
 from shardformer.checkpoint.training_state import ModelTensors
-from shardformer.comm.collective_call import collective_call
+from shardformer.comm.collective_call import run_and_compare_across_ranks
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, check_argument, check_callable, check_choice
 from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
-from shardformer.layout.packed_weights import check_has_adapters, find_packed_weights
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_module, get_metadata
+from shardformer.layout.packed_weights import check_quantized_model_has_adapters, find_packed_weights
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_is_module, get_metadata
 from shardformer.mesh.init_distributed import get_launcher_variable, get_num_slurm_tasks, launch_from_torch
 from shardformer.mesh.parallel_context import (
     ParallelContext,
@@ -44,10 +44,10 @@ from shardformer.pipeline.pipeline import (
     set_training_modes,
 )
 from shardformer.random_state import restore_random_state_on_error
-from shardformer.shard_model_api import shard_in_place
+from shardformer.shard_model_api import shard_model_in_place
 from shardformer.sharding.checks import check_no_dtensors
-from shardformer.sharding.compiled_layers import compile_model, get_compiled_stacks
-from shardformer.torch_compat import is_compiled_in_place, unwrap_compiled
+from shardformer.sharding.compiled_layers import compile_model, get_stack_compilers
+from shardformer.torch_compat import is_compiled_in_place, unwrap_compiled_module
 from shardformer.training.data_loader import (
     ShardedDataLoader,
     create_data_loader,
@@ -56,7 +56,13 @@ from shardformer.training.data_loader import (
     wrap_loss_function,
 )
 from shardformer.training.engine import Engine
-from shardformer.training.user_changes import ItemKey, Snapshot, apply_changes, collect_changes, take_snapshot
+from shardformer.training.user_changes import (
+    AttributeSnapshot,
+    ItemKey,
+    apply_model_changes,
+    gather_model_changes,
+    take_model_snapshot,
+)
 from shardformer.zero.optimizer_state_view import detach_zero_optimizer, rollback_on_error
 from shardformer.zero.shard_optimizer import shard_optimizer
 
@@ -65,7 +71,9 @@ OptimizerArgument = list[Optimizer] | MakeOptimizer | None
 
 
 @contextmanager
-def _detached_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[Callable[[nn.Module], None]]:
+def _detach_optimizer_parameters(
+    optimizers: Sequence[Optimizer], model: nn.Module
+) -> Iterator[Callable[[nn.Module], None]]:
     """Remove the parameters from optimizers during sharding, and yield a function that adds the sharded parameters.
 
     The optimizers stay the same objects, so that schedulers remain valid. Their parameter lists are modified in place,
@@ -75,7 +83,7 @@ def _detached_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> I
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
     for optimizer in optimizers:
-        _check_optimizer(optimizer, names)
+        _check_optimizer_fits_model(optimizer, names)
     lists = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     aliases = [[names[id(p)] for p in params] for params in lists]
 
@@ -102,7 +110,7 @@ def _detached_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> I
         raise
 
 
-def _check_optimizer(optimizer: Optimizer, names_by_id: Mapping[int, Any]) -> None:
+def _check_optimizer_fits_model(optimizer: Optimizer, names_by_id: Mapping[int, Any]) -> None:
     kind = type(optimizer).__name__
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if id(param) not in names_by_id:
@@ -132,14 +140,14 @@ def _normalize_optimizers(optimizer: Any) -> list[Optimizer] | MakeOptimizer | N
     )
 
 
-def num_processes() -> int:
+def get_num_processes() -> int:
     """Return the number of processes that the launcher started."""
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE") or get_num_slurm_tasks() or 1)
 
 
-def make_context(context: ParallelContext | None, config: ParallelConfig) -> ParallelContext:
+def make_parallel_context(context: ParallelContext | None, config: ParallelConfig) -> ParallelContext:
     if context is None:
         if dist.is_initialized() or get_launcher_variable() is not None:
             return _add_derived_axes(launch_from_torch(**config.sizes), config)  # type: ignore[arg-type]
@@ -164,14 +172,14 @@ def _add_derived_axes(context: ParallelContext, config: ParallelConfig) -> Paral
     return context if "row" in context.sizes else reshape_tensor_axis(context, config.tensor)
 
 
-def _shard_with_optimizers(
+def _shard_model_and_optimizers(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     policy: Any,
     config: ParallelConfig,
     context: ParallelContext,
     on_sharded: Callable[[nn.Module], object] = lambda _: None,
-    example: Callable[[], Any] = lambda: None,
+    make_example_inputs: Callable[[], Any] = lambda: None,
 ) -> nn.Module:
     """Shard the model, and replace the parameters in the optimizers by the sharded parameters.
 
@@ -179,9 +187,9 @@ def _shard_with_optimizers(
     """
     lines = [f"{name}={value}" for name, value in vars(config).items() if not callable(value)]
     lines += [type(each).__name__ for each in optimizers]
-    collective_call(context, lambda: lines, lambda lines: lines, action="initialize the engine")
-    plain, compiler = unwrap_compiled(model)
-    with _detached_optimizers(optimizers, plain) as attach:
+    run_and_compare_across_ranks(context, lambda: lines, lambda lines: lines, action="initialize the engine")
+    plain, compiler = unwrap_compiled_module(model)
+    with _detach_optimizer_parameters(optimizers, plain) as attach:
 
         def finish(model: nn.Module) -> None:
             attach(model)
@@ -195,7 +203,7 @@ def _shard_with_optimizers(
                 compile_model(plain, **compiler)
             finish(plain)
             return plain
-        return shard_in_place(model, config.shard_config(context), policy, finish, example)[0]
+        return shard_model_in_place(model, config.make_shard_config(context), policy, finish, make_example_inputs)[0]
 
 
 def make_pipeline(model: nn.Module, config: ParallelConfig, loss_fn: Any, loss_weight: Any) -> Pipeline:
@@ -237,17 +245,17 @@ class RebuildArguments:
     policy: Any
     loss_fn: Any
     loss_weight: Any
-    snapshot: Mapping[ItemKey, Snapshot] = field(default_factory=dict)
+    snapshot: Mapping[ItemKey, AttributeSnapshot] = field(default_factory=dict)
     example: Callable[[], Any] = lambda: None
 
     def take_snapshot(self, model: nn.Module) -> None:
         if self.meta_model is not None:
-            self.snapshot = take_snapshot(model, self.meta_model)
+            self.snapshot = take_model_snapshot(model, self.meta_model)
 
 
 def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -> ReshardStats:
     """Reshard the model and optimizers of an engine for another parallel layout. See ``Engine.reshard``."""
-    config = ParallelConfig.of(parallel)
+    config = ParallelConfig.from_value(parallel)
     if arguments.meta_model is None:
         raise ConfigError(
             "The engine cannot be resharded, because initialize received a model that was already sharded or "
@@ -258,9 +266,9 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
     context = _make_resharded_context(engine.context, config)
     if engine.has_data:
         engine.data.check_num_ranks(context.data.size)
-    changes = collect_changes(arguments.snapshot, engine.model, arguments.meta_model, engine.world)
+    changes = gather_model_changes(arguments.snapshot, engine.model, arguments.meta_model, engine.world)
     compiled = next((path for path, module in engine.model.named_modules() if is_compiled_in_place(module)), None)
-    if get_compiled_stacks(engine.model) and not config.compile:
+    if get_stack_compilers(engine.model) and not config.compile:
         compiled = ""
     if compiled is not None:
         where = f"engine.model.{compiled}".rstrip(".")
@@ -275,24 +283,24 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
     ):
         with record_if_lazy(arguments.meta_model):
             model = copy.deepcopy(arguments.meta_model)
-        apply_changes(changes, model)
+        apply_model_changes(changes, model)
         for path in checkpointed:
             vars(model.get_submodule(path))["gradient_checkpointing"] = True
         modes = get_training_modes(model)
         policy = copy.copy(arguments.policy)
-        model = _shard_with_optimizers(model, [], policy, config, context, example=arguments.example)
+        model = _shard_model_and_optimizers(model, [], policy, config, context, make_example_inputs=arguments.example)
         pipeline = make_pipeline(model, config, arguments.loss_fn, arguments.loss_weight)
         tensors: dict[str, Any] = ModelTensors(model).tensors
-        for optimizer, names_of_groups in zip(optimizers, old.groups, strict=True):
+        for optimizer, names_of_groups in zip(optimizers, old.param_names_by_group, strict=True):
             detach_zero_optimizer(optimizer)
             optimizer.state.clear()
             for group, names in zip(optimizer.param_groups, names_of_groups, strict=True):
                 group["params"][:] = [tensors[name] for name in names if name in tensors]
         if config.effective_zero_stage is not None and optimizers:
-            optimizers = [shard_optimizer(model, optimizers, **config.zero_options())]
+            optimizers = [shard_optimizer(model, optimizers, **config.get_zero_options())]
         moved = old.load_into(model, optimizers)
     set_training_modes(model, modes)
-    apply_changes(changes, arguments.meta_model)
+    apply_model_changes(changes, arguments.meta_model)
     engine.adopt(model, optimizers, pipeline, config, context)
     arguments.take_snapshot(model)
     return moved
@@ -301,7 +309,7 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
 def _make_resharded_context(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
     """Create a parallel context with another layout for the same processes."""
     if context.world is None or context.mesh is not None:
-        return make_context(None, config)
+        return make_parallel_context(None, config)
     count = len(context.grid.ranks)
     sizes = {name: size or 1 for name, size in config.sizes.items()}
     if config.data is None:
@@ -356,12 +364,12 @@ def initialize(
         ShardFormerError: The combination is not supported. Raised on every rank, with the model unchanged.
     """
     _check_argument_types(model, loss_fn, loss_weight, scheduler_every, context, data_options)
-    config = ParallelConfig.of(parallel(num_processes()) if callable(parallel) else parallel)
+    config = ParallelConfig.from_value(parallel(get_num_processes()) if callable(parallel) else parallel)
     optimizers = _normalize_optimizers(optimizer)
-    process_grid = make_context(context, config)
+    process_grid = make_parallel_context(context, config)
     options = {"batch_size": batch_size, **(data_options or {})}
     data = None if train_data is None else create_data_loader(train_data, process_grid, **options)
-    plain, _ = unwrap_compiled(model)
+    plain, _ = unwrap_compiled_module(model)
     example = partial(_make_example_inputs, data, plain, has_target=loss_fn is not None)
     arguments = RebuildArguments(None, policy, loss_fn, loss_weight, example=example)
     engine = _create_sharded_engine(model, optimizers, scheduler, config, process_grid, arguments)
@@ -377,23 +385,24 @@ def make_engine_without_data(
     config: ParallelConfig,
     context: ParallelContext,
     policy: Any = None,
-    example: Callable[[], Any] = lambda: None,
+    make_example_inputs: Callable[[], Any] = lambda: None,
 ) -> Engine:
     """Shard a model and its optimizers as ``initialize`` does, for a training loop that reads the data itself.
 
     Args:
-        example: Function that returns example arguments of ``forward``, from which a policy may be derived, or None.
+        make_example_inputs: Function that returns example arguments of ``forward``, from which a policy may be derived,
+            or None.
     """
     _check_argument_types(model, None, None, "step", context, None)
     if context.data.size > 1 and any(map(is_batch_norm, model.modules())):
         warn_about_batch_statistics(f"over {context.data.size} data ranks")
-    arguments = RebuildArguments(None, policy, None, None, example=example)
+    arguments = RebuildArguments(None, policy, None, None, example=make_example_inputs)
     return _create_sharded_engine(model, _normalize_optimizers(optimizer), None, config, context, arguments)
 
 
 def _make_example_inputs(data: ShardedDataLoader | None, model: nn.Module, *, has_target: bool) -> Any:
     """Build example arguments of ``forward`` from the first training samples, or return None if none can be read."""
-    batch = data.example() if data is not None else None
+    batch = data.get_example_batch() if data is not None else None
     if batch is None or is_batch_list(batch):
         return None
     arguments = to_forward_arguments(batch, model, has_target=has_target)
@@ -403,7 +412,7 @@ def _make_example_inputs(data: ShardedDataLoader | None, model: nn.Module, *, ha
 def _check_argument_types(
     model: Any, loss_fn: Any, loss_weight: Any, scheduler_every: Any, context: Any, data_options: Any
 ) -> None:
-    check_module(model)
+    check_is_module(model)
     check_no_dtensors(model)
     check_callable("loss_fn", loss_fn, "It must be a function")
     check_callable("loss_weight", loss_weight, "It must be a function")
@@ -424,13 +433,13 @@ def _create_sharded_engine(
     arguments: RebuildArguments,
 ) -> Engine:
     """Shard the model and create the training engine. If one rank fails, all ranks restore the model and raise."""
-    plain, _ = unwrap_compiled(model)
+    plain, _ = unwrap_compiled_module(model)
     if METADATA_ATTRIBUTE not in plain.__dict__ and not find_packed_weights(plain):
         arguments.meta_model = ensure_training_mode(copy_to_meta(plain))
     engines: list[Engine] = []
 
     def create(model: nn.Module) -> None:
-        check_has_adapters(model, get_metadata(model).adapters)
+        check_quantized_model_has_adapters(model, get_metadata(model).adapters)
 
         def make() -> tuple[Pipeline, list[Optimizer], Any]:
             pipeline = make_pipeline(model, config, arguments.loss_fn, arguments.loss_weight)
@@ -441,19 +450,19 @@ def _create_sharded_engine(
             )
             return pipeline, optimizers, _make_scheduler(scheduler, optimizers)
 
-        pipeline, optimizers, schedulers = collective_call(
+        pipeline, optimizers, schedulers = run_and_compare_across_ranks(
             context, make, action="create the pipeline, optimizer and scheduler"
         )
         if config.effective_zero_stage is not None and optimizers:
             with rollback_on_error(optimizers):
-                optimizers = [shard_optimizer(model, optimizers, **config.zero_options())]
+                optimizers = [shard_optimizer(model, optimizers, **config.get_zero_options())]
         has_target = arguments.loss_fn is not None
         engine = Engine(model, optimizers, pipeline, config, context, scheduler=schedulers, has_target=has_target)
         arguments.take_snapshot(model)
         engine.rebuild = partial(reshard_engine, engine, arguments)
         engines.append(engine)
 
-    _shard_with_optimizers(
+    _shard_model_and_optimizers(
         model,
         optimizer if isinstance(optimizer, list) else [],
         arguments.policy,

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardformer.errors import ConfigError, InputError, did_you_mean
+from shardformer.errors import ConfigError, InputError, suggest_similar_names
 from shardformer.filesystem.atomic_write import (
-    create_file,
+    create_new_file,
     remove_stale_temporary_files,
-    replace_text,
+    replace_text_atomically,
     to_absolute_path,
-    write_all,
+    write_all_bytes,
 )
-from shardformer.filesystem.lock import hold, release
+from shardformer.filesystem.lock import acquire_folder_lock, release_folder_lock
 
 FILE = "records.jsonl"
 _KEYS = ("step", "epoch", "seconds", "values")
@@ -73,11 +73,11 @@ class MetricsWriter:
         self._folder = folder = to_absolute_path(folder)
         if folder.is_file():
             raise ConfigError(f"The metrics folder {str(folder)!r} is a file.", remedy="Pass the path of a folder.")
-        hold(folder, self)
+        acquire_folder_lock(folder, self)
         try:
             self._file = self._open_log_file(folder / FILE, resume_at)
         except BaseException:
-            release(folder, self)
+            release_folder_lock(folder, self)
             raise
 
     def _open_log_file(self, path: Path, resume_at: int | None) -> BinaryIO:
@@ -89,21 +89,21 @@ class MetricsWriter:
                     remedy="Move or delete it, or pass another folder.",
                 )
             kept = [record for record in read_records(path) if record.step <= resume_at]
-            replace_text(path, "".join(map(_to_json_line, kept)))  # atomically
+            replace_text_atomically(path, "".join(map(_to_json_line, kept)))  # atomically
             return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC), "ab", buffering=0)
         if path.is_file() and not path.is_symlink() and path.stat().st_size == 0:
             path.unlink()
         elif os.path.lexists(path):
             names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
             path.rename(next(name for name in names if not os.path.lexists(name)))
-        return create_file(path)
+        return create_new_file(path)
 
     def write(self, record: MetricsRecord) -> None:
-        write_all(self._file, _to_json_line(record).encode())
+        write_all_bytes(self._file, _to_json_line(record).encode())
 
     def close(self) -> None:
         self._file.close()
-        release(self._folder, self)
+        release_folder_lock(self._folder, self)
 
 
 def read_records(path: str | Path) -> list[MetricsRecord]:
@@ -134,13 +134,18 @@ def read_records(path: str | Path) -> list[MetricsRecord]:
 
 
 def _to_json_line(record: MetricsRecord) -> str:
-    values = {name: value_to_json(value) for name, value in record.values.items()}
-    line = {"step": record.step, "epoch": record.epoch, "seconds": value_to_json(record.seconds), "values": values}
+    values = {name: encode_float_for_json(value) for name, value in record.values.items()}
+    line = {
+        "step": record.step,
+        "epoch": record.epoch,
+        "seconds": encode_float_for_json(record.seconds),
+        "values": values,
+    }
     line |= {"layout": record.layout} if record.layout else {}
     return json.dumps(line, allow_nan=False) + "\n"
 
 
-def value_to_json(value: float) -> float | str:
+def encode_float_for_json(value: float) -> float | str:
     """Convert a number to a JSON value. NaN and infinite numbers become strings, as JSON does not support them."""
     number = float(value)  # converts NumPy numbers and tensors with one element
     return number if math.isfinite(number) else str(number)
@@ -162,14 +167,14 @@ def _parse_record(line: bytes) -> MetricsRecord:
         raise ValueError("values is not an object")
     if not isinstance(layout, str):
         raise ValueError("layout is not a string")
-    values = {name: _to_float(name, value) for name, value in found["values"].items()}
-    return MetricsRecord(found["step"], found["epoch"], _to_float("seconds", found["seconds"]), values, layout)
+    values = {name: _parse_float(name, value) for name, value in found["values"].items()}
+    return MetricsRecord(found["step"], found["epoch"], _parse_float("seconds", found["seconds"]), values, layout)
 
 
-def _to_float(name: str, value: Any) -> float:
+def _parse_float(field_name: str, value: Any) -> float:
     if type(value) in (int, float) or value in ("nan", "inf", "-inf"):
         return float(value)
-    raise ValueError(f"{name} is not a number")
+    raise ValueError(f"{field_name} is not a number")
 
 
 def find_metrics_file(path: str | Path) -> Path:
@@ -203,7 +208,7 @@ def _suggest_runs(path: Path, run_folders: Sequence[str]) -> str:
     ]
     if not names:
         return f"Pass the output folder of a training run; {above} contains no run"
-    return f"{did_you_mean(path.name, names)} Pass one of the runs in {above}"
+    return f"{suggest_similar_names(path.name, names)} Pass one of the runs in {above}"
 
 
 def _find_metrics_files(folder: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shardformer.errors import ConfigError, check_names, format_bytes
 from shardformer.pipeline.schedule_chart import check_chart_file, check_matplotlib, replace_chart_file
-from shardformer.training.metrics_log import MetricsRecord, find_metrics_file, read_records, value_to_json
+from shardformer.training.metrics_log import MetricsRecord, encode_float_for_json, find_metrics_file, read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,12 +64,12 @@ def read_runs(paths: Sequence[str | Path]) -> Runs:
     return dict(zip(make_unique_run_names([Path(path) for path in paths]), map(read_records, files)))
 
 
-def make_unique_run_names(runs: Sequence[Path]) -> list[str]:
+def make_unique_run_names(run_paths: Sequence[Path]) -> list[str]:
     """Name each run after the last parts of its path, with as few parts as needed to distinguish the runs."""
-    parts = [Path(os.path.abspath(path)).parts for path in runs]
-    parts = [p[:-1] if path.is_file() and p[-1] == "records.jsonl" else p for path, p in zip(runs, parts)]
+    parts = [Path(os.path.abspath(path)).parts for path in run_paths]
+    parts = [p[:-1] if path.is_file() and p[-1] == "records.jsonl" else p for path, p in zip(run_paths, parts)]
     count = 1
-    while count < max(map(len, parts)) and len({part[-count:] for part in parts}) < len(runs):
+    while count < max(map(len, parts)) and len({part[-count:] for part in parts}) < len(run_paths):
         count += 1
     return [os.path.join(*part[-count:]) for part in parts]
 
@@ -139,9 +139,9 @@ def uses_log_scale(name: str, values: NDArray[np.float64]) -> bool:
     return bool(log10(values.max()) - log10(values.min()) > log10(_WIDE))
 
 
-def panel_title(name: str) -> str:
+def get_panel_title(metric_name: str) -> str:
     """Return the title of the chart panel for a metric."""
-    return _TITLES.get(name, name.replace("_", " "))
+    return _TITLES.get(metric_name, metric_name.replace("_", " "))
 
 
 class LayoutChange(NamedTuple):
@@ -151,7 +151,7 @@ class LayoutChange(NamedTuple):
     text: str
 
 
-def layout_changes(records: Sequence[MetricsRecord]) -> list[LayoutChange]:
+def find_layout_changes(records: Sequence[MetricsRecord]) -> list[LayoutChange]:
     """Return the steps at which a run was resumed or its parallel layout was changed."""
     changes, layout, step = [], "", 0
     for record in records:
@@ -161,7 +161,7 @@ def layout_changes(records: Sequence[MetricsRecord]) -> list[LayoutChange]:
     return changes
 
 
-def compare_losses(
+def compute_max_loss_difference(
     records: Sequence[MetricsRecord], other_records: Sequence[MetricsRecord]
 ) -> tuple[float, int] | None:
     """Return the largest relative difference between the losses of two runs, and the number of compared steps."""
@@ -171,10 +171,10 @@ def compare_losses(
     return (max(abs(one[step] - two[step]) / scale[step] for step in common), len(common)) if common else None
 
 
-def describe_differences(runs: Runs) -> list[str]:
+def describe_loss_differences(runs: Runs) -> list[str]:
     """Compare the losses of each run with those of the first run, and describe each comparison in one line."""
     (first, records), *others = runs.items()
-    found = ((run, compare_losses(records, each)) for run, each in others)
+    found = ((run, compute_max_loss_difference(records, each)) for run, each in others)
     return [
         f"{run}: loss differs from {first} by at most {each[0]:.1e} (relative, {each[1]} steps)"
         if each[0]
@@ -184,7 +184,7 @@ def describe_differences(runs: Runs) -> list[str]:
     ]
 
 
-def find_coinciding_curves(runs: Runs, name: str) -> list[tuple[int, int]]:
+def find_overlap_positions(runs: Runs, name: str) -> list[tuple[int, int]]:
     """Find the groups of runs whose curves for a metric coincide.
 
     Returns, for each run, its position among the runs with the same curve, and the number of these runs.
@@ -226,27 +226,27 @@ def plot_metrics(*runs: str | Path, metrics: Sequence[str] | None = None) -> Fig
     check_matplotlib("plot_metrics")
     found = read_runs(runs)
     names = None if metrics is None else check_metric_names(metrics, found, "metrics")
-    return make_figure(found, names)
+    return make_metrics_figure(found, names)
 
 
-def check_metric_names(names: Sequence[str], runs: Runs, argument: str) -> list[str]:
+def check_metric_names(names: Sequence[str], runs: Runs, argument_name: str) -> list[str]:
     """Check that the metrics with these names were recorded, and return the names without duplicates."""
     rule = "Only recorded metrics can be plotted. Validation metrics are plotted with those of training"
-    check_names(names, list_metrics(runs), f"{argument} has no metric", rule)
+    check_names(names, list_metrics(runs), f"{argument_name} has no metric", rule)
     return list(dict.fromkeys(names))
 
 
-def draw_metrics(runs: Runs, path: Path, names: Sequence[str] | None = None) -> None:
+def save_metrics_plot(runs: Runs, path: Path, names: Sequence[str] | None = None) -> None:
     """Plot the metrics of runs, and save the chart as an .svg or .png file."""
     check_chart_file(path)
-    figure = make_figure(runs, names)
+    figure = make_metrics_figure(runs, names)
     import matplotlib
 
     with matplotlib.rc_context(_STYLE), replace_chart_file(path) as hidden:
         figure.savefig(hidden, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
 
 
-def make_figure(runs: Runs, names: Sequence[str] | None = None) -> Figure:
+def make_metrics_figure(runs: Runs, names: Sequence[str] | None = None) -> Figure:
     """Plot the metrics of runs, with one panel per metric and the same range of steps in each panel.
 
     Each run has a color, and curves that coincide are drawn as dashes of all their colors. Validation metrics are
@@ -298,11 +298,11 @@ def _to_png(figure: Figure) -> bytes:
 
 
 def _draw_panel(axes: Axes, runs: Runs, name: str) -> None:
-    places = zip(find_coinciding_curves(runs, name), find_coinciding_curves(runs, VALIDATION + name))
+    places = zip(find_overlap_positions(runs, name), find_overlap_positions(runs, VALIDATION + name))
     for color, records, (place, validation_place) in zip(_choose_colors(len(runs)), runs.values(), places):
         trained, validated = get_metric_series(records, name), get_metric_series(records, VALIDATION + name)
         _draw_curve(axes, trained, color, name, place)
-        _draw_validation(axes, drop_nonfinite(validated), color, validation_place, mark_best=name == "loss")
+        _draw_validation_curve(axes, drop_nonfinite(validated), color, validation_place, mark_best=name == "loss")
         for steps, recorded in (trained, validated):
             bad = steps[~np.isfinite(recorded)]
             if len(bad):  # an empty line breaks the constrained layout
@@ -319,7 +319,7 @@ def _draw_panel(axes: Axes, runs: Runs, name: str) -> None:
         axes.set_ylim(bottom=0, top=1.1 * values.max() or 1.0)
     only_validation = all(name not in record.values for records in runs.values() for record in records)
     axes.set_title(
-        f"{panel_title(name)} (validation)" if only_validation else panel_title(name), loc="left", fontsize=10
+        f"{get_panel_title(name)} (validation)" if only_validation else get_panel_title(name), loc="left", fontsize=10
     )
     _style_axes(axes, runs, _make_tick_formatter(name, values))
     if len(values) == 0:
@@ -345,7 +345,7 @@ def _style_axes(axes: Axes, runs: Runs, format_value: Callable[[float, float], s
     axes.set_xlim((0 if first <= 0.1 * last else first) - margin, last + margin)
 
 
-def _draw_validation(
+def _draw_validation_curve(
     axes: Axes, series: Series, color: Any, overlap_position: tuple[int, int], mark_best: bool
 ) -> None:
     steps, values = series
@@ -365,7 +365,7 @@ def _draw_layout_changes(axes: Axes, runs: Runs, *, has_text: bool) -> None:
     changes = [
         (change, color)
         for color, records in zip(_choose_colors(len(runs)), runs.values())
-        for change in layout_changes(records)
+        for change in find_layout_changes(records)
     ]
     low, high = axes.get_xlim()
     for number, (change, color) in enumerate(changes):
@@ -422,7 +422,7 @@ def _draw_legend(figure: Figure, runs: Runs, names: Sequence[str]) -> None:
     else:
         first = next(iter(runs))
         for color, (run, records) in zip(_choose_colors(len(runs)), runs.items()):
-            found = compare_losses(runs[first], records) if run != first else None
+            found = compute_max_loss_difference(runs[first], records) if run != first else None
             how = "equal to" if found and found[0] == 0 else f"within {found[0]:.0e} of" if found else ""
             equal = f" (loss {how} {_shorten_run_name(first, 30)})" if found and found[0] <= _EQUAL else ""
             entries.append((_shorten_run_name(run, 60) + equal, Line2D([], [], color=color, linewidth=2)))
@@ -434,7 +434,7 @@ def _draw_legend(figure: Figure, runs: Runs, names: Sequence[str]) -> None:
     if "loss" in names and any(VALIDATION + "loss" in r.values for records in runs.values() for r in records):
         star = Line2D([], [], linestyle="", marker="*", markersize=10, color="white", markeredgecolor="black")
         entries.append(("lowest validation loss", star))
-    if any(layout_changes(records) for records in runs.values()):
+    if any(find_layout_changes(records) for records in runs.values()):
         entries.append(("resume or change of layout", Line2D([], [], color=_INK, linestyle=":", linewidth=1.2)))
     if any(should_smooth(name, series) for name, series in trained):
         entries.append(("moving average", Line2D([], [], color=_INK, linewidth=1.6)))
@@ -463,7 +463,7 @@ def summarize_runs(runs: Runs) -> list[dict[str, str]]:
     return [{"run": run, **_summarize_run(records)} for run, records in runs.items()]
 
 
-def metrics_as_json(runs: Runs) -> dict[str, Any]:
+def summarize_runs_for_json(runs: Runs) -> dict[str, Any]:
     """Summarize each run, and compare the losses of the runs, in a dict of plain values for JSON.
 
     For each metric, "last" is the value of the last step. "min", "min_step", "max" and "mean" ignore NaN and infinite
@@ -473,13 +473,13 @@ def metrics_as_json(runs: Runs) -> dict[str, Any]:
     for run, records in runs.items():
         recorded = {name: None for record in records for name in record.values}
         metrics = {name: _summarize_metric(records, name) for name in recorded}
-        changes = [{"step": change.step, "text": change.text} for change in layout_changes(records)]
+        changes = [{"step": change.step, "text": change.text} for change in find_layout_changes(records)]
         found.append({"run": run, **_get_run_progress(records), "metrics": metrics, "layout_changes": changes})
     (first, one), *others = runs.items()
     differences = [
         {"run": run, "other": first, "relative": each[0], "steps": each[1]}
         for run, records in others
-        if (each := compare_losses(one, records)) is not None
+        if (each := compute_max_loss_difference(one, records)) is not None
     ]
     return {"runs": found, "loss_differences": differences}
 
@@ -487,13 +487,13 @@ def metrics_as_json(runs: Runs) -> dict[str, Any]:
 def _get_run_progress(records: Sequence[MetricsRecord]) -> dict[str, Any]:
     return {
         "step": max((record.step for record in records), default=0),
-        "seconds": value_to_json(records[-1].seconds if records else 0.0),
+        "seconds": encode_float_for_json(records[-1].seconds if records else 0.0),
     }
 
 
 def _summarize_metric(records: Sequence[MetricsRecord], name: str) -> dict[str, Any]:
     series = get_metric_series(records, name)
-    found: dict[str, Any] = {"last": value_to_json(series[1][-1])}
+    found: dict[str, Any] = {"last": encode_float_for_json(series[1][-1])}
     steps, values = drop_nonfinite(series)
     if len(values):
         found |= {"min": float(values.min()), "min_step": int(steps[values.argmin()])}

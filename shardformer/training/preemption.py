@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, replace
 from types import FrameType
 from typing import Any
 
-from shardformer.comm.collective_call import gather_and_check_call
+from shardformer.comm.collective_call import gather_numbers_and_check_call
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import InputError, ShardFormerError
 from shardformer.launcher.shutdown import has_launcher, register_graceful_shutdown
@@ -23,7 +23,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 REPEATED_SIGNAL_S = 5.0
 """A repeated signal within this time is ignored: a scheduler signals the launcher and this process."""
 _REPLACED: dict[int, Any] = {}
-"""Previous handlers that ``StepSynchronizer.capture_signals`` has replaced, by signal."""
+"""Previous handlers that ``HookSynchronizer.capture_signals`` has replaced, by signal."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class HookFailure:
         )
 
 
-class StepSynchronizer:
+class HookSynchronizer:
     """Collects hook requests and hook failures of this rank, and exchanges them with all ranks before each step.
 
     After a failure, a rank calls no more hooks and continues to the next synchronization. Hooks on other ranks
@@ -77,7 +77,7 @@ class StepSynchronizer:
         self.signal: signal.Signals | None = None
         self._local = self._received = StepRequests()
 
-    def request(self, **requests: bool) -> None:
+    def request_actions(self, **requests: bool) -> None:
         """Request actions at the next synchronization of all ranks, as in ``request(save=True)``."""
         self._local = replace(self._local, **requests)
 
@@ -92,7 +92,7 @@ class StepSynchronizer:
         """
         world, local = engine.world, [int(self.failure is not None), *map(int, astuple(self._local))]
         failed, *requests = (
-            any(column) for column in zip(*gather_and_check_call("Trainer.agree", world, local), strict=True)
+            any(column) for column in zip(*gather_numbers_and_check_call("Trainer.agree", world, local), strict=True)
         )
         self._local, self._received = StepRequests(), self._received | StepRequests(*requests)
         if failed:
@@ -101,7 +101,7 @@ class StepSynchronizer:
             first = next(exception for exception in all_gather_objects(exception, world) if exception is not None)
             raise first from (self.failure.error if self.failure is not None else None)
 
-    def take_requests(self) -> StepRequests:
+    def pop_requests(self) -> StepRequests:
         """Return and clear the requests that ``exchange_requests`` received from all ranks."""
         received, self._received = self._received, StepRequests()
         return received
@@ -126,7 +126,7 @@ class StepSynchronizer:
             nonlocal received_at, on_child
             if self.signal is None:
                 self.signal, received_at = signal.Signals(number), time.monotonic()
-                self.request(signal=True)
+                self.request_actions(signal=True)
                 # the handler of torch's DataLoader raises an error in the main thread if a data loading process ends
                 on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 if not has_launcher():
@@ -151,7 +151,7 @@ class StepSynchronizer:
 
 
 def _restore_signal_handlers() -> None:
-    """Restore the signal handlers that were replaced by ``StepSynchronizer.capture_signals``."""
+    """Restore the signal handlers that were replaced by ``HookSynchronizer.capture_signals``."""
     for number, handler in _REPLACED.items():
         if handler is not None:  # None: the handler was not installed by Python
             signal.signal(number, handler)

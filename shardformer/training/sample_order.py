@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from shardformer.comm.collective_call import hash_to_int
-from shardformer.consistency.training_data import fingerprint, get_first_and_last_samples
+from shardformer.consistency.training_data import get_first_and_last_samples, hash_samples
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.gradient_accumulation.micro_batches import get_batch_size, rebuild_container, split_batch
 from shardformer.layout.shard_spec import get_even_bounds
 from shardformer.random_state import (
     SharedEpochRandomness,
-    hash_seed,
-    restore_cpu_generators,
+    hash_to_seed,
+    preserve_cpu_random_states,
     seed_generators,
     temporarily_seed_generators,
 )
@@ -32,18 +32,18 @@ Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
-class DataShard:
+class ShardPosition:
     """Position of a rank among the data-parallel ranks, which determines its shard of each global batch."""
 
     rank: int
     size: int
 
-    def local_slice(self, count: int) -> slice:
-        bounds = get_even_bounds(count, self.size)
+    def get_local_slice(self, num_samples: int) -> slice:
+        bounds = get_even_bounds(num_samples, self.size)
         return slice(bounds[self.rank], bounds[self.rank + 1])
 
 
-class StreamedSource:
+class StreamedDataSource:
     """Training data that is read from an iterable. Every rank reads all samples and uses its own shard.
 
     The iterable yields samples, or global batches if ``collate`` is None.
@@ -62,26 +62,33 @@ class StreamedSource:
         """Number of batches per epoch, or None if it is unknown or if the iterable yields single samples."""
         return length_or_none(self._source) if self.makes_batches else None
 
-    def batches(
-        self, epoch: int, seed: int, size: int | None, shard: DataShard, start: int, drop_last: bool, merge_last: bool
+    def iterate_batch_shards(
+        self,
+        epoch: int,
+        seed: int,
+        batch_size: int | None,
+        shard: ShardPosition,
+        first_sample: int,
+        drop_last: bool,
+        merge_last: bool,
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the size of each global batch and this rank's shard of it. The first ``start`` samples are skipped."""
-        reader = self._get_reader(epoch, seed, start)
+        """Skip ``first_sample`` samples, and yield the size of each global batch and this rank's shard of it."""
+        reader = self._get_reader(epoch, seed, first_sample)
         if self._collate is None:
-            for batch, count, part in reader.read_shards(shard, start):
-                self.number = fingerprint(*get_first_and_last_samples(batch))
+            for batch, count, part in reader.iterate_batches_with_shards(shard, first_sample):
+                self.number = hash_samples(*get_first_and_last_samples(batch))
                 yield count, part
         else:
-            assert size is not None
-            reader.skip_to(start)
-            while samples := reader.read(size):
-                if drop_last and len(samples) < size:
+            assert batch_size is not None
+            reader.skip_to(first_sample)
+            while samples := reader.read(batch_size):
+                if drop_last and len(samples) < batch_size:
                     break
                 if merge_last and not drop_last:
-                    samples += reader.read_remaining(shard.size)
+                    samples += reader.read_remaining_if_fewer(shard.size)
                 check_batch_size(len(samples), shard)
-                local_slice = shard.local_slice(len(samples))
-                self.number = fingerprint(samples[0], samples[-1])
+                local_slice = shard.get_local_slice(len(samples))
+                self.number = hash_samples(samples[0], samples[-1])
                 with temporarily_seed_generators(seed, epoch, reader.count - len(samples) + local_slice.start, "batch"):
                     part = self._collate(samples[local_slice])
                 yield len(samples), part
@@ -113,15 +120,15 @@ class _StreamReader:
 
     def read(self, count: int) -> list[Any]:
         """Return the next ``count`` samples of the stream, or fewer at its end."""
-        found = self._read_next(count)
+        found = self._read_without_counting(count)
         self.count += len(found)
         return found
 
-    def _read_next(self, count: int) -> list[Any]:
+    def _read_without_counting(self, count: int) -> list[Any]:
         with self._random.activate():
             return list(islice(self._iterator, count))
 
-    def read_remaining(self, limit: int) -> list[Any]:
+    def read_remaining_if_fewer(self, limit: int) -> list[Any]:
         """Return the remaining samples of the stream if there are fewer than ``limit``, and otherwise an empty list."""
         found = self.read(limit)
         if len(found) < limit:
@@ -134,14 +141,14 @@ class _StreamReader:
         while self.count < position and self.read(min(position - self.count, 256)):
             pass
 
-    def read_shards(self, shard: DataShard, start: int) -> Iterator[tuple[Any, int, Any]]:
-        """Yield each global batch after the first ``start`` samples, its number of samples, and this rank's shard."""
-        while found := self._read_next(1):
+    def iterate_batches_with_shards(self, shard: ShardPosition, first_sample: int) -> Iterator[tuple[Any, int, Any]]:
+        """Skip ``first_sample`` samples, and yield each global batch, its number of samples, and this rank's shard."""
+        while found := self._read_without_counting(1):
             (batch,) = found
             named = batch if isinstance(batch, Mapping) else {"batch": batch}
             count = get_batch_size(named)
             self.count += count
-            left = min(self.count - start, count)
+            left = min(self.count - first_sample, count)
             if left <= 0:
                 continue
             check_batch_size(left, shard)
@@ -158,7 +165,7 @@ def length_or_none(data: Any) -> int | None:
         return None
 
 
-def check_batch_size(num_samples: int, shard: DataShard) -> None:
+def check_batch_size(num_samples: int, shard: ShardPosition) -> None:
     """Raise InputError if a global batch has fewer samples than there are data-parallel ranks."""
     if num_samples < shard.size:
         raise InputError(
@@ -184,10 +191,10 @@ class _SeededDataset(torch_data.Dataset[Any]):
     data: Any
 
     def __getitems__(self, keys: list[SampleKey]) -> list[tuple[SampleKey, Any]]:
-        with restore_cpu_generators():  # once per batch, since restoring takes longer than seeding
-            return [(key, self.sample(key)) for key in keys]
+        with preserve_cpu_random_states():  # once per batch, since restoring takes longer than seeding
+            return [(key, self.get_seeded_sample(key)) for key in keys]
 
-    def sample(self, key: SampleKey) -> Any:
+    def get_seeded_sample(self, key: SampleKey) -> Any:
         index, *place = key
         seed_generators(*place)
         return self.data[index]
@@ -217,7 +224,7 @@ class _LocalBatchSampler:
         return iter(self.remaining)
 
 
-class IndexedSource:
+class IndexedDataSource:
     """Training data that is read by index, in random order, in sequential order, or in the order of a sampler."""
 
     def __init__(
@@ -249,15 +256,15 @@ class IndexedSource:
         """Number of batches per epoch, or None if it is unknown or if the sampler yields single samples."""
         return length_or_none(self._sampler) if self.makes_batches else None
 
-    def batches(
+    def iterate_batch_shards(
         self,
         epoch: int,
         seed: int,
         global_batches: Callable[[Sequence[Any]], Iterable[Sequence[Any]]],
-        shard: DataShard,
-        start: int,
+        shard: ShardPosition,
+        first_sample: int,
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the size of each global batch after the first ``start`` samples, and this rank's shard of it.
+        """Yield the size of each global batch after the first ``first_sample`` samples, and this rank's shard of it.
 
         ``global_batches`` splits the order of an epoch into batches.
         """
@@ -269,12 +276,12 @@ class IndexedSource:
             check_batch_size(size, shard)
 
         def parts() -> Iterator[list[SampleKey]]:
-            for batch, place in zip(batches, accumulate(sizes, initial=start)):
-                local_slice = shard.local_slice(len(batch))
+            for batch, place in zip(batches, accumulate(sizes, initial=first_sample)):
+                local_slice = shard.get_local_slice(len(batch))
                 yield [(n, seed, epoch, place + i) for i, n in enumerate(batch[local_slice], local_slice.start)]
 
         self._local_sampler.remaining = parts()
-        self._generator.manual_seed(hash_seed(seed, epoch, start))
+        self._generator.manual_seed(hash_to_seed(seed, epoch, first_sample))
         for size, part in zip(sizes, self._loader, strict=True):
             if isinstance(part, ShardFormerError):
                 raise part
@@ -282,14 +289,14 @@ class IndexedSource:
 
     def read(self, index: int) -> Any:
         """Read a sample by its index without changing the random state."""
-        with restore_cpu_generators():
-            return _SeededDataset(self._data).sample((index, 0, 0, 0))
+        with preserve_cpu_random_states():
+            return _SeededDataset(self._data).get_seeded_sample((index, 0, 0, 0))
 
-    def example(self) -> Any:
+    def get_example_batch(self) -> Any:
         """Return a batch of the first two samples, or None if the sampler yields batches. Keeps the random state."""
         if self.makes_batches or not self.size:
             return None
-        with restore_cpu_generators():
+        with preserve_cpu_random_states():
             return self._collate([self.read(index % self.size) for index in range(2)])
 
     def _get_epoch_order(self, epoch: int, seed: int) -> Sequence[Any]:
@@ -300,7 +307,7 @@ class IndexedSource:
             return [[*map(plain, batch)] for batch in found] if self.makes_batches else [*map(plain, found)]
         count = len(self._data)
         return (
-            torch.randperm(count, generator=make_epoch_generator(seed, epoch)).tolist()
+            torch.randperm(count, generator=make_shuffle_generator(seed, epoch)).tolist()
             if self._shuffle
             else range(count)
         )
@@ -310,17 +317,17 @@ def _to_python_number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def make_epoch_generator(seed: int, epoch: int) -> torch.Generator:
+def make_shuffle_generator(seed: int, epoch: int) -> torch.Generator:
     """Return the random generator that shuffles the samples of an epoch."""
-    return torch.Generator().manual_seed(hash_seed(seed, epoch, "order"))
+    return torch.Generator().manual_seed(hash_to_seed(seed, epoch, "order"))
 
 
-def make_source(
+def make_data_source(
     data: Any, collate: Collate | None, num_workers: int, shuffle: bool | None
-) -> IndexedSource | StreamedSource:
+) -> IndexedDataSource | StreamedDataSource:
     """Create the object that reads the training data. Raises ConfigError if the type of the data is not supported."""
     if isinstance(data, torch_data.DataLoader):
-        return _source_from_loader(data, collate, shuffle)
+        return _make_source_from_dataloader(data, collate, shuffle)
     is_unsupported = isinstance(data, (Mapping, str, bytes, Tensor, type, set, frozenset))
     if is_unsupported or not (_is_indexed(data) or hasattr(data, "__iter__")):
         raise ConfigError(
@@ -331,14 +338,14 @@ def make_source(
     assert collate is not None  # only a DataLoader has its own
     if _is_indexed(data):
         _check_not_empty(len(data), data)
-        return IndexedSource(data, collate, {"num_workers": num_workers}, shuffle=shuffle is not False)
+        return IndexedDataSource(data, collate, {"num_workers": num_workers}, shuffle=shuffle is not False)
     if shuffle or num_workers:
         option = "shuffle=True" if shuffle else f"num_workers={num_workers}"
         raise ConfigError(
             f"{option} is not supported for streamed data ({type(data).__name__}).",
             remedy="Shuffle the samples in the stream itself. For worker processes, pass a DataLoader.",
         )
-    return StreamedSource(data, collate)
+    return StreamedDataSource(data, collate)
 
 
 def _is_indexed(data: Any) -> bool:
@@ -348,7 +355,9 @@ def _is_indexed(data: Any) -> bool:
     )
 
 
-def _source_from_loader(loader: Any, collate: Collate | None, shuffle: bool | None) -> IndexedSource | StreamedSource:
+def _make_source_from_dataloader(
+    loader: Any, collate: Collate | None, shuffle: bool | None
+) -> IndexedDataSource | StreamedDataSource:
     if collate is not None:
         raise ConfigError("collate_fn has no effect on a DataLoader.", remedy="Create the DataLoader with collate_fn.")
     batches = loader.batch_sampler
@@ -365,7 +374,7 @@ def _source_from_loader(loader: Any, collate: Collate | None, shuffle: bool | No
             remedy="Create the DataLoader with shuffle=True.",
         )
     if not _is_indexed(loader.dataset) or batches is None:
-        return StreamedSource(loader, None)
+        return StreamedDataSource(loader, None)
     _check_not_empty(len(loader.dataset), loader.dataset)
     if type(batches) is torch_data.BatchSampler and length_or_none(sampler) is None:
         raise ConfigError(
@@ -375,13 +384,13 @@ def _source_from_loader(loader: Any, collate: Collate | None, shuffle: bool | No
     data, collate_fn = loader.dataset, loader.collate_fn
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
     if type(batches) is not torch_data.BatchSampler:
-        return IndexedSource(data, collate_fn, options, sampler=batches, makes_batches=True)
+        return IndexedDataSource(data, collate_fn, options, sampler=batches, makes_batches=True)
     count = length_or_none(sampler) or 0
     _check_not_empty(count, sampler)
     is_random = type(sampler) is torch_data.RandomSampler and not sampler.replacement
     if count == len(data) and (is_random or type(sampler) is torch_data.SequentialSampler):
-        return IndexedSource(data, collate_fn, options, shuffle=is_random and shuffle is not False)
-    return IndexedSource(data, collate_fn, options, sampler=sampler)
+        return IndexedDataSource(data, collate_fn, options, shuffle=is_random and shuffle is not False)
+    return IndexedDataSource(data, collate_fn, options, sampler=sampler)
 
 
 def _check_not_empty(length: int, data: Any) -> None:

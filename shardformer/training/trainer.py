@@ -22,7 +22,7 @@ from shardformer.training.engine import Engine, needs_metric
 from shardformer.training.hook import Hook
 from shardformer.training.hooks.progress import Progress
 from shardformer.training.hooks.throughput import Throughput
-from shardformer.training.preemption import StepRequests, StepSynchronizer
+from shardformer.training.preemption import HookSynchronizer, StepRequests
 from shardformer.zero.optimizer_state_view import rollback_on_error
 
 HOOKS, TRAINER_USER_KEY = "hooks", "user"
@@ -76,7 +76,7 @@ class Trainer:
         self.stopped_by: str | None = None
         self.was_interrupted = False
         self.extra: Any = None
-        self._synchronizer = StepSynchronizer()
+        self._synchronizer = HookSynchronizer()
         self._stop_reason, self._current_activity = "", ""
         self._validation: ShardedDataLoader | None = None
         self._save_functions: list[Callable[..., Any]] = []
@@ -94,7 +94,7 @@ class Trainer:
     def _get_summary(self) -> tuple[str, dict[str, str]]:
         title, rows = self.engine.summary()
         total = f" of {self.num_steps}" if self.engine.has_data and self.num_steps is not None else ""
-        hooks = ", ".join(self._named_hooks()) or "none"
+        hooks = ", ".join(self._get_hooks_by_name()) or "none"
         return title.replace("Engine", "Trainer", 1), {**rows, "steps": f"{rows['steps']}{total}", "hooks": hooks}
 
     # --- interface for hooks
@@ -140,16 +140,16 @@ class Trainer:
 
     def stop(self, why: str = "a hook requested it") -> None:
         """Request that training stops on all ranks before the next step. ``why`` is reported as the reason."""
-        self._synchronizer.request(stop=True)
+        self._synchronizer.request_actions(stop=True)
         self._stop_reason = why
 
     def validate(self) -> None:
         """Request that all ranks run a validation before the next step."""
-        self._synchronizer.request(validate=True)
+        self._synchronizer.request_actions(validate=True)
 
     def save(self) -> None:
         """Request that all ranks save a checkpoint before the next step, with a hook such as ``Checkpoint``."""
-        self._synchronizer.request(save=True)
+        self._synchronizer.request_actions(save=True)
 
     # --- the loop
 
@@ -193,7 +193,7 @@ class Trainer:
         self._set_data_loaders(train, validation, validate_every, batch_size)
         self.last_step, self.last_epoch = steps, epochs
         self.problem, self.stopped_by, self.was_interrupted = None, None, False
-        self._synchronizer, self._started_at = StepSynchronizer(), time.perf_counter()
+        self._synchronizer, self._started_at = HookSynchronizer(), time.perf_counter()
         self._training_modes = get_training_modes(ensure_training_mode(self.engine.model))
         self.engine.listener = self._call_hooks
         try:
@@ -202,9 +202,9 @@ class Trainer:
                 self._call_hooks_synchronized("before_train")
                 self._position = self._training_data.state()
                 if self._save_functions:
-                    self.engine.check_save(**self._checkpoint_arguments())
+                    self.engine.check_save(**self._get_checkpoint_arguments())
                 self._run_steps(validate_every)
-                self._finish()
+                self._finish_training()
         except BaseException as error:
             self.problem = error
             for hook in self.hooks:
@@ -227,7 +227,7 @@ class Trainer:
         """
         self._set_data_loaders(None, validation, None, batch_size)
         assert self._validation is not None
-        self._synchronizer = StepSynchronizer()
+        self._synchronizer = HookSynchronizer()
         self._run_validation(self._validation)
         return self.values
 
@@ -237,7 +237,7 @@ class Trainer:
             self._call_hooks_synchronized("before_epoch")
             batches = iter(data)
             while (batch := self._next_batch(batches)) is not None:
-                self._handle_requests()
+                self._run_requested_actions()
                 if self.stopped_by is not None:
                     data.load_state(self._position)  # this batch was not used
                     return
@@ -254,18 +254,18 @@ class Trainer:
                     self.validate()
             if self._is_finished() and self._validated_step != self.step:
                 self.validate()
-            self._handle_requests()
+            self._run_requested_actions()
             if self.stopped_by is not None:
                 return
 
-    def _finish(self) -> None:
+    def _finish_training(self) -> None:
         self._call_hooks_synchronized("after_train")
-        requests = self._synchronizer.take_requests()
+        requests = self._synchronizer.pop_requests()
         if requests.save:
             self._save_checkpoint()
         self.engine.wait()
         self.agree()
-        if (requests | self._synchronizer.take_requests()).signal:  # after the last step
+        if (requests | self._synchronizer.pop_requests()).signal:  # after the last step
             self.stopped_by, self.was_interrupted = "a signal", True
         self._call_hooks_synchronized("after_fit")
 
@@ -304,7 +304,7 @@ class Trainer:
             self.engine.train()
             set_training_modes(self.engine.model, self._training_modes)
         self.samples = self._training_data.batch_samples
-        self.tokens = round(self.samples * _mean_tokens_per_sample(batch))
+        self.tokens = round(self.samples * _compute_mean_tokens_per_sample(batch))
         # read before train_step, in which the scheduler sets the rate of the next step
         rate = next((float(optimizer.param_groups[0]["lr"]) for optimizer in self.engine.optimizers), None)
         self.loss = self.engine.train_step(batch)
@@ -316,25 +316,25 @@ class Trainer:
         self._call_hooks("after_step")
         self._current_activity = ""
 
-    def _handle_requests(self) -> None:
+    def _run_requested_actions(self) -> None:
         """Validate, save or stop on all ranks, if a hook on any rank requested it since the last step."""
         self.agree()
-        requests = self._take_requests()
+        requests = self._pop_requests()
         if requests.validate and self._validation is not None:
             self._run_validation(self._validation)
-        requests |= self._take_requests()
+        requests |= self._pop_requests()
         if requests.save:
             self._save_checkpoint()
         if requests.stop and self.stopped_by is None:
             self.stopped_by = self._stop_reason or "a hook of another rank requested it"
 
-    def _take_requests(self) -> StepRequests:
+    def _pop_requests(self) -> StepRequests:
         """Return and clear the requests of all ranks. If a rank received a signal, ``on_signal`` is called first."""
-        requests = self._synchronizer.take_requests()
+        requests = self._synchronizer.pop_requests()
         if requests.signal and not self.was_interrupted:
             self._call_hooks_synchronized("on_signal")
             self.stopped_by, self.was_interrupted = "a signal", True
-            requests |= self._synchronizer.take_requests()
+            requests |= self._synchronizer.pop_requests()
         return requests
 
     def _run_validation(self, data: ShardedDataLoader) -> None:
@@ -361,12 +361,12 @@ class Trainer:
             return
         self._call_hooks_synchronized("before_save")
         for save in self._save_functions:
-            save(**self._checkpoint_arguments())
+            save(**self._get_checkpoint_arguments())
         self._call_hooks_synchronized("after_save")
 
-    def _checkpoint_arguments(self) -> dict[str, Any]:
+    def _get_checkpoint_arguments(self) -> dict[str, Any]:
         """Return the hook states and the data position as keyword arguments for ``engine.save``."""
-        states = {name: hook.state() for name, hook in self._named_hooks().items()}
+        states = {name: hook.state() for name, hook in self._get_hooks_by_name().items()}
         return {"extra": {HOOKS: states, TRAINER_USER_KEY: self.extra}, "position": self._position}
 
     def on_save(self, save: Callable[..., Any]) -> None:
@@ -381,7 +381,7 @@ class Trainer:
 
         If an error is raised, the engine and the hooks keep their previous state.
         """
-        hooks, saved = self._named_hooks(), dict[str, Any]()
+        hooks, saved = self._get_hooks_by_name(), dict[str, Any]()
 
         def load_hook_states(loaded: LoadedCheckpoint) -> None:
             if isinstance(loaded.extra, dict) and HOOKS in loaded.extra:
@@ -399,7 +399,7 @@ class Trainer:
             warnings.warn(text, stacklevel=2)
         return loaded
 
-    def _named_hooks(self) -> dict[str, Hook]:
+    def _get_hooks_by_name(self) -> dict[str, Hook]:
         """Return a dict from class names to hooks. A second hook of the same class has the key ``Name 2``."""
         names = [type(hook).__name__ for hook in self.hooks]
         numbers = [names[:i].count(name) + 1 for i, name in enumerate(names)]
@@ -473,7 +473,7 @@ class Trainer:
         return self.last_step is not None and self.step >= self.last_step
 
 
-def _mean_tokens_per_sample(batch: Any) -> float:
+def _compute_mean_tokens_per_sample(batch: Any) -> float:
     """Return the mean number of tokens per sample in a batch, or 1 if the batch contains no ``input_ids``."""
     batches = batch if is_batch_list(batch) else [batch]
     columns = [each.get("input_ids") for each in batches if isinstance(each, Mapping)]

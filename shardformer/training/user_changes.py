@@ -40,7 +40,7 @@ DEPTH = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Snapshot:
+class AttributeSnapshot:
     """Recorded value of one module attribute, buffer, hook list or ``requires_grad`` flag of a model.
 
     Args:
@@ -60,32 +60,32 @@ class Snapshot:
     is_computed: bool = False
 
 
-def take_snapshot(model: nn.Module, unsharded: nn.Module) -> dict[ItemKey, Snapshot]:
+def take_model_snapshot(model: nn.Module, unsharded: nn.Module) -> dict[ItemKey, AttributeSnapshot]:
     """Record the attributes, buffers and hooks of a sharded model, to detect later changes by the user."""
     modules = dict(unsharded.named_modules())
-    found: dict[ItemKey, Snapshot] = {}
+    found: dict[ItemKey, AttributeSnapshot] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         trains = param.requires_grad
-        found["parameter", name, "requires_grad"] = Snapshot(str(trains), trains, is_sendable=True)
+        found["parameter", name, "requires_grad"] = AttributeSnapshot(str(trains), trains, is_sendable=True)
         found["parameter", name, "hooks"] = _snapshot_hooks(get_tensor_hooks(param))
     for path, module in model.named_modules():
         hooks = [hook for table in MODULE_HOOK_TABLES for hook in getattr(module, table).values()]
         found["module", path, "hooks"] = _snapshot_hooks(hooks)
         found["module", path, ""] = _snapshot_module(module)
-        found |= {("buffer", path, name): snapshot for name, snapshot in _buffers(module)}
+        found |= {("buffer", path, name): snapshot for name, snapshot in _snapshot_buffers(module)}
         known = vars(modules[path]) if path in modules and _is_shardformer_module(module) else None
         found |= {("attribute", path, name): snapshot for name, snapshot in _snapshot_attributes(module, known)}
     return found
 
 
-def collect_changes(
-    before: Mapping[ItemKey, Snapshot], model: nn.Module, unsharded: nn.Module, world: Axis
+def gather_model_changes(
+    before: Mapping[ItemKey, AttributeSnapshot], model: nn.Module, unsharded: nn.Module, world: Axis
 ) -> dict[ItemKey, Any]:
     """Gather all changes that users made to the model on any rank since the snapshot ``before`` was taken.
 
     If a change cannot be carried over to another layout, all ranks raise ConfigError.
     """
-    now, local = take_snapshot(model, unsharded), dict[ItemKey, Snapshot]()
+    now, local = take_model_snapshot(model, unsharded), dict[ItemKey, AttributeSnapshot]()
 
     def describe_local_changes() -> dict[ItemKey, tuple[str, Any]]:
         local.update(_diff_snapshots(before, now))
@@ -102,8 +102,8 @@ def collect_changes(
     return changes
 
 
-def apply_changes(changes: Mapping[ItemKey, Any], unsharded: nn.Module) -> None:
-    """Apply the changes that ``collect_changes`` returned to an unsharded model."""
+def apply_model_changes(changes: Mapping[ItemKey, Any], unsharded: nn.Module) -> None:
+    """Apply the changes that ``gather_model_changes`` returned to an unsharded model."""
     for kind, path, name in sorted(changes, key=lambda key: (key[0] != "module", key)):
         value = changes[kind, path, name]
         if kind == "parameter":
@@ -120,10 +120,12 @@ def apply_changes(changes: Mapping[ItemKey, Any], unsharded: nn.Module) -> None:
             vars(owner)[last] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _diff_snapshots(before: Mapping[ItemKey, Snapshot], after: Mapping[ItemKey, Snapshot]) -> dict[ItemKey, Snapshot]:
+def _diff_snapshots(
+    before: Mapping[ItemKey, AttributeSnapshot], after: Mapping[ItemKey, AttributeSnapshot]
+) -> dict[ItemKey, AttributeSnapshot]:
     """Return the items that changed between snapshots. Raise ConfigError if one cannot be set in a resharded model."""
 
-    def summary(item: Snapshot | None) -> object:
+    def summary(item: AttributeSnapshot | None) -> object:
         return item and (item.description, item.identity)
 
     changed = sorted(key for key in before.keys() | after.keys() if summary(before.get(key)) != summary(after.get(key)))
@@ -144,29 +146,31 @@ def _diff_snapshots(before: Mapping[ItemKey, Snapshot], after: Mapping[ItemKey, 
 # ----------------------------------------------------------------------------------------------------------- snapshots
 
 
-def _snapshot_hooks(hooks: list[Any]) -> Snapshot:
+def _snapshot_hooks(hooks: list[Any]) -> AttributeSnapshot:
     """Record which hooks the user registered on a module or parameter. Hooks cannot be copied to another model."""
     own = [hook for hook in hooks if not is_library_hook(hook)]
-    return Snapshot(f"{len(own)} hooks", is_copyable=False, identity=tuple(map(id, own)))
+    return AttributeSnapshot(f"{len(own)} hooks", is_copyable=False, identity=tuple(map(id, own)))
 
 
-def _snapshot_module(module: nn.Module) -> Snapshot:
+def _snapshot_module(module: nn.Module) -> AttributeSnapshot:
     """Record a module, to detect whether the user replaces it. A module without parameters or buffers can be copied."""
     inside = [*module.parameters(), *module.buffers(), *(m for m in module.modules() if _is_shardformer_module(m))]
     if inside:
-        return Snapshot(type(module).__qualname__, is_copyable=False, identity=id(module))
+        return AttributeSnapshot(type(module).__qualname__, is_copyable=False, identity=id(module))
     kinds = (f"{path} {type(m).__module__}.{type(m).__qualname__}" for path, m in module.named_modules())
-    return Snapshot("; ".join(kinds), module)
+    return AttributeSnapshot("; ".join(kinds), module)
 
 
-def _buffers(module: nn.Module) -> Iterator[tuple[str, Snapshot]]:
+def _snapshot_buffers(module: nn.Module) -> Iterator[tuple[str, AttributeSnapshot]]:
     """Record the non-persistent buffers of a module, which checkpoints do not contain."""
     for name in module._non_persistent_buffers_set:
         if (buffer := module._buffers.get(name)) is not None and has_data(buffer):
             yield name, _snapshot_tensor(buffer)
 
 
-def _snapshot_attributes(module: nn.Module, initial: Mapping[str, Any] | None) -> Iterator[tuple[str, Snapshot]]:
+def _snapshot_attributes(
+    module: nn.Module, initial: Mapping[str, Any] | None
+) -> Iterator[tuple[str, AttributeSnapshot]]:
     of_library = any(_get_package_name(cls) in OF_LIBRARIES for cls in type(module).__mro__ if cls is not nn.Module)
     for name, value in vars(module).items():
         if name in INTERNAL or name.startswith("_shardformer") or (initial is not None and name not in initial):
@@ -176,34 +180,37 @@ def _snapshot_attributes(module: nn.Module, initial: Mapping[str, Any] | None) -
         yield from (pair for pair in found if pair[1].is_copyable or pair[1].is_computed or not is_private)
 
 
-def _snapshot_attribute(name: str, value: Any, depth: int) -> Iterator[tuple[str, Snapshot]]:
+def _snapshot_attribute(name: str, value: Any, depth: int) -> Iterator[tuple[str, AttributeSnapshot]]:
     if _is_plain_value(value):
-        yield name, Snapshot(f"{type(value).__name__} {_stable_repr(value)}", copy.deepcopy(value), is_sendable=True)
+        yield (
+            name,
+            AttributeSnapshot(f"{type(value).__name__} {_stable_repr(value)}", copy.deepcopy(value), is_sendable=True),
+        )
     elif isinstance(value, Tensor):
         if value.grad_fn is not None:
-            yield name, Snapshot(type(value).__qualname__, is_copyable=False, is_computed=True)
+            yield name, AttributeSnapshot(type(value).__qualname__, is_copyable=False, is_computed=True)
         elif not isinstance(value, nn.Parameter) and has_data(value):
             yield name, _snapshot_tensor(value)
-    elif (function := _unwrap_function(value)) is not None:
+    elif (function := _get_underlying_function(value)) is not None:
         description, is_copyable = f"{function.__module__}.{function.__qualname__}", not _refers_to_module(value)
-        yield name, Snapshot(description, value, is_copyable=is_copyable, identity=id(function))
+        yield name, AttributeSnapshot(description, value, is_copyable=is_copyable, identity=id(function))
     elif isinstance(value, MethodType):
         if not is_library_hook(value.__func__):
-            yield name, Snapshot(value.__qualname__, is_copyable=False, identity=id(value.__func__))
+            yield name, AttributeSnapshot(value.__qualname__, is_copyable=False, identity=id(value.__func__))
     elif not isinstance(value, nn.Module) and _get_package_name(type(value)) not in ("shardformer", "builtins"):
-        yield name, Snapshot(type(value).__qualname__, is_copyable=False)
+        yield name, AttributeSnapshot(type(value).__qualname__, is_copyable=False)
         for inner, each in vars(value).items() if depth and hasattr(value, "__dict__") else ():
             yield from ((f"{name}.{path}", snapshot) for path, snapshot in _snapshot_attribute(inner, each, depth - 1))
 
 
-def _snapshot_tensor(tensor: Tensor) -> Snapshot:
+def _snapshot_tensor(tensor: Tensor) -> AttributeSnapshot:
     numbers = view_as_bytes(tensor.cpu()).numpy().tobytes()
-    return Snapshot(
+    return AttributeSnapshot(
         f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.sha256(numbers).hexdigest()}", tensor.detach(), is_sendable=True
     )
 
 
-def _unwrap_function(value: Any) -> Any:
+def _get_underlying_function(value: Any) -> Any:
     """Return ``value`` if it is a function, the function in a ``functools.partial``, or None for other values."""
     function = value.func if isinstance(value, partial) else value
     return function if isinstance(function, FUNCTIONS) else None
@@ -212,7 +219,7 @@ def _unwrap_function(value: Any) -> Any:
 def _refers_to_module(value: Any) -> bool:
     """Return whether a function or ``functools.partial`` has a module or tensor in its arguments or closure."""
     references = [*value.args, *value.keywords.values()] if isinstance(value, partial) else []
-    for cell in getattr(_unwrap_function(value), "__closure__", None) or ():
+    for cell in getattr(_get_underlying_function(value), "__closure__", None) or ():
         with suppress(ValueError):  # the cell is empty
             references.append(cell.cell_contents)
     return any(isinstance(getattr(x, "__self__", x), (nn.Module, Tensor)) for x in references)

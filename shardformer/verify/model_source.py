@@ -25,15 +25,15 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.discovery.example_inputs import find_unknown_inputs
-from shardformer.discovery.reduced_model import ReducedModel, compute_probe_loss, find_first_batch, reduce_model
+from shardformer.discovery.reduced_model import ReducedModel, compute_probe_loss, find_accepted_batch, reduce_model
 from shardformer.discovery.shrink_config import build_meta_model, get_first_architecture, get_model_class
 from shardformer.errors import (
     TRACEBACK_VARIABLE,
     ConfigError,
     PolicyError,
     ShardFormerError,
-    did_you_mean,
-    get_first_line,
+    get_first_message_line,
+    suggest_similar_names,
 )
 from shardformer.gradient_accumulation.micro_batches import (
     MEDIA_TOKEN_FIELDS,
@@ -49,11 +49,11 @@ from shardformer.verify.small_models import (
     HEAD_CLASSES,
     HEAD_CONFIG,
     SMALL_CONFIGS,
-    RandomBatches,
-    SmallModel,
+    RandomBatchFactory,
+    SmallModelFactory,
+    compute_model_loss,
+    count_samples,
     is_vision_only,
-    model_loss,
-    num_samples,
     round_up_to_supported_depth,
 )
 
@@ -68,7 +68,7 @@ MULTIMODAL_TASKS = (
 """Tasks whose models read images and text. They determine the main class of a model type with several classes."""
 
 
-def get_main_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
+def map_model_types_to_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
     """Return a dict from transformers model types to the name of their class for the first match in ``tasks``."""
     from transformers.models.auto import modeling_auto
 
@@ -80,12 +80,12 @@ def get_main_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
 
 
 @lru_cache(maxsize=1)
-def get_all_main_classes() -> Mapping[str, str]:
+def map_all_model_types_to_classes() -> Mapping[str, str]:
     """Return a dict from all transformers model types to the name of their main class."""
     from transformers.models.auto import modeling_auto
 
     names = (re.fullmatch("MODEL_FOR_(.*)_MAPPING_NAMES", name) for name in dir(modeling_auto))
-    found = get_main_classes((*MULTIMODAL_TASKS, *TASKS, *(name[1] for name in names if name)))
+    found = map_model_types_to_classes((*MULTIMODAL_TASKS, *TASKS, *(name[1] for name in names if name)))
     base = modeling_auto.MODEL_MAPPING_NAMES.items()
     return {**{kind: names if isinstance(names, str) else names[0] for kind, names in base}, **found}
 
@@ -95,11 +95,11 @@ CONTRAST = "return_loss"
 
 
 @dataclass(frozen=True)
-class ReducedModelType:
+class ReducedModelFactory:
     """Picklable function that builds a small random model from the default config of a transformers model type.
 
     Args:
-        model_type: one of ``get_all_main_classes()``.
+        model_type: one of ``map_all_model_types_to_classes()``.
         head: a class of transformers. If empty, it is the main class of the type.
     """
 
@@ -108,9 +108,9 @@ class ReducedModelType:
 
     @property
     def head_class(self) -> str:
-        return self.head or get_all_main_classes()[self.model_type]
+        return self.head or map_all_model_types_to_classes()[self.model_type]
 
-    def config(self) -> Any:
+    def get_config(self) -> Any:
         return _make_reduced_model(self).model.config
 
     def __call__(self) -> nn.Module:
@@ -121,10 +121,10 @@ class ReducedModelType:
 
     def get_batch_and_loss_fn(self) -> dict[str, Any]:
         """Return a ``batch_fn`` for the model, and a ``loss_fn`` if the model does not compute a loss itself."""
-        batch_fn = ExampleBatches(self)
+        batch_fn = ExampleBatchFactory(self)
         batches: dict[str, Any] = {"batch_fn": batch_fn}
         own_loss = {"labels", CONTRAST} & batch_fn(0).keys()
-        return batches if own_loss else {**batches, "loss_fn": compute_output_loss, "loss_weight": num_samples}
+        return batches if own_loss else {**batches, "loss_fn": compute_output_loss, "loss_weight": count_samples}
 
 
 @dataclass(frozen=True)
@@ -142,13 +142,13 @@ class ExampleBatch:
     compares: bool
 
     @staticmethod
-    def of(model: nn.Module, batch: Mapping[str, Tensor]) -> ExampleBatch:
+    def from_model(model: nn.Module, batch: Mapping[str, Tensor]) -> ExampleBatch:
         compares = CONTRAST in inspect.signature(model.forward).parameters
         return ExampleBatch(batch, get_special_token_ids(model.config), next(model.parameters()).dtype, compares)
 
 
 @dataclass(frozen=True)
-class ExampleBatches:
+class ExampleBatchFactory:
     """Picklable function that returns an example batch for each step. The text tokens differ between steps.
 
     Args:
@@ -161,28 +161,30 @@ class ExampleBatches:
     def __call__(self, step: int) -> Mapping[str, Tensor]:
         example = _make_example_batch(self.model_fn)
         count = get_batch_size(example.batch)
-        each = split_batch(example.batch, [1] * count, ids=example.ids)
-        rolled = [_roll_text(each[n % count], step + n // count, example.ids) for n in range(self.samples)]
+        each = split_batch(example.batch, [1] * count, media_token_ids=example.ids)
+        rolled = [_roll_text_tokens(each[n % count], step + n // count, example.ids) for n in range(self.samples)]
         batch = {name: torch.cat([one[name] for one in rolled]) if x.dim() else x for name, x in example.batch.items()}
         batch = {name: x.to(example.dtype) if x.is_floating_point() else x for name, x in batch.items()}
         return {**batch, CONTRAST: torch.tensor(True)} if example.compares and self.samples > 1 else batch
 
-    def with_samples(self, samples: int) -> ExampleBatches:
+    def with_samples(self, samples: int) -> ExampleBatchFactory:
         return replace(self, samples=samples)
 
 
-def is_multimodal(head: str) -> bool:
+def is_multimodal(head_class: str) -> bool:
     """Return whether the forward method of a transformers class accepts images or sounds."""
-    kind = get_model_class(head)
+    kind = get_model_class(head_class)
     names = inspect.signature(kind.forward).parameters if kind is not None else {}
     return any(name in names for name in ("pixel_values", "input_features", "input_values"))
 
 
-def _roll_text(sample: Mapping[str, Tensor], shift: int, ids: Mapping[str, int]) -> Mapping[str, Tensor]:
+def _roll_text_tokens(
+    sample: Mapping[str, Tensor], shift: int, placeholder_ids: Mapping[str, int]
+) -> Mapping[str, Tensor]:
     """Rotate the text tokens of a sample by ``shift`` positions, but keep placeholder tokens of images and sounds."""
     if (tokens := sample.get(MEDIA_TOKEN_FIELDS)) is None:
         return sample
-    is_text = ~torch.isin(tokens, torch.tensor([*ids.values(), -1]))
+    is_text = ~torch.isin(tokens, torch.tensor([*placeholder_ids.values(), -1]))
     rolled = tokens.clone()
     rolled[is_text] = tokens[is_text].roll(shift)
     return {**sample, MEDIA_TOKEN_FIELDS: rolled}
@@ -195,24 +197,24 @@ def compute_output_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _make_example_batch(model_fn: Callable[[], nn.Module]) -> ExampleBatch:
-    if isinstance(model_fn, ReducedModelType):
+    if isinstance(model_fn, ReducedModelFactory):
         small = _make_reduced_model(model_fn)
-        return ExampleBatch.of(small.model, small.batch)
+        return ExampleBatch.from_model(small.model, small.batch)
     model = model_fn().eval()
     try:
-        return ExampleBatch.of(model, find_first_batch(model))
+        return ExampleBatch.from_model(model, find_accepted_batch(model))
     except Exception as error:
-        raise _make_example_batch_error(model, f"{type(error).__name__}: {get_first_line(error)}") from error
+        raise _make_example_batch_error(model, f"{type(error).__name__}: {get_first_message_line(error)}") from error
 
 
 @lru_cache(maxsize=1)
-def _make_reduced_model(small: ReducedModelType) -> ReducedModel:
+def _make_reduced_model(factory: ReducedModelFactory) -> ReducedModel:
     transformers = load_transformers()
     try:
-        config = transformers.CONFIG_MAPPING[small.model_type](architectures=[small.head_class])
+        config = transformers.CONFIG_MAPPING[factory.model_type](architectures=[factory.head_class])
     except Exception as error:  # some default configs fail in their own class
         raise ConfigError(
-            f"transformers cannot build the default config of {small.model_type}: {error!s:.200}.",
+            f"transformers cannot build the default config of {factory.model_type}: {error!s:.200}.",
             remedy="Pass a folder, a config.json, or module:function.",
         ) from error
     model = build_meta_model(config)
@@ -365,7 +367,7 @@ _FUNCTION_KEYS = ("model_fn", "batch_fn", "loss_fn", "policy", "loss_weight")
 
 
 @dataclass(frozen=True)
-class PretrainedBuilder:
+class PretrainedModelFactory:
     """Picklable function that builds a transformers model from a folder, a config.json or the hub.
 
     Args:
@@ -382,7 +384,7 @@ class PretrainedBuilder:
     dropout: bool = True
     local: bool = True
 
-    def config(self) -> Any:
+    def get_config(self) -> Any:
         config = load_hf_config(self.where, self.local)
         if not self.dropout:
             for name, value in vars(config).items():
@@ -402,7 +404,7 @@ class PretrainedBuilder:
         transformers.logging.set_verbosity_error()  # every worker would warn about a newly initialized head
         transformers.logging.disable_progress_bar()
         kind = getattr(transformers, self.head)
-        config = self.config()
+        config = self.get_config()
         try:
             model: nn.Module = (
                 kind(config)
@@ -411,12 +413,12 @@ class PretrainedBuilder:
             )
         except OSError as error:
             raise ConfigError(
-                f"{self.where!r} has no weights for {self.head}: {get_first_line(error)}.",
+                f"{self.where!r} has no weights for {self.head}: {get_first_message_line(error)}.",
                 remedy="For random weights, pass the path of the config.json. Otherwise, save the weights next to it.",
             ) from error
         except Exception as error:  # inconsistent sizes raise errors of any type
             raise ConfigError(
-                f"transformers cannot build {self.head} from {self.where!r}: {get_first_line(error)}.",
+                f"transformers cannot build {self.head} from {self.where!r}: {get_first_message_line(error)}.",
                 remedy="Correct the config.json of the model.",
             ) from error
         return model
@@ -446,9 +448,11 @@ class ModelSource:
         return getattr(self.config, "model_type", None) or ""
 
     @property
-    def heads(self) -> tuple[str, ...]:
+    def head_classes(self) -> tuple[str, ...]:
         """Names of all head classes of the model's family, such as BertForMaskedLM. Raises ConfigError if unknown."""
-        if self.model_type not in HEAD_CLASSES or not isinstance(self.model_fn, SmallModel | PretrainedBuilder):
+        if self.model_type not in HEAD_CLASSES or not isinstance(
+            self.model_fn, SmallModelFactory | PretrainedModelFactory
+        ):
             raise ConfigError(
                 f"The head classes of {self.title} are unknown.",
                 rule=f"They are known for the families {', '.join(HEAD_CLASSES)}, unless a function builds the model.",
@@ -456,41 +460,41 @@ class ModelSource:
             )
         return HEAD_CLASSES[self.model_type]
 
-    def with_head(self, head: str) -> ModelSource:
+    def with_head_class(self, head_class: str) -> ModelSource:
         """Return the source of the same model with another head class. Raises ConfigError for an unknown head."""
-        if isinstance(self.model_fn, ReducedModelType):
-            _check_class_exists(head, self.title)
-            return _make_source_of_type(self.model_type, head)
-        if not isinstance(self.model_fn, SmallModel | PretrainedBuilder):
+        if isinstance(self.model_fn, ReducedModelFactory):
+            _check_class_exists(head_class, self.title)
+            return _make_source_from_model_type(self.model_type, head_class)
+        if not isinstance(self.model_fn, SmallModelFactory | PretrainedModelFactory):
             raise ConfigError(
-                f"head={head!r} has no effect on {self.title}, because a function builds this model.",
+                f"head={head_class!r} has no effect on {self.title}, because a function builds this model.",
                 remedy="Remove the option, and build the head in the function.",
             )
-        if self.model_type in HEAD_CLASSES and head not in HEAD_CLASSES[self.model_type]:
+        if self.model_type in HEAD_CLASSES and head_class not in HEAD_CLASSES[self.model_type]:
             raise ConfigError(
-                f"{self.model_type} has no head class {head!r}.",
+                f"{self.model_type} has no head class {head_class!r}.",
                 rule=f"The head classes are {', '.join(HEAD_CLASSES[self.model_type])}.",
-                remedy=did_you_mean(head, HEAD_CLASSES[self.model_type]),
+                remedy=suggest_similar_names(head_class, HEAD_CLASSES[self.model_type]),
             )
-        _check_class_exists(head, self.title)
-        model_fn = replace(self.model_fn, head=head)
-        return replace(self, model_fn=model_fn, head=head, config=model_fn.config())
+        _check_class_exists(head_class, self.title)
+        model_fn = replace(self.model_fn, head=head_class)
+        return replace(self, model_fn=model_fn, head=head_class, config=model_fn.get_config())
 
-    def deeper(self, layers: int) -> ModelSource:
-        """Return a source whose small model has at least ``layers`` layers. Other models are not changed."""
-        if not isinstance(self.model_fn, SmallModel):
+    def with_min_layers(self, min_layers: int) -> ModelSource:
+        """Return a source whose small model has at least ``min_layers`` layers. Other models are not changed."""
+        if not isinstance(self.model_fn, SmallModelFactory):
             return self
-        if layers > MAX_STAGE_LAYERS:
+        if min_layers > MAX_STAGE_LAYERS:
             raise ConfigError(
-                f"A small model of {self.title} cannot have {layers} layers.",
+                f"A small model of {self.title} cannot have {min_layers} layers.",
                 rule=f"The maximum is {MAX_STAGE_LAYERS} layers.",
                 remedy="Use fewer pipeline stages, or decrease --num-model-chunks.",
             )
-        model_fn = self.model_fn.deeper(layers)
-        title = f"{self.title}, {round_up_to_supported_depth(model_fn.family, self.head, layers)} layers"
-        return replace(self, title=title, model_fn=model_fn, config=model_fn.config())
+        model_fn = self.model_fn.with_min_layers(min_layers)
+        title = f"{self.title}, {round_up_to_supported_depth(model_fn.family, self.head, min_layers)} layers"
+        return replace(self, title=title, model_fn=model_fn, config=model_fn.get_config())
 
-    def batches(self, batch: int = 4, sequence: int = TOKENS) -> Callable[[int], Mapping[str, Any]]:
+    def make_batch_fn(self, batch_size: int = 4, sequence: int = TOKENS) -> Callable[[int], Mapping[str, Any]]:
         """Return a function that creates the global batch of a step, such as the user's ``batch_fn``.
 
         By default, batches contain random tokens with labels. Images and sounds have the sizes of the config. Raises
@@ -498,19 +502,19 @@ class ModelSource:
         """
         if "batch_fn" in self.own:
             batch_fn: Callable[[int], Mapping[str, Any]] = self.own["batch_fn"]
-            return batch_fn.with_samples(batch) if isinstance(batch_fn, ExampleBatches) else batch_fn
+            return batch_fn.with_samples(batch_size) if isinstance(batch_fn, ExampleBatchFactory) else batch_fn
         sizes = self.config.to_dict() if self.head in FAMILY_OF and hasattr(self.config, "to_dict") else {}
         if sizes and is_vision_only(self.head):
-            return RandomBatches(self.head, batch=batch, num_labels=self.config.num_labels, changes=sizes)
-        if isinstance(self.model_fn, PretrainedBuilder) and not sizes and is_multimodal(self.head):
+            return RandomBatchFactory(self.head, batch=batch_size, num_labels=self.config.num_labels, changes=sizes)
+        if isinstance(self.model_fn, PretrainedModelFactory) and not sizes and is_multimodal(self.head):
             if sequence != TOKENS:
                 raise ConfigError(
                     f"sequence={sequence} has no effect on {self.title}.",
                     rule="The number of tokens depends on the images or sounds in the text.",
                     remedy="Remove the option.",
                 )
-            return ExampleBatches(self.model_fn, batch)
-        vocab_size = _min_vocab_size(self.config)
+            return ExampleBatchFactory(self.model_fn, batch_size)
+        vocab_size = _get_min_vocab_size(self.config)
         if vocab_size is None:
             raise ConfigError(
                 f"The inputs of {self.title} are unknown: "
@@ -524,17 +528,17 @@ class ModelSource:
                 remedy=f"Use a sequence of {longest} tokens or fewer.",
             )
         eos = get_first_token_id(getattr(self.config, "eos_token_id", None), 2)
-        return RandomBatches(self.head, vocab_size, batch, sequence, self.config.num_labels, eos, sizes)
+        return RandomBatchFactory(self.head, vocab_size, batch_size, sequence, self.config.num_labels, eos, sizes)
 
     @property
     def loss_fn(self) -> Callable[[nn.Module, Mapping[str, Any]], Tensor] | None:
-        """The user's loss function, or ``model_loss`` for random batches, or None for the model's own loss."""
-        default = None if "batch_fn" in self.own else model_loss
+        """The user's loss function, or ``compute_model_loss`` for random batches, or None for the model's own loss."""
+        default = None if "batch_fn" in self.own else compute_model_loss
         loss_fn: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = self.own.get("loss_fn", default)
         return loss_fn
 
 
-def find_model(name: str, *, dropout: bool = True) -> ModelSource:
+def find_model_source(name: str, *, dropout: bool = True) -> ModelSource:
     """Find the model that the command-line argument MODEL selects, and return how to build it.
 
     Args:
@@ -545,13 +549,13 @@ def find_model(name: str, *, dropout: bool = True) -> ModelSource:
         ConfigError: no such model exists.
     """
     if name in SMALL_CONFIGS:
-        sample = SmallModel(name)
-        return ModelSource(f"the small random {name}", sample, sample.head_class, sample.config())
+        sample = SmallModelFactory(name)
+        return ModelSource(f"the small random {name}", sample, sample.head_class, sample.get_config())
     path = Path(name).expanduser()
     if path.exists():
-        return _make_pretrained_source(name, PretrainedBuilder(str(path), "", path.is_file(), dropout))
-    if name in get_all_main_classes():
-        return _make_source_of_type(name)
+        return _make_pretrained_source(name, PretrainedModelFactory(str(path), "", path.is_file(), dropout))
+    if name in map_all_model_types_to_classes():
+        return _make_source_from_model_type(name)
     if ":" in name:
         return _make_source_from_function(name)
     if name.startswith((".", "/", "~")) or name.endswith(".json") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
@@ -560,10 +564,12 @@ def find_model(name: str, *, dropout: bool = True) -> ModelSource:
             rule=MODULE_SPEC_FORMS,
             remedy="Correct the path.",
         )
-    return _make_pretrained_source(name, PretrainedBuilder(name, "", dropout=dropout, local=not is_hub_reachable()))
+    return _make_pretrained_source(
+        name, PretrainedModelFactory(name, "", dropout=dropout, local=not is_hub_reachable())
+    )
 
 
-def find_policy(name: str) -> type[Policy]:
+def import_policy_class(name: str) -> type[Policy]:
     """Import a policy class that is specified as ``path/to/file.py``, ``path/to/file.py:Class`` or ``module:Class``."""
     where, _, class_name = (name, "", "") if name.endswith(".py") else name.rpartition(":")
     module = import_module_or_file(where or name)
@@ -577,7 +583,7 @@ def find_policy(name: str) -> type[Policy]:
             if class_name
             else f"{where or name!r} has {len(own) or 'no'} policies, so a class name is needed",
             rule="A policy is a subclass of shardformer.policies.Policy. Use FILE:CLASS to select one of several.",
-            remedy=did_you_mean(class_name, own),
+            remedy=suggest_similar_names(class_name, own),
         )
     return kinds[class_name]
 
@@ -590,7 +596,7 @@ def load_hf_config(name_or_path: str, local: bool = True) -> Any:
     except Exception as error:  # invalid files raise errors of any type
         if Path(name_or_path).exists():
             raise ConfigError(
-                f"{name_or_path!r} has no config that transformers can read: {get_first_line(error)}.",
+                f"{name_or_path!r} has no config that transformers can read: {get_first_message_line(error)}.",
                 remedy="Pass a folder written by save_pretrained, or module:function for your own model.",
             ) from error
         raise ConfigError(
@@ -598,7 +604,7 @@ def load_hf_config(name_or_path: str, local: bool = True) -> Any:
             + (
                 f"it is not in the local cache of the hub, and {get_hub_url()} cannot be reached"
                 if local
-                else f"and {get_hub_url()} reports: {get_first_line(error)}"
+                else f"and {get_hub_url()} reports: {get_first_message_line(error)}"
             ),
             rule=f"{MODULE_SPEC_FORMS}. The families are {', '.join(SMALL_CONFIGS)}.",
             remedy=f"{_suggest_names(name_or_path)}Correct the name. Without a network, download the model on another "
@@ -614,45 +620,47 @@ def load_hf_config(name_or_path: str, local: bool = True) -> Any:
     return config
 
 
-def get_first_token_id(tokens: int | list[int] | None, default: int) -> int:
+def get_first_token_id(token_ids: int | list[int] | None, default: int) -> int:
     """Return the token id in a config field such as ``eos_token_id``. If the field is a list, return the first id."""
-    if isinstance(tokens, list):
-        return tokens[0] if tokens else default
-    return default if tokens is None else tokens
+    if isinstance(token_ids, list):
+        return token_ids[0] if token_ids else default
+    return default if token_ids is None else token_ids
 
 
-def _make_source_of_type(model_type: str, head: str = "") -> ModelSource:
-    small = ReducedModelType(model_type, head)
+def _make_source_from_model_type(model_type: str, head_class: str = "") -> ModelSource:
+    small = ReducedModelFactory(model_type, head_class)
     return ModelSource(
-        f"the small random {model_type}", small, small.head_class, small.config(), small.get_batch_and_loss_fn()
+        f"the small random {model_type}", small, small.head_class, small.get_config(), small.get_batch_and_loss_fn()
     )
 
 
-def _make_pretrained_source(title: str, pretrained: PretrainedBuilder) -> ModelSource:
+def _make_pretrained_source(title: str, pretrained: PretrainedModelFactory) -> ModelSource:
     config = load_hf_config(pretrained.where, pretrained.local)
     head = get_first_architecture(config) or DEFAULT_HEAD.get(config.model_type, "")
     _check_class_exists(head, title)
     return ModelSource(title, replace(pretrained, head=head), head, config)
 
 
-def _min_vocab_size(config: Any) -> int | None:
+def _get_min_vocab_size(config: Any) -> int | None:
     """Return the smallest ``vocab_size`` in a config and its nested configs, or None if they have none."""
     parts = [config, getattr(config, "text_config", None), getattr(config, "qformer_config", None)]
     sizes = [getattr(part, "vocab_size", None) for part in parts]
     return min((size for size in sizes if isinstance(size, int)), default=None)
 
 
-def _check_class_exists(head: str, title: str) -> None:
-    if get_model_class(head) is None:
-        hint = _suggest_names(head, {*dir(load_transformers())} - {head})
+def _check_class_exists(class_name: str, title: str) -> None:
+    if get_model_class(class_name) is None:
+        hint = _suggest_names(class_name, {*dir(load_transformers())} - {class_name})
         raise ConfigError(
-            f"transformers has no class {head!r}, which {title} specifies" if head else f"{title} specifies no class",
+            f"transformers has no class {class_name!r}, which {title} specifies"
+            if class_name
+            else f"{title} specifies no class",
             remedy=f"{hint}To use your own class, pass module:function.",
         )
 
 
 def _suggest_names(name: str, candidates: Any = SMALL_CONFIGS) -> str:
-    hint = did_you_mean(name, candidates)
+    hint = suggest_similar_names(name, candidates)
     return f"{hint} " if hint.startswith("Did") else ""
 
 
@@ -665,7 +673,7 @@ def _make_source_from_function(name: str) -> ModelSource:
         raise ConfigError(
             f"{where!r} has no function {function_name!r}.",
             rule="The function in module:function must be defined at the top level of the module.",
-            remedy=did_you_mean(function_name, known),
+            remedy=suggest_similar_names(function_name, known),
         )
     try:
         signature(function).bind()
@@ -684,7 +692,7 @@ def _make_source_from_function(name: str) -> ModelSource:
         own = dict(zip(_FUNCTION_KEYS, returned))
     if not callable(own.get("model_fn")) or not set(own) <= set(_FUNCTION_KEYS):
         raise ConfigError(
-            f"The function {name} returned {_describe_returned(returned)}.",
+            f"The function {name} returned {_describe_returned_value(returned)}.",
             remedy=f"Return a model, a tuple (model_fn, batch_fn), or a dict of {', '.join(_FUNCTION_KEYS)}. Define "
             "these functions at the top level of the module.",
         )
@@ -695,7 +703,7 @@ def _make_source_from_function(name: str) -> ModelSource:
     return ModelSource(name, model_fn, type(model).__name__, getattr(model, "config", None), own)
 
 
-def _describe_returned(returned: Any) -> str:
+def _describe_returned_value(returned: Any) -> str:
     if isinstance(returned, tuple | Mapping):
         content = ", ".join(map(str, returned)) if isinstance(returned, Mapping) else len(returned)
         return f"a {type(returned).__name__} of {content}"

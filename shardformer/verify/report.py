@@ -24,7 +24,7 @@ class Tolerances:
 
 
 @dataclass(frozen=True)
-class Difference:
+class LargestDifference:
     """Largest difference in losses, gradients or weights between the sharded and the unsharded model.
 
     Args:
@@ -52,10 +52,10 @@ class Report:
     steps: int
     dtype: str
     bounds: Tolerances
-    loss: Difference
-    gradient: Difference
-    weight: Difference
-    norm: Difference
+    loss: LargestDifference
+    gradient: LargestDifference
+    weight: LargestDifference
+    norm: LargestDifference
     collectives: dict[str, tuple[int, int]]
     losses: list[tuple[float, float]]
     seconds: float = 0.0
@@ -66,7 +66,7 @@ class Report:
         return not self.missing and all(d.used <= 1 for d in (self.loss, self.gradient, self.weight, self.norm))
 
     @property
-    def compared_quantities(self) -> list[tuple[str, Difference, float]]:
+    def compared_quantities(self) -> list[tuple[str, LargestDifference, float]]:
         """Name, largest difference and tolerance of each compared quantity, such as the losses or the weights."""
         return [
             ("losses", self.loss, self.bounds.loss),

@@ -207,16 +207,16 @@ SUBMODEL_FIELDS: Mapping[str, str] = MappingProxyType(
 _VISION_FAMILIES = ("vit", "beit", "swin", "swinv2", "sam")
 
 
-def is_vision_only(head: str) -> bool:
+def is_vision_only(head_class: str) -> bool:
     """Return whether a head class takes images but no text."""
-    return FAMILY_OF.get(head) in _VISION_FAMILIES or head == "Blip2VisionModel"
+    return FAMILY_OF.get(head_class) in _VISION_FAMILIES or head_class == "Blip2VisionModel"
 
 
-def get_head_config_fields(head: str, changes: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+def get_head_config_fields(head_class: str, changes: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return the config fields of the small model for a head class, with ``changes`` applied."""
-    family = SMALL_CONFIGS[FAMILY_OF[head]]
-    settings = {**family, **HEAD_CONFIG.get(head, {})}
-    return {**(settings[SUBMODEL_FIELDS[head]] if head in SUBMODEL_FIELDS else settings), **changes}
+    family = SMALL_CONFIGS[FAMILY_OF[head_class]]
+    settings = {**family, **HEAD_CONFIG.get(head_class, {})}
+    return {**(settings[SUBMODEL_FIELDS[head_class]] if head_class in SUBMODEL_FIELDS else settings), **changes}
 
 
 # B batch, C channels, P patches, Q point groups, K points, S sequence, H hidden
@@ -225,61 +225,63 @@ IGNORED = 255
 
 
 def make_image_batch(
-    head: str, generator: Generator, settings: Mapping[str, Any], batch: int, num_labels: int
+    head_class: str, generator: Generator, settings: Mapping[str, Any], batch_size: int, num_labels: int
 ) -> dict[str, Tensor]:
     """Return a batch of random images, with the labels that the head class requires."""
-    images_BCss = make_random_images(generator, settings, batch)
-    if head.endswith("ForImageClassification"):
-        labels_B = torch.randint(num_labels, (batch,), generator=generator)
+    images_BCss = make_random_images(generator, settings, batch_size)
+    if head_class.endswith("ForImageClassification"):
+        labels_B = torch.randint(num_labels, (batch_size,), generator=generator)
         return {"pixel_values": images_BCss, "labels": labels_B}
-    if head.endswith("ForSemanticSegmentation"):
+    if head_class.endswith("ForSemanticSegmentation"):
         size = settings["image_size"]
-        labels_Bss = torch.randint(num_labels, (batch, size, size), generator=generator)
+        labels_Bss = torch.randint(num_labels, (batch_size, size, size), generator=generator)
         labels_Bss[:, :3] = settings.get("semantic_loss_ignore_index", IGNORED)
         return {"pixel_values": images_BCss, "labels": labels_Bss}
-    if head.endswith("ForMaskedImageModeling"):
-        return {"pixel_values": images_BCss, **_make_patch_mask(head, generator, settings, batch)}
+    if head_class.endswith("ForMaskedImageModeling"):
+        return {"pixel_values": images_BCss, **_make_patch_mask(head_class, generator, settings, batch_size)}
     return {"pixel_values": images_BCss}
 
 
-def make_random_images(generator: Generator, settings: Mapping[str, Any], batch: int) -> Tensor:
+def make_random_images(generator: Generator, settings: Mapping[str, Any], batch_size: int) -> Tensor:
     size = settings["image_size"]
-    return torch.randn(batch, settings.get("num_channels", 3), size, size, generator=generator)
+    return torch.randn(batch_size, settings.get("num_channels", 3), size, size, generator=generator)
 
 
-def _make_patch_mask(head: str, generator: Generator, settings: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
+def _make_patch_mask(
+    head_class: str, generator: Generator, settings: Mapping[str, Any], batch_size: int
+) -> dict[str, Tensor]:
     num_patches = (settings["image_size"] // settings["patch_size"]) ** 2
-    order_BP = torch.rand(batch, num_patches, generator=generator).argsort(dim=1)
-    if head != "BeitForMaskedImageModeling":
+    order_BP = torch.rand(batch_size, num_patches, generator=generator).argsort(dim=1)
+    if head_class != "BeitForMaskedImageModeling":
         return {"bool_masked_pos": order_BP < num_patches // 3}
     # BEiT's labels are those of all masked patches in a row: one masked patch per image gives one label per row
-    labels_B = torch.randint(settings["vocab_size"], (batch,), generator=generator)
+    labels_B = torch.randint(settings["vocab_size"], (batch_size,), generator=generator)
     return {"bool_masked_pos": order_BP == 0, "labels": labels_B}
 
 
-def make_sam_batch(generator: Generator, settings: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
+def make_sam_batch(generator: Generator, settings: Mapping[str, Any], batch_size: int) -> dict[str, Tensor]:
     """Return a random batch for the Segment Anything Model (SAM), with two prompts per image."""
     vision = settings["vision_config"]
     size, grid = vision["image_size"], vision["image_size"] // vision["patch_size"]
-    kinds_BQK = torch.tensor([1, 0, -1, -10]).expand(batch, 2, 4).clone()
+    kinds_BQK = torch.tensor([1, 0, -1, -10]).expand(batch_size, 2, 4).clone()
     return {
-        "pixel_values": make_random_images(generator, vision, batch),
-        "input_points": size * torch.rand(batch, 2, 4, 2, generator=generator),
+        "pixel_values": make_random_images(generator, vision, batch_size),
+        "input_points": size * torch.rand(batch_size, 2, 4, 2, generator=generator),
         "input_labels": kinds_BQK,
-        "input_boxes": size * torch.rand(batch, 2, 4, generator=generator),
-        "input_masks": torch.randn(batch, 1, 4 * grid, 4 * grid, generator=generator),
+        "input_boxes": size * torch.rand(batch_size, 2, 4, generator=generator),
+        "input_masks": torch.randn(batch_size, 1, 4 * grid, 4 * grid, generator=generator),
     }
 
 
 def make_blip_batch(
-    head: str, generator: Generator, settings: Mapping[str, Any], text: Mapping[str, Tensor]
+    head_class: str, generator: Generator, settings: Mapping[str, Any], text: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return a random batch for a BLIP-2 head class, with images and text, or with the inputs of a submodel."""
-    if head == "Blip2TextModelWithProjection":
+    if head_class == "Blip2TextModelWithProjection":
         return dict(text)
     ids_BS, mask_BS = text["input_ids"], text["attention_mask"]
     batch = len(ids_BS)
-    if head == "Blip2QFormerModel":
+    if head_class == "Blip2QFormerModel":
         states = torch.randn(batch, 17, settings["encoder_hidden_size"], generator=generator)
         queries = torch.randn(batch, ids_BS.shape[1], settings["hidden_size"], generator=generator)
         # transformers accepts no padding here with a text, which does not attend to these states
@@ -289,7 +291,7 @@ def make_blip_batch(
             "encoder_attention_mask": mask, "query_length": torch.tensor(5),
         }  # fmt: skip
     images = make_random_images(generator, settings["vision_config"], batch)
-    if head.startswith("Blip2Vision"):
+    if head_class.startswith("Blip2Vision"):
         return {"pixel_values": images}
     image_tokens = torch.full((batch, settings["num_query_tokens"]), settings["image_token_index"])
     out = {
@@ -297,7 +299,7 @@ def make_blip_batch(
         "input_ids": torch.cat([image_tokens, ids_BS], dim=1),
         "attention_mask": torch.cat([torch.ones_like(image_tokens), mask_BS], dim=1),
     }
-    if head == "Blip2ForImageTextRetrieval":
+    if head_class == "Blip2ForImageTextRetrieval":
         # the contrastive head compares each image with each text of the batch, so its loss is no mean over samples
         return {**out, "use_image_text_matching_head": torch.tensor(True)}
     labels_BS = ids_BS.roll(1, dims=0)
@@ -309,20 +311,20 @@ def make_blip_batch(
 
 
 def make_audio_batch(
-    head: str, generator: Generator, settings: Mapping[str, Any], text: Mapping[str, Tensor], num_labels: int
+    head_class: str, generator: Generator, settings: Mapping[str, Any], text: Mapping[str, Tensor], num_labels: int
 ) -> dict[str, Tensor]:
     """Return a random batch for a Whisper head class, with spectrograms, and with text or class labels."""
     ids_BT, mask_BT = text["input_ids"], text["attention_mask"]
     batch, frames = len(ids_BT), 2 * settings["max_source_positions"]
     labels_BT = ids_BT.roll(-1, dims=1)
     labels_BT[:, :3] = -100
-    if head == "WhisperForCausalLM":
+    if head_class == "WhisperForCausalLM":
         encoded_BFH = torch.randn(batch, 7, settings["d_model"], generator=generator)
         return {**text, "encoder_outputs": encoded_BFH, "labels": labels_BT}
     sounds = {"input_features": torch.randn(batch, settings["num_mel_bins"], frames, generator=generator)}
-    if head == "WhisperForAudioClassification":
+    if head_class == "WhisperForAudioClassification":
         return {**sounds, "labels": torch.randint(num_labels, (batch,), generator=generator)}
-    if head == "WhisperModel":
+    if head_class == "WhisperModel":
         return {**sounds, "decoder_input_ids": ids_BT, "decoder_attention_mask": mask_BT}
     return {**sounds, "decoder_attention_mask": mask_BT, "labels": labels_BT}
 
@@ -331,7 +333,7 @@ FIRST_TOKEN = 5  # smaller token ids are reserved for padding, start, end and im
 
 
 @dataclass(frozen=True)
-class RandomBatches:
+class RandomBatchFactory:
     """Picklable function that returns a random batch for each step, with padding and ignored labels.
 
     Every row has the same number of labels, so the loss of a batch is the mean of the losses of its shards.
@@ -358,7 +360,7 @@ class RandomBatches:
             return make_sam_batch(generator, self._config_fields, self.batch)
         if is_vision_only(self.head):
             return make_image_batch(self.head, generator, self._config_fields, self.batch, self.num_labels)
-        ids = self._random_tokens(generator, self.batch, self.sequence)
+        ids = self._make_random_tokens(generator, self.batch, self.sequence)
         mask = torch.ones_like(ids)
         mask[:, -2:] = 0
         if "T5" in self.head:
@@ -368,18 +370,18 @@ class RandomBatches:
             return make_audio_batch(self.head, generator, self._config_fields, batch, self.num_labels)
         if family == "blip-2":
             return make_blip_batch(self.head, generator, self._config_fields, batch)
-        return {**batch, **self._random_labels(generator, ids)}
+        return {**batch, **self._make_random_labels(generator, ids)}
 
     @property
     def _config_fields(self) -> dict[str, Any]:
         return get_head_config_fields(self.head, self.changes)
 
-    def _random_tokens(self, generator: torch.Generator, *shape: int) -> Tensor:
+    def _make_random_tokens(self, generator: torch.Generator, *shape: int) -> Tensor:
         return torch.randint(FIRST_TOKEN, self.vocab_size, shape, generator=generator)
 
-    def _random_labels(self, generator: torch.Generator, ids: Tensor) -> dict[str, Tensor]:
+    def _make_random_labels(self, generator: torch.Generator, ids: Tensor) -> dict[str, Tensor]:
         classes = torch.randint(self.num_labels, (self.batch,), generator=generator)
-        per_token = self._random_tokens(generator, self.batch, self.sequence)
+        per_token = self._make_random_tokens(generator, self.batch, self.sequence)
         per_token[:, :3] = -100
         starts = torch.randint(self.sequence - 2, (self.batch,), generator=generator)
         head = self.head
@@ -396,15 +398,15 @@ class RandomBatches:
         if head.endswith("ForQuestionAnswering"):
             return {"start_positions": starts, "end_positions": (starts + 1).clamp(max=self.sequence - 1)}
         if head.endswith(("ForMultipleChoice", "DoubleHeadsModel")):
-            return self._multiple_choice_batch(generator, classes % 2)
+            return self._make_multiple_choice_batch(generator, classes % 2)
         if head == "T5Model":
-            return {"decoder_input_ids": self._random_tokens(generator, self.batch, self.sequence - 4)}
+            return {"decoder_input_ids": self._make_random_tokens(generator, self.batch, self.sequence - 4)}
         if head == "T5ForConditionalGeneration":
             return {"labels": per_token[:, : self.sequence - 4].contiguous()}
         return {} if head.endswith(("Model", "EncoderModel")) and "LMHead" not in head else {"labels": per_token}
 
-    def _multiple_choice_batch(self, generator: torch.Generator, choice: Tensor) -> dict[str, Tensor]:
-        ids = self._random_tokens(generator, self.batch, 2, self.sequence)
+    def _make_multiple_choice_batch(self, generator: torch.Generator, choice: Tensor) -> dict[str, Tensor]:
+        ids = self._make_random_tokens(generator, self.batch, 2, self.sequence)
         if self.head.endswith("ForMultipleChoice"):
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": choice}
         labels = ids.clone()
@@ -416,7 +418,7 @@ class RandomBatches:
         }  # fmt: skip
 
 
-def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+def compute_model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """Return the loss of a model, or, without a loss, the mean squared distance of its outputs from a cosine curve.
 
     The cosine is the same in every row, so the loss of a batch is the mean of the losses of its shards. It is not
@@ -428,7 +430,7 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     output = model(**batch)
     losses = [x for x in (getattr(output, "loss", None), getattr(output, "mc_loss", None)) if x is not None]
     outputs = _iterate_float_outputs(output) if isinstance(output, Mapping) else iter(())
-    distances = losses or [_compute_mse_to_cosine(x) for x in _unique_tensors(outputs)]
+    distances = losses or [_compute_mse_to_cosine(x) for x in _remove_duplicate_tensors(outputs)]
     if not distances:
         raise ConfigError(
             f"{type(model).__name__} returned no loss: its output, a {type(output).__name__}, has no field 'loss'.",
@@ -437,17 +439,20 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return torch.stack([x.double() for x in distances]).sum()
 
 
-def averages_loss_over_samples(head: str) -> bool:
-    """Return whether ``model_loss`` averages over samples instead of labels for a head class.
+def averages_loss_over_samples(head_class: str) -> bool:
+    """Return whether ``compute_model_loss`` averages over samples instead of labels for a head class.
 
     The losses of micro-batches must then be weighted by ``num_samples``.
     """
-    if head.endswith(("LMHeadModel", "DoubleHeadsModel")) or head in ("BeitForMaskedImageModeling", "Blip2Model"):
+    if head_class.endswith(("LMHeadModel", "DoubleHeadsModel")) or head_class in (
+        "BeitForMaskedImageModeling",
+        "Blip2Model",
+    ):
         return False
-    return head.endswith(("Model", "Backbone", "WithProjection", "TextRetrieval", "MaskedImageModeling"))
+    return head_class.endswith(("Model", "Backbone", "WithProjection", "TextRetrieval", "MaskedImageModeling"))
 
 
-def num_samples(batch: Mapping[str, Any]) -> float:
+def count_samples(batch: Mapping[str, Any]) -> float:
     """Return the number of samples in a batch, by which its mean loss is weighted."""
     return float(next(v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim() > 0))
 
@@ -465,7 +470,7 @@ def _iterate_float_outputs(output: Any) -> Iterator[Tensor]:
             yield from _iterate_float_outputs(value)
 
 
-def _unique_tensors(tensors: Iterator[Tensor]) -> list[Tensor]:
+def _remove_duplicate_tensors(tensors: Iterator[Tensor]) -> list[Tensor]:
     """Remove tensors that share memory with an earlier tensor, such as the transpose of the logits."""
     found: dict[tuple[int, int], Tensor] = {}
     for tensor in tensors:
@@ -493,19 +498,19 @@ STACKS: Mapping[str, int] = MappingProxyType(
 """Number of layer stacks in a head, if it is not one."""
 
 
-def round_up_to_supported_depth(family: str, head: str, layers: int) -> int:
+def round_up_to_supported_depth(family: str, head_class: str, num_layers: int) -> int:
     """Round a number of layers up to a depth that the small model of a family supports."""
-    stacks = STACKS.get(head, 1)
-    least = {"swin": 3, "swinv2": 3}.get(family, 4 if head == "BeitForSemanticSegmentation" else 2)
-    each = max(least, -(-layers // stacks))
+    stacks = STACKS.get(head_class, 1)
+    least = {"swin": 3, "swinv2": 3}.get(family, 4 if head_class == "BeitForSemanticSegmentation" else 2)
+    each = max(least, -(-num_layers // stacks))
     return stacks * (each + each % 2 if family == "gpt_neo" else each)
 
 
-def get_depth_config_fields(family: str, head: str, layers: int) -> dict[str, Any]:
-    """Return the config fields for a small model of a family with at least ``layers`` layers in total."""
-    each = round_up_to_supported_depth(family, head, layers) // STACKS.get(head, 1)
+def get_depth_config_fields(family: str, head_class: str, min_layers: int) -> dict[str, Any]:
+    """Return the config fields for a small model of a family with at least ``min_layers`` layers in total."""
+    each = round_up_to_supported_depth(family, head_class, min_layers) // STACKS.get(head_class, 1)
     if family in ("sam", "blip-2"):
-        settings = {**SMALL_CONFIGS[family], **HEAD_CONFIG.get(head, {})}
+        settings = {**SMALL_CONFIGS[family], **HEAD_CONFIG.get(head_class, {})}
         return {part: {**settings[part], "num_hidden_layers": each} for part in _SUBMODEL_CONFIGS if part in settings}
     if family == "t5":
         return {"num_layers": each, "num_decoder_layers": each}
@@ -522,7 +527,7 @@ LIBRARIES: dict[str, str] = {}
 """Family -> the module with its classes and ``config(changes)``, for families that transformers does not have."""
 
 
-def register_family(family: str, module: str, heads: tuple[str, ...], *, num_layers: str) -> None:
+def register_small_model_family(family: str, module: str, heads: tuple[str, ...], *, num_layers: str) -> None:
     """Register a small model for a family that is not in transformers. Importing ``module`` must call this function.
 
     Args:
@@ -537,7 +542,7 @@ def register_family(family: str, module: str, heads: tuple[str, ...], *, num_lay
 
 
 @dataclass(frozen=True)
-class SmallModel:
+class SmallModelFactory:
     """Picklable function that builds a small model of a family with random weights.
 
     Args:
@@ -552,18 +557,20 @@ class SmallModel:
     library: str = field(init=False, default="transformers")
 
     def __post_init__(self) -> None:
-        check_choice("SmallModel.family", self.family, SMALL_CONFIGS)
+        check_choice("SmallModelFactory.family", self.family, SMALL_CONFIGS)
         object.__setattr__(self, "library", LIBRARIES.get(self.family, self.library))
 
     @property
     def head_class(self) -> str:
         return self.head or DEFAULT_HEAD[self.family]
 
-    def deeper(self, layers: int) -> SmallModel:
-        """Return a copy of this function that builds a model with at least ``layers`` layers."""
-        return replace(self, changes={**self.changes, **get_depth_config_fields(self.family, self.head_class, layers)})
+    def with_min_layers(self, min_layers: int) -> SmallModelFactory:
+        """Return a copy of this function that builds a model with at least ``min_layers`` layers."""
+        return replace(
+            self, changes={**self.changes, **get_depth_config_fields(self.family, self.head_class, min_layers)}
+        )
 
-    def config(self) -> Any:
+    def get_config(self) -> Any:
         """Return the transformers config for the head class. For a submodel, return the submodel's own config."""
         if self.library != "transformers":
             return import_module(self.library).config(self.changes)
@@ -576,7 +583,7 @@ class SmallModel:
 
     def __call__(self) -> nn.Module:
         with _IMPORT_LOCK:
-            config, kind = self.config(), getattr(import_module(self.library), self.head_class)
+            config, kind = self.get_config(), getattr(import_module(self.library), self.head_class)
         model: nn.Module = kind(config)
         _randomize_zero_parameters(model)
         return model

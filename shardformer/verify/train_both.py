@@ -18,7 +18,7 @@ from shardformer.comm.collectives import all_gather_objects, all_reduce, gather_
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.config import STAGE_FIELDS, ShardConfig
 from shardformer.discovery.reduced_model import disable_dropout
-from shardformer.errors import ConfigError, InputError, ShardFormerError, check_int, check_names, get_first_line
+from shardformer.errors import ConfigError, InputError, ShardFormerError, check_int, check_names, get_first_message_line
 from shardformer.gradient_accumulation.micro_batch_loss import LossWeight
 from shardformer.gradient_accumulation.micro_batches import (
     compute_micro_batch_sizes,
@@ -28,7 +28,7 @@ from shardformer.gradient_accumulation.micro_batches import (
 )
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
-from shardformer.layout.sharding_metadata import get_metadata, shard_specs
+from shardformer.layout.sharding_metadata import get_metadata, get_shard_specs
 from shardformer.mesh.parallel_context import ParallelContext, reshape_sequence_axis, reshape_tensor_axis
 from shardformer.mesh.rank_grid import AXES, count_ranks
 from shardformer.mesh.tensor_grid import TensorGrid, reshape_tensor_axis_by_mode
@@ -38,7 +38,7 @@ from shardformer.pipeline.schedules import make_schedule
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies.policy import Policy
 from shardformer.random_state import seed_random
-from shardformer.shard_model_api import shard_in_place
+from shardformer.shard_model_api import shard_model_in_place
 from shardformer.torch_compat import TorchDispatchMode, schema_of
 from shardformer.torch_patches import Patch, Undo, replace_attribute, temporary_patch
 from shardformer.training.data_loader import move_to_device
@@ -63,13 +63,13 @@ BACKWARD_FUNCTIONS = (Tensor.backward, torch.autograd.backward, torch.autograd.g
 UNITS = 4  # maximum random error of an operation, in units in the last place
 
 
-class ForceFp64(TorchFunctionMode):
+class ForceFp64Mode(TorchFunctionMode):
     """Torch function mode that turns casts to a lower precision into casts to fp64, such as in the norm of LLaMA."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in BACKWARD_FUNCTIONS:
-            return self._backward(func, args, kwargs)
+            return self._run_backward_in_mode(func, args, kwargs)
         wide_args = [WIDE.get(a, a) if isinstance(a, torch.dtype) else a for a in args]
         wide_kwargs = {k: WIDE.get(v, v) if isinstance(v, torch.dtype) else v for k, v in kwargs.items()}
         out = WIDE.get(func, func)(*wide_args, **wide_kwargs)
@@ -77,7 +77,7 @@ class ForceFp64(TorchFunctionMode):
             return args[0].to(out.device)
         return out
 
-    def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_backward_in_mode(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a backward pass in this mode, so that activation checkpointing recomputes the forward pass in fp64."""
         before, _CURRENT.mode = _CURRENT.mode, self
         try:
@@ -87,11 +87,11 @@ class ForceFp64(TorchFunctionMode):
             _CURRENT.mode = before
 
 
-class _CurrentMode(threading.local):
-    mode: ForceFp64 | None = None  # of the backward pass that this thread runs
+class _ThreadLocalFp64Mode(threading.local):
+    mode: ForceFp64Mode | None = None  # of the backward pass that this thread runs
 
 
-_CURRENT = _CurrentMode()
+_CURRENT = _ThreadLocalFp64Mode()
 ENGINE = "_engine_run_backward"
 BACKWARD_PATCH = Patch(
     f"torch.autograd.{ENGINE}",
@@ -101,7 +101,7 @@ BACKWARD_PATCH = Patch(
 
 
 def _patch_backward() -> Undo:
-    """Patch autograd to run each backward pass in the ``ForceFp64`` mode of the thread that started it."""
+    """Patch autograd to run each backward pass in the ``ForceFp64Mode`` mode of the thread that started it."""
     original = getattr(torch.autograd, ENGINE)
 
     @wraps(original)
@@ -112,7 +112,7 @@ def _patch_backward() -> Undo:
     return replace_attribute(torch.autograd, ENGINE, run)
 
 
-class RandomRounding(TorchDispatchMode):
+class RandomRoundingMode(TorchDispatchMode):
     """Torch dispatch mode that adds random rounding errors to each operation's result, to estimate rounding noise.
 
     A sum whose terms cancel then varies by the rounding of its terms (Monte Carlo arithmetic, Parker 1997).
@@ -138,7 +138,7 @@ class RandomRounding(TorchDispatchMode):
             tensor.addcmul_(tensor, error, value=UNITS * torch.finfo(tensor.dtype).eps)
 
 
-def check_batch(job: VerifyJob) -> None:
+def check_batch_is_splittable(job: VerifyJob) -> None:
     """Raise ConfigError if the first batch cannot be split over data-parallel ranks and micro-batches.
 
     Errors of ``batch_fn`` are not raised here but in the workers.
@@ -147,7 +147,7 @@ def check_batch(job: VerifyJob) -> None:
         batch = job.batch_fn(0)
     except Exception:
         return
-    _split_micro_batches(job, get_rank_batch(job, batch, 0, job.data))
+    _split_into_micro_batches(job, get_rank_batch(job, batch, 0, job.data))
 
 
 def get_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, num_shards: int) -> dict[str, Any]:
@@ -163,18 +163,22 @@ def get_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, num_shar
             f"data={num_shards} does not divide the batch of {size} samples.",
             remedy=f"Return a multiple of {num_shards} samples from batch_fn.",
         )
-    part = split_batch(batch, [size // num_shards] * num_shards, ids=job.ids)[rank]
+    part = split_batch(batch, [size // num_shards] * num_shards, media_token_ids=job.ids)[rank]
     floats = {name: x for name, x in part.items() if isinstance(x, Tensor) and x.is_floating_point()}
     return {**part, **{name: x.to(job.compute_dtype) for name, x in floats.items()}}
 
 
 def check_samples_are_independent(job: VerifyJob, model: nn.Module) -> None:
     """Raise ConfigError if a batch is split although the model compares the samples of a batch with each other."""
-    reference = get_rank_batch(job, job.batch_fn(0), 0, job.num_parts)
+    reference = get_rank_batch(job, job.batch_fn(0), 0, job.num_reference_shards)
     part = get_rank_batch(job, job.batch_fn(0), 0, job.data)
     for larger, smaller, remedy in (
         (reference, part, "Set average_loss_over='ranks' (--average-loss-over ranks), or use one data rank"),
-        (part, _split_micro_batches(job, part)[0], "Use one micro-batch (--micro-batches 1), or data ranks (--data 2)"),
+        (
+            part,
+            _split_into_micro_batches(job, part)[0],
+            "Use one micro-batch (--micro-batches 1), or data ranks (--data 2)",
+        ),
     ):
         if get_batch_size(smaller) < get_batch_size(larger):
             for name in _find_pairwise_outputs(model, larger, smaller):
@@ -186,24 +190,30 @@ def check_samples_are_independent(job: VerifyJob, model: nn.Module) -> None:
                 )
 
 
-def _find_pairwise_outputs(model: nn.Module, larger: Mapping[str, Any], smaller: Mapping[str, Any]) -> Iterator[str]:
+def _find_pairwise_outputs(
+    model: nn.Module, larger_batch: Mapping[str, Any], smaller_batch: Mapping[str, Any]
+) -> Iterator[str]:
     """Yield the names of model outputs with one row and one column per sample, which contrastive models return."""
     try:
         with torch.no_grad():
-            both = [model(**filter_forward_arguments(batch, model)) for batch in (larger, smaller)]
+            both = [model(**filter_forward_arguments(batch, model)) for batch in (larger_batch, smaller_batch)]
     except Exception:  # a loss_fn calls the model in another way
         return
     if all(isinstance(output, Mapping) for output in both):
         for name in both[0].keys() & both[1].keys():
             shapes = [tuple(x.shape) if isinstance(x := output[name], Tensor) else () for output in both]
-            if shapes == [(get_batch_size(batch),) * 2 for batch in (larger, smaller)]:
+            if shapes == [(get_batch_size(batch),) * 2 for batch in (larger_batch, smaller_batch)]:
                 yield name
 
 
-def _split_micro_batches(job: VerifyJob, part: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _split_into_micro_batches(job: VerifyJob, rank_batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     if job.pipeline is None:
-        return [dict(part)]
-    return split_batch(part, compute_micro_batch_sizes(get_batch_size(part), job.pipeline.num_parts, None), ids=job.ids)
+        return [dict(rank_batch)]
+    return split_batch(
+        rank_batch,
+        compute_micro_batch_sizes(get_batch_size(rank_batch), job.pipeline.num_micro_batches, None),
+        media_token_ids=job.ids,
+    )
 
 
 class PrecomputedForward(nn.Module):
@@ -234,7 +244,7 @@ LossFn = Callable[[Any, Mapping[str, Any]], Tensor]
 
 
 @dataclass
-class LossFunction:
+class UserLossFunction:
     """Calls a user's ``loss_fn`` with the arguments that it accepts, (output, batch) or (model, batch).
 
     The first call tries both, and one of them raises an error. Errors of this package are not caught.
@@ -245,14 +255,19 @@ class LossFunction:
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         if self.takes_model is not None:
-            return self._call(model if self.takes_model else model(**filter_forward_arguments(batch, model)), batch)
+            return self._call_function(
+                model if self.takes_model else model(**filter_forward_arguments(batch, model)), batch
+            )
         try:
-            loss, self.takes_model = self._call(model, batch), True
+            loss, self.takes_model = self._call_function(model, batch), True
         except ShardFormerError:
             raise
         except Exception as error:
             try:
-                loss, self.takes_model = self._call(model(**filter_forward_arguments(batch, model)), batch), False
+                loss, self.takes_model = (
+                    self._call_function(model(**filter_forward_arguments(batch, model)), batch),
+                    False,
+                )
             except ShardFormerError:
                 raise
             except Exception as other:
@@ -264,15 +279,15 @@ class LossFunction:
                 ) from other
         return loss
 
-    def _call(self, first: Any, batch: Mapping[str, Any]) -> Tensor:
-        loss = self.function(first, batch)
+    def _call_function(self, model_or_output: Any, batch: Mapping[str, Any]) -> Tensor:
+        loss = self.function(model_or_output, batch)
         if not isinstance(loss, Tensor):
             raise TypeError(f"the function returned a {type(loss).__name__} instead of a tensor")
         return loss
 
 
 def _describe_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {get_first_line(error)}"
+    return f"{type(error).__name__}: {get_first_message_line(error)}"
 
 
 MAX_NORM = 1.0
@@ -296,23 +311,23 @@ class VerifyPipeline:
     loss_weight: LossWeight | None = None
 
     @property
-    def num_parts(self) -> int:
+    def num_micro_batches(self) -> int:
         """Number of micro-batches per batch."""
         return self.pipe if self.micro_batches is None else self.micro_batches
 
-    def stage_manager(self, context: ParallelContext | None = None) -> PipelineStageManager:
+    def create_stage_manager(self, context: ParallelContext | None = None) -> PipelineStageManager:
         """Create the pipeline stage manager. If ``context`` is None, no process groups are created."""
         rule = "VerifyPipeline(stages=) takes the options of PipelineStageManager"
         check_names(self.stages, ("schedule", *STAGE_FIELDS), "There is no option", rule)
         make_schedule(
-            self.stages.get("schedule", "1f1b"), self.pipe, self.num_parts, self.stages.get("num_model_chunks")
+            self.stages.get("schedule", "1f1b"), self.pipe, self.num_micro_batches, self.stages.get("num_model_chunks")
         )
         return PipelineStageManager(context or ParallelContext.of({"pipe": self.pipe}), **self.stages)
 
     def __str__(self) -> str:
         formats = {"schedule": "{}", "num_model_chunks": "{} chunks"}
         options = [formats.get(name, f"{name}={{}}").format(value) for name, value in self.stages.items()]
-        parts = "1 micro-batch" if self.num_parts == 1 else f"{self.num_parts} micro-batches"
+        parts = "1 micro-batch" if self.num_micro_batches == 1 else f"{self.num_micro_batches} micro-batches"
         return ", ".join([*options, parts])
 
 
@@ -339,8 +354,8 @@ class VerifyJob:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.loss_fn is not None and not isinstance(self.loss_fn, LossFunction):
-            object.__setattr__(self, "loss_fn", LossFunction(self.loss_fn))
+        if self.loss_fn is not None and not isinstance(self.loss_fn, UserLossFunction):
+            object.__setattr__(self, "loss_fn", UserLossFunction(self.loss_fn))
         if self.pipe > 1 and (count := self.training.gradient_accumulation_steps) > 1:
             raise ConfigError(
                 f"gradient_accumulation_steps={count} does not work with pipe={self.pipe}.",
@@ -349,7 +364,7 @@ class VerifyJob:
         for name in ("tensor", "pipe", "data", "steps"):
             check_int(name, getattr(self, name))
 
-    def example(self) -> Mapping[str, Any]:
+    def get_first_batch(self) -> Mapping[str, Any]:
         """Return the first batch. A policy is derived from this batch if no inputs for the model can be generated."""
         return self.batch_fn(0)
 
@@ -359,7 +374,7 @@ class VerifyJob:
         return self.training.dtype or self.dtype
 
     @property
-    def bounds(self) -> Tolerances:
+    def tolerances(self) -> Tolerances:
         return get_tolerances(self.dtype) if self.training.dtype is None else get_16_bit_tolerances(self.training.dtype)
 
     @property
@@ -367,7 +382,7 @@ class VerifyJob:
         return 1 if self.pipeline is None else self.pipeline.pipe
 
     @property
-    def num_parts(self) -> int:
+    def num_reference_shards(self) -> int:
         """Number of shards into which a batch is split to compute the loss of the unsharded model."""
         return 1 if self.average_loss_over == "tokens" else self.data
 
@@ -390,7 +405,7 @@ class TrainingTrace:
     collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def run_job(job: VerifyJob) -> tuple[TrainingTrace | None, TrainingTrace, str, str]:
+def train_both_models(job: VerifyJob) -> tuple[TrainingTrace | None, TrainingTrace, str, str]:
     """Train the unsharded model on rank 0 and the sharded model on all ranks.
 
     Returns the traces of both models, the name of the model, and a description of the layout.
@@ -406,17 +421,17 @@ def run_job(job: VerifyJob) -> tuple[TrainingTrace | None, TrainingTrace, str, s
     layout = [str(context), *([str(job.pipeline)] if job.pipeline is not None else [])]
     mode = job.config.get("tensor_parallel_mode", "1d")
     layout += [str(TensorGrid.of(reshape_tensor_axis_by_mode(context, mode), mode))] if mode != "1d" else []
-    layout += ["reference loss over the full batch"] if job.num_parts < job.data else []
+    layout += ["reference loss over the full batch"] if job.num_reference_shards < job.data else []
     layout += [str(job.training)] if job.training.zero_stage is not None else []
     return plain, sharded, name, ", ".join(layout)
 
 
-def build(job: VerifyJob) -> nn.Module:
+def build_verified_model(job: VerifyJob) -> nn.Module:
     torch.manual_seed(0)
     dtype = torch.float32 if job.training.dtype is not None else job.dtype
     model = ensure_training_mode(job.model_fn().to(torch.device(job.device), dtype))
     disable_dropout(model)
-    job.training.freeze(model)
+    job.training.freeze_matching_params(model)
     config: Any = getattr(model, "config", None)
     if job.compute_dtype == torch.float64 and getattr(config, "_experts_implementation", None):
         config._experts_implementation = "eager"  # the other implementations do not compute in fp64
@@ -441,19 +456,19 @@ def _compute_loss(job: VerifyJob, model: nn.Module, batch: Mapping[str, Any]) ->
 
 
 def _compute_seeded_loss(
-    job: VerifyJob, model: nn.Module, part: Mapping[str, Any], step: int, rank: int, seed: int = 0
+    job: VerifyJob, model: nn.Module, rank_batch: Mapping[str, Any], step: int, rank: int, seed: int = 0
 ) -> Tensor:
     """Compute the loss with a seed for the step and the data rank, so that both models use the same random numbers."""
     seed_random(1 + step * job.data + rank + seed * 2**31)
-    return _compute_loss(job, model, part)
+    return _compute_loss(job, model, rank_batch)
 
 
 def _get_precision_context(job: VerifyJob) -> AbstractContextManager[Any]:
-    return ForceFp64() if job.compute_dtype == torch.float64 else nullcontext()
+    return ForceFp64Mode() if job.compute_dtype == torch.float64 else nullcontext()
 
 
 def _train_unsharded(job: VerifyJob) -> TrainingTrace:
-    model, trace = build(job), TrainingTrace()
+    model, trace = build_verified_model(job), TrainingTrace()
     optimizer = ReferenceOptimizers(model, job.training)
     _check_loss_is_reproducible(job, model)
     check_samples_are_independent(job, model)
@@ -478,7 +493,7 @@ def _record_backward(job: VerifyJob, model: nn.Module, step: int, trace: Trainin
 
     with _get_precision_context(job):
         loss = _compute_unsharded_loss(job, model, step)
-        rounded = [gradients(RandomRounding(seed)) for seed in range(step, step + DRAWS, job.steps)]
+        rounded = [gradients(RandomRoundingMode(seed)) for seed in range(step, step + DRAWS, job.steps)]
         grads = gradients(nullcontext())
     for name, grad in grads.items():
         for other in (r[name] for r in rounded):
@@ -492,18 +507,18 @@ def _compute_unsharded_loss(job: VerifyJob, model: nn.Module, step: int, seed: i
     losses = []
     for backward in job.training.get_accumulation_indices(step):
         batch = job.batch_fn(backward)
-        for rank in range(job.num_parts):
-            part = move_to_device(get_rank_batch(job, batch, rank, job.num_parts), torch.device(job.device))
+        for rank in range(job.num_reference_shards):
+            part = move_to_device(get_rank_batch(job, batch, rank, job.num_reference_shards), torch.device(job.device))
             losses.append(_compute_seeded_loss(job, model, part, backward, rank, seed).double())
     return torch.stack(losses).mean()
 
 
 def _check_loss_is_reproducible(job: VerifyJob, model: nn.Module) -> None:
     """Raise ConfigError if the model uses random numbers, so that the loss changes when it is computed again."""
-    draws_anew = job.pipeline is not None or job.num_parts < job.data
+    draws_anew = job.pipeline is not None or job.num_reference_shards < job.data
     with torch.no_grad(), _get_precision_context(job):
         first, second = (float(_compute_unsharded_loss(job, model, 0, seed)) for seed in (0, int(draws_anew)))
-    if abs(first - second) > job.bounds.loss * abs(first):
+    if abs(first - second) > job.tolerances.loss * abs(first):
         raise ConfigError(
             f"The loss of the first batch is {first:.6g}, but {second:.6g} when it is computed again.",
             rule="Micro-batches, and data ranks with a reference over the full batch, draw different random numbers"
@@ -514,13 +529,15 @@ def _check_loss_is_reproducible(job: VerifyJob, model: nn.Module) -> None:
 
 
 def _train_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrace, str]:
-    model, trace = build(job), TrainingTrace()
+    model, trace = build_verified_model(job), TrainingTrace()
     options = {"check_consistency": False, **job.config}  # the comparison itself reports divergence
     name = type(model).__name__
     if job.pipeline is not None:
-        options["pipeline_stage_manager"] = job.pipeline.stage_manager(context)
-    model, _ = shard_in_place(model, ShardConfig(context=context, **options), job.policy, example=job.example)
-    job.training.enable_checkpointing(model)
+        options["pipeline_stage_manager"] = job.pipeline.create_stage_manager(context)
+    model, _ = shard_model_in_place(
+        model, ShardConfig(context=context, **options), job.policy, get_example_batch=job.get_first_batch
+    )
+    job.training.enable_activation_checkpointing(model)
     optimizer: Any = make_verify_optimizers(model.parameters(), job.training)
     optimizer = (
         optimizer[0]
@@ -574,9 +591,9 @@ def _get_full_gradient(optimizer: Any, name: str, param: Tensor) -> Tensor | Non
 
 
 def _forward_backward(
-    job: VerifyJob, model: nn.Module, optimizer: Any, part: Mapping[str, Any], step: int, data_rank: int
+    job: VerifyJob, model: nn.Module, optimizer: Any, rank_batch: Mapping[str, Any], step: int, data_rank: int
 ) -> Tensor:
-    loss = _compute_seeded_loss(job, model, part, step, data_rank).double()
+    loss = _compute_seeded_loss(job, model, rank_batch, step, data_rank).double()
     share = loss / job.training.gradient_accumulation_steps
     optimizer.backward(share) if isinstance(optimizer, ZeroOptimizer) else share.backward()
     return loss
@@ -606,9 +623,9 @@ def _gather_full_tensors(
     model: nn.Module, context: ParallelContext, local_tensors: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor | None]:
     """Gather full tensors from all ranks and pipeline stages by name. Tied tensors that differ become NaN."""
-    specs, state = shard_specs(model), get_metadata(model)
+    specs, state = get_shard_specs(model), get_metadata(model)
     present = [(name, t) for name, t in local_tensors.items() if t is not None]
-    gathered = gather_full_tensors([t for _, t in present], [specs[name] for name, _ in present], state.axis)
+    gathered = gather_full_tensors([t for _, t in present], [specs[name] for name, _ in present], state.get_axis)
     full = {**local_tensors, **{name: x.cpu() for (name, _), x in zip(present, gathered, strict=True)}}
     stages = state.stages
     if stages is None or context.pipe.size == 1:

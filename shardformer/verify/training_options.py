@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardformer.errors import ConfigError, check_choice, check_int, did_you_mean
+from shardformer.errors import ConfigError, check_choice, check_int, suggest_similar_names
 from shardformer.offload.host import OffloadConfig
 from shardformer.pipeline.schedules import LOSS_AVERAGES
-from shardformer.public_names import renamed_arguments
+from shardformer.public_names import deprecate_renamed_arguments
 from shardformer.tensor_parallel.parallel_module import accept_fp32_inputs
 from shardformer.zero.config import ZERO_STAGES
 from shardformer.zero.mixed_precision import LossScale, MixedPrecision
@@ -36,7 +36,9 @@ RENAMED_ARGUMENTS = {
 }
 
 
-@renamed_arguments(RENAMED_ARGUMENTS, {"average_loss_over": {"parts": "ranks", "whole": "tokens"}}, RENAMED_ARGUMENTS)
+@deprecate_renamed_arguments(
+    RENAMED_ARGUMENTS, {"average_loss_over": {"parts": "ranks", "whole": "tokens"}}, RENAMED_ARGUMENTS
+)
 @dataclass(frozen=True)
 class VerifyTraining:
     """Training options of ``verify``: optimizer, ZeRO stage, precision and gradient accumulation.
@@ -92,7 +94,7 @@ class VerifyTraining:
         """Return the indices of the backward passes in a step, counted from the first backward pass of training."""
         return range(step * self.gradient_accumulation_steps, (step + 1) * self.gradient_accumulation_steps)
 
-    def freeze(self, model: nn.Module) -> None:
+    def freeze_matching_params(self, model: nn.Module) -> None:
         """Freeze the parameters of a model that match ``frozen_pattern``. Raises ConfigError if none matches."""
         names = [
             name
@@ -103,12 +105,12 @@ class VerifyTraining:
             raise ConfigError(
                 f"frozen={self.frozen_pattern!r} matches no parameter of {type(model).__name__}.",
                 rule="The regular expression must match the full name of a parameter.",
-                remedy=did_you_mean(self.frozen_pattern, [name for name, _ in model.named_parameters()]),
+                remedy=suggest_similar_names(self.frozen_pattern, [name for name, _ in model.named_parameters()]),
             )
         for name in names:
             model.get_parameter(name).requires_grad_(False)
 
-    def enable_checkpointing(self, model: Any) -> None:
+    def enable_activation_checkpointing(self, model: Any) -> None:
         """Enable activation checkpointing if it is configured. Raises ConfigError if the model does not support it."""
         if self.activation_checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
             raise ConfigError(
@@ -135,7 +137,7 @@ class VerifyTraining:
         return {"stage": self.zero_stage, "precision": kept, "offload": self.offload}
 
     @property
-    def is_adaptive(self) -> bool:
+    def uses_adaptive_optimizer(self) -> bool:
         return self.optimizer not in ("SGD", "ASGD", "LARS")
 
     def __str__(self) -> str:
@@ -188,7 +190,7 @@ def make_verify_optimizers(params: Iterable[nn.Parameter], training: VerifyTrain
         return [torch.optim.SGD([{"params": trainable}], lr=LEARNING_RATE, momentum=0.9)]
     kind, rate = (
         _get_optimizer_classes()[training.optimizer],
-        LEARNING_RATE if not training.is_adaptive else LEARNING_RATE / 50,
+        LEARNING_RATE if not training.uses_adaptive_optimizer else LEARNING_RATE / 50,
     )
     settings = {"momentum": 0.9} if training.optimizer in ("SGD", "LARS") else {}
     matrices, rest = [p for p in trainable if p.dim() == 2], [p for p in trainable if p.dim() != 2]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, ShardFormerError, WorkerError, check_names, is_traceback_enabled
 from shardformer.gradient_accumulation.micro_batches import get_special_token_ids
-from shardformer.layout.tied_tensors import max_difference
+from shardformer.layout.tied_tensors import max_abs_difference
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.local_ranks.worker_process import RemoteCall
 from shardformer.mesh.parallel_context import ParallelContext, reshape_tensor_axis
@@ -31,7 +31,7 @@ from shardformer.pipeline.stage_manager import PipelineStageManager, partition_m
 from shardformer.policies.policy import Policy
 from shardformer.shard_model_api import resolve_policy
 from shardformer.sharding.checks import check_can_be_sharded, make_checked_plan
-from shardformer.verify.report import Difference, Report, Tolerances, get_tolerances
+from shardformer.verify.report import LargestDifference, Report, Tolerances, get_tolerances
 from shardformer.verify.train_both import (
     MAX_NORM,
     BatchFn,
@@ -40,13 +40,13 @@ from shardformer.verify.train_both import (
     TrainingTrace,
     VerifyJob,
     VerifyPipeline,
-    check_batch,
-    run_job,
+    check_batch_is_splittable,
+    train_both_models,
 )
 from shardformer.verify.training_options import ADAPTIVE_BOUND, LEARNING_RATE, VerifyTraining
 
 
-def check_layout(
+def check_policy_can_shard(
     model_fn: Callable[[], nn.Module],
     tensor: int | tuple[int, ...],
     policy: Policy | type[Policy] | None = None,
@@ -84,7 +84,9 @@ def check_layout(
         return getattr(model, "config", None)  # no policy is needed, or a rank finds the error
     # copied, because the original is pickled for the workers and must not hold this model
     own = policy if isinstance(policy, type) else deepcopy(policy)
-    chosen, _ = resolve_policy(model, own, tensor=ranks, may_run_copy=stages is not None, example=example)
+    chosen, _ = resolve_policy(
+        model, own, tensor_size=ranks, may_run_copy=stages is not None, get_example_batch=example
+    )
     context, mode = ParallelContext.of({"tensor": ranks}), (options or {}).get("tensor_parallel_mode", "1d")
     context = reshape_tensor_axis(context, tensor)
     config = ShardConfig(
@@ -96,20 +98,22 @@ def check_layout(
     return getattr(model, "config", None)
 
 
-NO_DIFFERENCE = Difference(0.0, "", -1.0)
+NO_DIFFERENCE = LargestDifference(0.0, "", -1.0)
 """Initial value. Any compared tensor replaces it, even an identical one, so that ``where`` is set."""
 
 NOISE_FACTOR = 4.0  # allowed multiple of the rounding noise, where the noise exceeds the tolerance
 
 
-def compare(job: VerifyJob, unsharded: TrainingTrace, sharded: TrainingTrace, name: str, layout: str) -> Report:
-    bounds = job.bounds
-    if job.training.is_adaptive and job.training.dtype is None:
+def compare_traces(
+    job: VerifyJob, unsharded: TrainingTrace, sharded: TrainingTrace, model_name: str, layout: str
+) -> Report:
+    bounds = job.tolerances
+    if job.training.uses_adaptive_optimizer and job.training.dtype is None:
         bounds = replace(bounds, loss=ADAPTIVE_BOUND, gradient=ADAPTIVE_BOUND)
-    loss = _worst_scalar_difference(unsharded.losses, sharded.losses, bounds.loss)
-    norm = _worst_scalar_difference(unsharded.norms, sharded.norms, bounds.gradient)
-    gradient, missing = _worst_gradient_difference(unsharded, sharded, bounds)
-    weight, gone = _worst_weight_difference(job, unsharded, sharded, bounds)
+    loss = _find_worst_scalar_difference(unsharded.losses, sharded.losses, bounds.loss)
+    norm = _find_worst_scalar_difference(unsharded.norms, sharded.norms, bounds.gradient)
+    gradient, missing = _find_worst_gradient_difference(unsharded, sharded, bounds)
+    weight, gone = _find_worst_weight_difference(job, unsharded, sharded, bounds)
     missing += [f"{name} (weight)" for name in gone]
     layout = ", ".join([layout, *(k.removeprefix("enable_") for k, v in job.config.items() if v is True)])
     dtype, losses = (
@@ -117,22 +121,22 @@ def compare(job: VerifyJob, unsharded: TrainingTrace, sharded: TrainingTrace, na
         list(zip(unsharded.losses, sharded.losses, strict=True)),
     )
     return Report(
-        name, layout, job.steps, dtype, bounds, loss, gradient, weight, norm, sharded.collectives, losses,
+        model_name, layout, job.steps, dtype, bounds, loss, gradient, weight, norm, sharded.collectives, losses,
         missing=missing,
     )  # fmt: skip
 
 
-def _worst_scalar_difference(unsharded: list[float], sharded: list[float], bound: float) -> Difference:
+def _find_worst_scalar_difference(unsharded: list[float], sharded: list[float], bound: float) -> LargestDifference:
     found = []
     for step, (a, b) in enumerate(zip(unsharded, sharded, strict=True)):
         relative = abs(a - b) / max(abs(a), 1e-30) if a == a and b == b else float("inf")
-        found.append(Difference(relative, f"step {step}", relative / bound))
+        found.append(LargestDifference(relative, f"step {step}", relative / bound))
     return max(found, key=lambda d: d.used)
 
 
-def _worst_gradient_difference(
+def _find_worst_gradient_difference(
     unsharded: TrainingTrace, sharded: TrainingTrace, bounds: Tolerances
-) -> tuple[Difference, list[str]]:
+) -> tuple[LargestDifference, list[str]]:
     worst, missing = NO_DIFFERENCE, []
     for step, (sharded_grads, plain_grads) in enumerate(zip(sharded.grads, unsharded.grads, strict=True)):
         largest = max((float(g.abs().max()) for g in plain_grads.values() if g is not None and g.numel()), default=0.0)
@@ -147,9 +151,9 @@ def _worst_gradient_difference(
     return worst, missing
 
 
-def _worst_weight_difference(
+def _find_worst_weight_difference(
     job: VerifyJob, unsharded: TrainingTrace, sharded: TrainingTrace, bounds: Tolerances
-) -> tuple[Difference, list[str]]:
+) -> tuple[LargestDifference, list[str]]:
     """Return the largest difference of a weight, relative to its change in training, and the missing weights."""
     worst = NO_DIFFERENCE
     gone = [
@@ -157,7 +161,7 @@ def _worst_weight_difference(
     ]
     steps = len(unsharded.losses)
     for name, after in unsharded.after.items():
-        if name in gone or (job.training.is_adaptive and _is_rounding_noise(unsharded, name)):
+        if name in gone or (job.training.uses_adaptive_optimizer and _is_gradient_rounding_noise(unsharded, name)):
             continue
         moved = after - unsharded.before[name]
         rounding = bounds.eps * float(after.abs().max()) if after.numel() else 0.0
@@ -167,27 +171,33 @@ def _worst_weight_difference(
     return worst, gone
 
 
-def _is_rounding_noise(unsharded: TrainingTrace, name: str) -> bool:
+def _is_gradient_rounding_noise(unsharded: TrainingTrace, name: str) -> bool:
     """Return whether a gradient is zero except for rounding errors, like that of the key bias in attention."""
     grads = [grad for step in unsharded.grads if (grad := step.get(name)) is not None and grad.numel()]
     return unsharded.noise.get(name, 0.0) > 1e-3 * max((float(grad.abs().max()) for grad in grads), default=0.0)
 
 
 def _update_worst_difference(
-    worst: Difference, expected: Tensor, actual: Tensor, reference: Tensor, bound: float, noise: float, location: str
-) -> Difference:
+    worst: LargestDifference,
+    expected: Tensor,
+    actual: Tensor,
+    reference: Tensor,
+    bound: float,
+    noise: float,
+    location: str,
+) -> LargestDifference:
     if expected.shape != actual.shape:
-        return Difference(
+        return LargestDifference(
             float("inf"), f"{location}: {tuple(actual.shape)} instead of {tuple(expected.shape)}", float("inf")
         )
     if not expected.numel():
         return worst
-    difference, magnitude = max_difference(expected, actual), float(reference.abs().max())
+    difference, magnitude = max_abs_difference(expected, actual), float(reference.abs().max())
     allowed = bound * magnitude + noise
     used = difference / allowed if allowed > 0 else (0.0 if difference == 0 else float("inf"))
     if used <= worst.used:
         return worst
-    return Difference(difference / max(magnitude, noise / bound, 1e-300), location, used)
+    return LargestDifference(difference / max(magnitude, noise / bound, 1e-300), location, used)
 
 
 NOTE_VARIABLE = "SHARDFORMER_UNGUARDED"
@@ -197,12 +207,12 @@ def check_main_guard() -> None:
     """Stop a worker process that calls ``verify`` again while it imports a script without a main guard."""
     if not getattr(process.current_process(), "_inheriting", False):
         return
-    place = _main_module_location()
+    place = _find_main_module_location()
     note = Path(os.environ.get(NOTE_VARIABLE, ""))
     if NOTE_VARIABLE in os.environ and note.parent.is_dir():
         note.write_text(place, encoding="utf-8")
         sys.exit(1)
-    raise _main_guard_error(place)
+    raise _make_main_guard_error(place)
 
 
 @contextmanager
@@ -216,7 +226,7 @@ def explain_missing_main_guard() -> Iterator[None]:
             yield
         except WorkerError:
             if note.exists():
-                raise _main_guard_error(note.read_text(encoding="utf-8")) from None
+                raise _make_main_guard_error(note.read_text(encoding="utf-8")) from None
             raise
         finally:
             os.environ.pop(NOTE_VARIABLE)
@@ -224,14 +234,14 @@ def explain_missing_main_guard() -> Iterator[None]:
                 os.environ[NOTE_VARIABLE] = before
 
 
-def _main_module_location() -> str:
+def _find_main_module_location() -> str:
     for frame, line in walk_stack(sys._getframe()):
         if frame.f_globals.get("__name__") == "__mp_main__" and frame.f_code.co_name == "<module>":
             return f"line {line} of {frame.f_code.co_filename}"
     return "the script"
 
 
-def _main_guard_error(location: str) -> ConfigError:
+def _make_main_guard_error(location: str) -> ConfigError:
     return ConfigError(
         f'verify() was called outside `if __name__ == "__main__":`, at {location}.',
         rule="verify starts processes that import the script, which would call verify again.",
@@ -286,11 +296,16 @@ def verify(
     job = VerifyJob(
         model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, options, pipeline, how, sequence, grid
     )
-    stages = None if pipeline is None else pipeline.stage_manager()
+    stages = None if pipeline is None else pipeline.create_stage_manager()
     start = time.perf_counter()
-    RemoteCall.of(run_job_and_report, (job,), {})  # raises if an argument cannot be pickled
-    job = replace(job, ids=get_special_token_ids(check_layout(model_fn, grid, policy, job.config, stages, job.example)))
-    check_batch(job)
+    RemoteCall.from_function(run_job_and_report, (job,), {})  # raises if an argument cannot be pickled
+    job = replace(
+        job,
+        ids=get_special_token_ids(
+            check_policy_can_shard(model_fn, grid, policy, job.config, stages, job.get_first_batch)
+        ),
+    )
+    check_batch_is_splittable(job)
     if pool is not None:
         report = _run_job_in_pool(pool, job)
     else:
@@ -323,7 +338,7 @@ def _parse_axis_sizes(tensor: int | Mapping[str, Any]) -> tuple[int | tuple[int,
 
 def _get_non_default_options(config: Mapping[str, Any] | ShardConfig | None) -> dict[str, Any]:
     if not isinstance(config, ShardConfig):
-        config = ShardConfig.of(config or {})
+        config = ShardConfig.from_options(config or {})
     if config.context is not None or config.tensor_parallel_process_group is not None:
         raise ConfigError(
             "The config passed to verify has a context or a process group.",
@@ -335,5 +350,5 @@ def _get_non_default_options(config: Mapping[str, Any] | ShardConfig | None) -> 
 
 def run_job_and_report(job: VerifyJob) -> Report | None:
     """Train both models on this worker, and return the report, or None if this is not the first worker."""
-    plain, sharded, name, layout = run_job(job)
-    return compare(job, plain, sharded, name, layout) if plain is not None else None
+    plain, sharded, name, layout = train_both_models(job)
+    return compare_traces(job, plain, sharded, name, layout) if plain is not None else None

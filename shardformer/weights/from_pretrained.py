@@ -17,12 +17,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardformer.errors import ConfigError, check_bool, get_first_line
+from shardformer.errors import ConfigError, check_bool, get_first_message_line
 from shardformer.meta_init.init_recipe import compute_values, get_deferred_storage
 from shardformer.meta_init.lazy_init import LazyLoading, wrap_methods_for_recording
 from shardformer.meta_init.materialization import NOTES
 from shardformer.meta_init.safetensors_source import load_lazy_tensors
-from shardformer.public_names import renamed_parameters
+from shardformer.public_names import deprecate_renamed_parameters
 from shardformer.transformers_compat import load_transformers
 
 HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -34,7 +34,7 @@ CONSENT = "trust_remote_code=True runs Python code from the model's folder"
 _one_at_a_time = Lock()  # transformers changes process-wide state while it loads
 
 
-@renamed_parameters({"kind": "model_class", "where": "pretrained_model_name_or_path"})
+@deprecate_renamed_parameters({"kind": "model_class", "where": "pretrained_model_name_or_path"})
 def from_pretrained(
     model_class: type[Any],
     pretrained_model_name_or_path: str | os.PathLike[str],
@@ -79,7 +79,7 @@ def from_pretrained(
     files = [load_lazy_tensors(path, all_bytes=all_bytes) for path in _find_weights_files(path_or_name, hub)]
     state = {key: tensor for file in files for key, tensor in file.items()}
     generation = _load_generation_config(path_or_name, hub)
-    with _one_at_a_time, _disable_loading_threads(), _quiet_transformers(), LazyLoading():
+    with _one_at_a_time, _disable_loading_threads(), _silence_transformers_logging(), LazyLoading():
         model, info = _load_model(
             model_class, path_or_name, config=config, state_dict=state, dtype=dtype, generation_config=generation
         )
@@ -125,7 +125,7 @@ def _load_config_and_class(
             )
         except Exception as error:  # the file and its fields may contain any value
             raise ConfigError(
-                f"transformers cannot read the config of {path_or_name!r}: {get_first_line(error)}.",
+                f"transformers cannot read the config of {path_or_name!r}: {get_first_message_line(error)}.",
                 remedy=f"Correct the path or name, or pass a config. {CONSENT}"
                 if auto
                 else "Correct the path or name, or pass a config",
@@ -150,7 +150,7 @@ def _load_config_and_class(
         except Exception as error:
             raise ConfigError(
                 f"transformers cannot build a {model_class.__name__} from the config of {path_or_name!r}: "
-                f"{get_first_line(error)}.",
+                f"{get_first_message_line(error)}.",
                 remedy=f"Correct config.json, or pass the class of the model. {CONSENT}.",
             ) from error
 
@@ -165,22 +165,23 @@ def _find_weights_files(path_or_name: str, hub_options: Mapping[str, Any]) -> li
             return [single]
         index = cached_file(path_or_name, WEIGHTS_INDEX_NAME, **quiet, **hub_options)
         if index is not None:
-            _check_index(path_or_name, index)
+            _check_safetensors_index(path_or_name, index)
             return list(get_checkpoint_shard_files(path_or_name, index, **hub_options)[0])
     except (OSError, ValueError, KeyError) as error:
-        raise _make_no_weights_error(path_or_name, get_first_line(error)) from error
+        raise _make_no_weights_error(path_or_name, get_first_message_line(error)) from error
     raise _make_no_weights_error(path_or_name, f"it has neither {SINGLE} nor {WEIGHTS_INDEX_NAME}")
 
 
-def _check_index(path_or_name: str, path: str) -> None:
+def _check_safetensors_index(path_or_name: str, index_path: str) -> None:
     """Raise ConfigError if an index of safetensors files is invalid, or refers to files outside its folder."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(index_path, encoding="utf-8") as file:
             index = json.load(file)
         names = list(index["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _make_no_weights_error(
-            path_or_name, f"{WEIGHTS_INDEX_NAME} is not a valid index ({type(error).__name__}: {get_first_line(error)})"
+            path_or_name,
+            f"{WEIGHTS_INDEX_NAME} is not a valid index ({type(error).__name__}: {get_first_message_line(error)})",
         ) from error
     for name in names:
         inside = isinstance(name, str) and not os.path.isabs(name) and ".." not in re.split(r"[/\\]", name)
@@ -223,7 +224,7 @@ def _disable_loading_threads() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def _silence_transformers_logging() -> Iterator[None]:
     """Hide transformers' progress bar, and its loading report on all ranks except the first."""
     from transformers.utils import logging
 
@@ -240,21 +241,25 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _check_loaded_weights(model: Any, path_or_name: str, info: Mapping[str, Any]) -> None:
-    if info["mismatched_keys"]:
-        name, saved, own = sorted(info["mismatched_keys"])[0]
+def _check_loaded_weights(model: Any, path_or_name: str, loading_info: Mapping[str, Any]) -> None:
+    if loading_info["mismatched_keys"]:
+        name, saved, own = sorted(loading_info["mismatched_keys"])[0]
         raise ConfigError(
             f"{name!r} has the shape {tuple(saved)} in {path_or_name!r}, but {tuple(own)} in this "
             f"{type(model).__name__}"
-            + (f". {len(info['mismatched_keys']) - 1} more shapes differ" if len(info["mismatched_keys"]) > 1 else ""),
+            + (
+                f". {len(loading_info['mismatched_keys']) - 1} more shapes differ"
+                if len(loading_info["mismatched_keys"]) > 1
+                else ""
+            ),
             remedy="Pass the config with which the weights were saved, or ignore_mismatched_sizes=True to initialize "
             "these weights randomly.",
         )
-    missing = set(info["missing_keys"])
+    missing = set(loading_info["missing_keys"])
     if not set(dict(model.named_parameters(remove_duplicate=False))) - missing:
         raise ConfigError(
             f"{path_or_name!r} has no weights for {type(model).__name__}: the model has {sorted(missing)[0]!r}, "
-            f"but the files have {min(info['unexpected_keys'], default='nothing')!r}.",
+            f"but the files have {min(loading_info['unexpected_keys'], default='nothing')!r}.",
             remedy="Pass the model class with which the weights were saved.",
         )
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix or " ") else ""
@@ -281,12 +286,16 @@ def _tie_equal_weights(model: Any) -> None:
             model.all_tied_weights_keys.pop(target)
 
 
-def _describe_missing_weights(info: Mapping[str, Iterable[str]]) -> list[str]:
+def _describe_missing_weights(loading_info: Mapping[str, Iterable[str]]) -> list[str]:
     out = []
-    if info["missing_keys"]:
-        out.append(f"Not in the files, so randomly initialized: {_abbreviate_names(sorted(info['missing_keys']))}.")
-    if info["unexpected_keys"]:
-        out.append(f"In the files, but not in this model: {_abbreviate_names(sorted(info['unexpected_keys']))}.")
+    if loading_info["missing_keys"]:
+        out.append(
+            f"Not in the files, so randomly initialized: {_abbreviate_names(sorted(loading_info['missing_keys']))}."
+        )
+    if loading_info["unexpected_keys"]:
+        out.append(
+            f"In the files, but not in this model: {_abbreviate_names(sorted(loading_info['unexpected_keys']))}."
+        )
     return out
 
 

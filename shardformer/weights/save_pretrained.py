@@ -22,21 +22,26 @@ from shardformer.checkpoint.file_format import (
     CheckpointIndex,
     IndexEntry,
     TensorToWrite,
-    get_chunk_checksum,
+    compute_chunk_checksum,
+    flush_path_to_disk,
     make_corruption_error,
-    sync,
     write_safetensors_file,
 )
 from shardformer.checkpoint.load import ChunkReader
 from shardformer.checkpoint.save import prepare_save
 from shardformer.checkpoint.training_state import WEIGHTS, ModelTensors
-from shardformer.comm.collective_call import collective_call, run_on_all_ranks, run_on_first_rank, wait_for_all_ranks
+from shardformer.comm.collective_call import (
+    run_and_compare_across_ranks,
+    run_on_all_ranks,
+    run_on_first_rank,
+    wait_for_all_ranks,
+)
 from shardformer.errors import ConfigError, InputError, check_int
-from shardformer.filesystem.atomic_write import DirectoryWriter, remove, to_absolute_path, write_new
-from shardformer.filesystem.lock import release
+from shardformer.filesystem.atomic_write import DirectoryWriter, remove_file_or_folder, to_absolute_path, write_new_file
+from shardformer.filesystem.lock import release_folder_lock
 from shardformer.layout.packed_weights import check_no_packed_weights, count_packed_values
 from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata, get_or_build_metadata
-from shardformer.public_names import renamed_parameters
+from shardformer.public_names import deprecate_renamed_parameters
 from shardformer.tensor_parallel.layers import Embedding1D, VocabParallelEmbedding1D
 from shardformer.transformers_compat import save_custom_code
 from shardformer.weights.state_dict import full_state_dict
@@ -58,7 +63,7 @@ MODEL_DIRECTORY = DirectoryWriter(
 """Files that belong to a saved model. transformers loads no folder without config.json."""
 
 
-@renamed_parameters({"folder": "directory"}, ("directory", "model"))
+@deprecate_renamed_parameters({"folder": "directory"}, ("directory", "model"))
 def export_pretrained(
     model: nn.Module,
     directory: str | os.PathLike[str],
@@ -94,9 +99,9 @@ def export_pretrained(
     try:
         run_on_all_ranks(lambda: checkpoint_directory.wait_for_hidden_folder(hidden), world, what)
         with prepare_save(hidden / EXPORT_FILE_NAME, model) as job:
-            parts = job.run_or_clean_up(partial(job.write, to_disk=False))
+            parts = job.run_or_clean_up(partial(job.write_checkpoint, to_disk=False))
         index = CheckpointIndex.read(parts)
-        files = _distribute_tensors(index, max_file_bytes)
+        files = _assign_tensors_to_files(index, max_file_bytes)
 
         def write_files() -> None:
             for name, entries in list(files.items())[world.rank :: world.size]:
@@ -104,12 +109,12 @@ def export_pretrained(
 
         run_on_all_ranks(write_files, world, what)
         if world.rank == 0:
-            release(hidden / EXPORT_FILE_NAME, tensors.model)
+            release_folder_lock(hidden / EXPORT_FILE_NAME, tensors.model)
         run_on_first_rank(lambda: _complete_export(hidden, place, tensors.model, files, tokenizer), world, what)
     except BaseException:
         if world.rank == 0:
-            release(hidden / EXPORT_FILE_NAME, tensors.model)
-            remove(hidden)
+            release_folder_lock(hidden / EXPORT_FILE_NAME, tensors.model)
+            remove_file_or_folder(hidden)
         raise
     return target
 
@@ -146,7 +151,7 @@ def check_export_directory(target: Path, model: Any = None) -> None:
         )
     if not target.exists():
         return
-    if not target.is_dir() or (any(target.iterdir()) and not _is_export(target)):
+    if not target.is_dir() or (any(target.iterdir()) and not _is_exported_model(target)):
         raise ConfigError(
             f"The export directory {target} is {'not an export of ShardFormer' if target.is_dir() else 'a file'}.",
             remedy="Pass another directory, or move this one away.",
@@ -156,7 +161,7 @@ def check_export_directory(target: Path, model: Any = None) -> None:
         raise ConfigError(f"The model was loaded from {target}.", remedy="Pass another directory for the export.")
 
 
-def _is_export(folder: Path) -> bool:
+def _is_exported_model(folder: Path) -> bool:
     from safetensors import SafetensorError, safe_open
 
     if not (files := [*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.pt*")]):
@@ -171,7 +176,7 @@ def _is_export(folder: Path) -> bool:
     return True
 
 
-def _distribute_tensors(index: CheckpointIndex, max_file_bytes: int) -> dict[str, list[tuple[str, IndexEntry]]]:
+def _assign_tensors_to_files(index: CheckpointIndex, max_file_bytes: int) -> dict[str, list[tuple[str, IndexEntry]]]:
     """Distribute the tensors of a model over files of limited size. Return a dict from file names to tensors."""
     files: list[list[tuple[str, IndexEntry]]] = []
     used = max_file_bytes
@@ -208,8 +213,8 @@ def _read_full_tensor(reader: ChunkReader, name: str, entry: IndexEntry) -> Tens
     full = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
     for box in entry.boxes:
         view = full[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
-        reader.read(f"{WEIGHTS}/{name}", box, (box.start, box.size), view)
-        if get_chunk_checksum(view, box.start) != box.sum:
+        reader.read_chunk_part(f"{WEIGHTS}/{name}", box, (box.start, box.size), view)
+        if compute_chunk_checksum(view, box.start) != box.sum:
             raise make_corruption_error(f"The checksum of {name} differs from the checksum when it was written")
     return full
 
@@ -218,17 +223,17 @@ def _complete_export(
     temporary_directory: Path, target: Path, model: Any, files: dict[str, list[tuple[str, IndexEntry]]], tokenizer: Any
 ) -> None:
     """Write the remaining files of an export, such as the config, and move the directory to its final path."""
-    remove(temporary_directory / EXPORT_FILE_NAME)
+    remove_file_or_folder(temporary_directory / EXPORT_FILE_NAME)
     if len(files) > 1:
         weight_map = {name: file for file, entries in files.items() for name, _ in entries}
         total = sum(_count_bytes(entry) for entries in files.values() for _, entry in entries)
         found = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_new(temporary_directory / EXPORT_INDEX_NAME, json.dumps(found, indent=2, sort_keys=True).encode())
+        write_new_file(temporary_directory / EXPORT_INDEX_NAME, json.dumps(found, indent=2, sort_keys=True).encode())
     _save_config_and_tokenizer(temporary_directory, model, tokenizer)
-    sync(temporary_directory)
+    flush_path_to_disk(temporary_directory)
     check_export_directory(target, model)  # it may have changed during the export
     MODEL_DIRECTORY.replace_target(temporary_directory, target)
-    sync(target.parent)
+    flush_path_to_disk(target.parent)
 
 
 def _save_config_and_tokenizer(folder: Path, model: Any, tokenizer: Any) -> None:
@@ -245,7 +250,7 @@ def _save_config_and_tokenizer(folder: Path, model: Any, tokenizer: Any) -> None
             thing.save_pretrained(folder)
 
 
-def check_export(model: Any, tokenizer: Any = None) -> None:
+def check_model_is_exportable(model: Any, tokenizer: Any = None) -> None:
     """Raise ConfigError if an export would fail because of the config or the tokenizer.
 
     Writes all files except the weights to a temporary directory, and reads the config from it.
@@ -298,7 +303,9 @@ def save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
     context = state.context
     wait_for_all_ranks("save_pretrained", *context.base_axes)
     check_no_packed_weights(self, "save_pretrained")
-    collective_call(context, lambda: _check_save_arguments(state, save_directory, kwargs), action="save this model")
+    run_and_compare_across_ranks(
+        context, lambda: _check_save_arguments(state, save_directory, kwargs), action="save this model"
+    )
     kwargs.pop("is_main_process", None)
     weights = kwargs.pop("state_dict", None) or full_state_dict(self)
 
@@ -308,24 +315,26 @@ def save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", os.path.basename(os.path.realpath(save_directory)))
         native: Callable[..., None] = type(self).save_pretrained
-        MODEL_DIRECTORY.replace(save_directory, lambda folder: native(self, folder, state_dict=weights, **kwargs))
+        MODEL_DIRECTORY.replace_directory(
+            save_directory, lambda folder: native(self, folder, state_dict=weights, **kwargs)
+        )
 
-    collective_call(context, write, action=f"write to {str(save_directory)!r}", error=InputError)
+    run_and_compare_across_ranks(context, write, action=f"write to {str(save_directory)!r}", error=InputError)
 
 
-def _check_save_arguments(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any]) -> None:
+def _check_save_arguments(metadata: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any]) -> None:
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise ConfigError(
             f"save_pretrained requires a directory, but received the path of a file: {os.fspath(folder)!r}.",
             remedy="Pass the path of a directory.",
         )
-    is_first = all(axis.rank == 0 for axis in state.context.axes.values())
+    is_first = all(axis.rank == 0 for axis in metadata.context.axes.values())
     if is_first and not kwargs.get("is_main_process", True):
         raise ConfigError(
             "save_pretrained(is_main_process=False) was called on the first rank, which writes the files.",
             remedy="Remove is_main_process.",
         )
-    entries = {e.name: e.spec for e in state.entries}
+    entries = {e.name: e.spec for e in metadata.entries}
     for name, value in (kwargs.get("state_dict") or {}).items():
         if (spec := entries.get(name)) is not None and tuple(value.shape) != spec.shape:
             raise ConfigError(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.checkpoint.plain_state import load_into_zero_shards
-from shardformer.comm.collective_call import collective_call, wait_for_all_ranks
+from shardformer.comm.collective_call import run_and_compare_across_ranks, wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_objects, broadcast, gather_full_tensor
-from shardformer.errors import ConfigError, did_you_mean
+from shardformer.errors import ConfigError, suggest_similar_names
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata, get_sharded_module
 from shardformer.pipeline.stage_manager import Stages
@@ -44,13 +44,13 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool
             f"The state dict contains the full tensor {a}, but only a shard of {b}.",
             remedy="Pass the result of full_state_dict(model), or the state dict of the plain model.",
         )
-    _check_names(type(self).__name__, own, here, state_dict, strict=strict)
-    local = {n: specs[n].slice(v, state.coords) if sharded.get(n) else v for n, v in own.items()}
+    _check_state_dict_keys(type(self).__name__, own, here, state_dict, strict=strict)
+    local = {n: specs[n].slice_full_tensor(v, state.coords) if sharded.get(n) else v for n, v in own.items()}
     return type(self).load_state_dict(self, local, strict=strict)
 
 
-def _get_first_tied_names(model: nn.Module, state: ShardingMetadata) -> dict[str, str]:
-    return {} if state.stages is None else state.stages.get_first_names(get_sharded_module(model)[1])
+def _get_first_tied_names(model: nn.Module, metadata: ShardingMetadata) -> dict[str, str]:
+    return {} if metadata.stages is None else metadata.stages.get_canonical_names(get_sharded_module(model)[1])
 
 
 def _add_tied_names(
@@ -65,19 +65,19 @@ def _add_tied_names(
 
 
 def _load_stage3_state_dict(
-    self: nn.Module, state: ShardingMetadata, state_dict: Mapping[str, Any], *, strict: bool
+    self: nn.Module, metadata: ShardingMetadata, state_dict: Mapping[str, Any], *, strict: bool
 ) -> Any:
     """Load full tensors into parameters that ZeRO stage 3 has sharded."""
-    shapes = {entry.name: entry.spec.shape for entry in state.entries}
+    shapes = {entry.name: entry.spec.shape for entry in metadata.entries}
     here = {name: x for name, x in self.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
-    firsts = _get_first_tied_names(self, state)
+    firsts = _get_first_tied_names(self, metadata)
     state_dict = _add_tied_names(state_dict, here, firsts)
 
     def check() -> None:
         elsewhere = set(firsts) - set(here)
         own = {name: value for name, value in state_dict.items() if name not in elsewhere}
         _check_tensor_types({name: value for name, value in own.items() if name in here})
-        _check_names(type(self).__name__, own, here, state_dict, strict=strict)
+        _check_state_dict_keys(type(self).__name__, own, here, state_dict, strict=strict)
         for name, value in own.items():
             if name in shapes and tuple(value.shape) != shapes[name]:
                 raise ConfigError(
@@ -86,7 +86,7 @@ def _load_stage3_state_dict(
                     remedy="Pass the result of full_state_dict(model), or the state dict of the plain model.",
                 )
 
-    collective_call(state.context, check, action="load a state dict")
+    run_and_compare_across_ranks(metadata.context, check, action="load a state dict")
     return IncompatibleKeys(*load_into_zero_shards(self, state_dict))
 
 
@@ -122,7 +122,7 @@ def _is_full_tensor(name: str, value: Tensor, local: Tensor, spec: ShardSpec) ->
     )
 
 
-def _check_names(
+def _check_state_dict_keys(
     model_name: str,
     passed_state: Mapping[str, Any],
     local_state: Mapping[str, Tensor],
@@ -139,7 +139,8 @@ def _check_names(
         f"The state dict has no {name}, which this {model_name} has"
         if missing
         else f"The state dict has {name}, but this {model_name} has no {name}",
-        remedy=f"{did_you_mean(name, full_state if missing else local_state)} Use strict=False to ignore other keys.",
+        remedy=f"{suggest_similar_names(name, full_state if missing else local_state)} Use strict=False to ignore "
+        "other keys.",
     )
 
 
@@ -171,12 +172,12 @@ def gather_state_dict(model: nn.Module, is_selected: Callable[[str], bool]) -> d
         if id(value) not in gathered:
             entry = entries.get(id(value))
             if state.parameter_owner is not None and entry is not None:
-                state.parameter_owner.gather(value)
-            full = value.detach() if entry is None else gather_full_tensor(value, entry.spec, state.axis)
+                state.parameter_owner.gather_parameter(value)
+            full = value.detach() if entry is None else gather_full_tensor(value, entry.spec, state.get_axis)
             gathered[id(value)] = full.cpu()
         out[name] = gathered[id(value)]
     if state.parameter_owner is not None:
-        state.parameter_owner.release()
+        state.parameter_owner.free_gathered_parameters()
     if state.stages is None or state.context.pipe.size == 1:
         return out
     _, prefix = get_sharded_module(model)
@@ -187,13 +188,13 @@ def gather_state_dict(model: nn.Module, is_selected: Callable[[str], bool]) -> d
 
 
 def _broadcast_from_stages(
-    local_state: dict[str, Tensor], stages: Stages, state: ShardingMetadata, is_selected: Callable[[str], bool]
+    local_state: dict[str, Tensor], stages: Stages, metadata: ShardingMetadata, is_selected: Callable[[str], bool]
 ) -> dict[str, Tensor]:
     """Broadcast the state dicts of all pipeline stages, and return the state dict of the full model.
 
     The names are in the order of the unsharded model. Tied names share one tensor.
     """
-    pipe, device = state.context.pipe, state.context.device
+    pipe, device = metadata.context.pipe, metadata.context.device
     full: dict[str, Tensor] = {}
     dtypes = all_gather_objects({name: t.dtype for name, t in local_state.items()}, pipe)
     selected = {name: found for name, found in stages.state.items() if is_selected(name)}

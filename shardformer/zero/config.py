@@ -66,7 +66,7 @@ def as_optimizer_list(optimizer: Any) -> list[Optimizer]:
     return found
 
 
-def offload_directory_error(folder: str, failure: str) -> ConfigError:
+def make_offload_directory_error(folder: str, failure: str) -> ConfigError:
     return ConfigError(
         f"The optimizer state cannot be offloaded to files in {folder!r} (offload='nvme:{folder}'): {failure}.",
         remedy="Use an existing directory with enough free space. shardformer.estimate_memory returns the size.",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardformer.errors import ConfigError
-from shardformer.layout.tied_tensors import max_difference
+from shardformer.layout.tied_tensors import max_abs_difference
 from shardformer.torch_compat import get_initial_optimizer_state, has_step_hooks, without_fake_tensors
 
 SHAPES, CUT, STEPS, BOUND = ((6, 4), (4, 6)), 10, 3, 1e-6
@@ -41,11 +41,13 @@ def _group_needs_full_matrices(optimizer: Optimizer, group: dict[str, Any]) -> b
         again = _run_trial_steps(optimizer, group, [first, second])
         alone = _run_trial_steps(optimizer, group, [first]) + _run_trial_steps(optimizer, group, [second])
     except Exception as error:
-        raise _failed_trial_error(optimizer, f"it raised {type(error).__name__}: {error!s:.120}") from error
+        raise _make_failed_trial_error(optimizer, f"it raised {type(error).__name__}: {error!s:.120}") from error
     if (difference := _max_difference_of_lists(together, again)) >= BOUND:
-        raise _failed_trial_error(optimizer, f"its update is random, as two identical runs differ by {difference:.1e}")
+        raise _make_failed_trial_error(
+            optimizer, f"its update is random, as two identical runs differ by {difference:.1e}"
+        )
     if (difference := _max_difference_of_lists(together, alone)) >= BOUND:
-        raise _failed_trial_error(
+        raise _make_failed_trial_error(
             optimizer, f"its update of one matrix changes by {difference:.1e} if it also updates another matrix"
         )
     try:
@@ -58,7 +60,7 @@ def _group_needs_full_matrices(optimizer: Optimizer, group: dict[str, Any]) -> b
 
 
 @without_fake_tensors()
-def can_step_separately(optimizer: Optimizer) -> bool:
+def can_step_params_separately(optimizer: Optimizer) -> bool:
     """Return whether an optimizer computes the same updates if it updates each parameter in a separate step.
 
     This is False if the optimizer counts steps globally or per parameter group. It is also False if the optimizer has
@@ -78,7 +80,7 @@ def can_step_separately(optimizer: Optimizer) -> bool:
 
 
 def _max_difference_of_lists(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
-    return max(map(max_difference, first, second))
+    return max(map(max_abs_difference, first, second))
 
 
 def _run_trial_steps(
@@ -151,7 +153,7 @@ def estimate_state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Ten
     return found
 
 
-def _failed_trial_error(optimizer: Optimizer, reason: str) -> ConfigError:
+def _make_failed_trial_error(optimizer: Optimizer, reason: str) -> ConfigError:
     return ConfigError(
         f"ZeRO cannot shard {type(optimizer).__name__}, which failed a test on small matrices: {reason}.",
         rule="ZeRO passes only some parameters to the optimizer of each rank, so the update of one parameter "

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from shardformer.comm.collectives import PendingCollective, all_reduce, start_all_gather, start_all_gather_into
 from shardformer.errors import ConfigError
-from shardformer.gradients.buckets import Bucket, GradientSlot
+from shardformer.gradients.buckets import GradientBucket, GradientSlot
 from shardformer.layout.sharding_metadata import ParamEntry
 from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.host import AsyncCopy, HostDeviceCopier, HostMemory, WeightStore
 from shardformer.torch_compat import has_data, tolist_or_ones
 from shardformer.zero.gradient_view import ShardedGradient
-from shardformer.zero.mixed_precision import KAHAN, RoundedSlice, RoundedWeights
+from shardformer.zero.mixed_precision import KAHAN, RoundedSlice, RoundedWeightStore
 
 EDITS = 2**12
 """Modulus of the edit counter. Sums of squares of smaller numbers over all ranks are exact in fp64."""
@@ -70,7 +70,7 @@ class UnshardOptions:
 class FlatShard:
     """This rank's shard of the parameters and gradients of one gradient bucket.
 
-    Each ``start_gather`` communicates one all-gather of the parameters.
+    Each ``start_param_all_gather`` communicates one all-gather of the parameters.
 
     The model's parameters become views of ``full``, a buffer with the shards of all ranks, into which the all-gather
     writes. If parameters are gathered on demand (stage 3), or if the model stores only slices of the full parameters in
@@ -86,7 +86,7 @@ class FlatShard:
 
     def __init__(
         self,
-        bucket: Bucket,
+        bucket: GradientBucket,
         dtype: torch.dtype | None = None,
         *,
         gathered: UnshardOptions | None = None,
@@ -94,32 +94,32 @@ class FlatShard:
         host: HostMemory | None = None,
         rounding: str | None = None,
     ) -> None:
-        self.gradients, self.axis = bucket.gradients, axis or bucket.axis
-        self._slices = bucket.slices if axis is None else None
-        first = self.gradients[0].param
+        self.gradient_slots, self.axis = bucket.gradients, axis or bucket.axis
+        self._slices = bucket.owner_rank_transfer if axis is None else None
+        first = self.gradient_slots[0].param
         self.dtype = dtype if dtype is not None and first.is_floating_point() else first.dtype
         self.device = first.device
-        self.wide = torch.promote_types(self.dtype, torch.float32)
+        self.wide_dtype = torch.promote_types(self.dtype, torch.float32)
         self.length, self.places = bucket.get_shard_ranges(self.axis.size)
         self.gathered, self.keeps = gathered, gathered is not None
         self._link = gathered.link if gathered is not None else None
-        lasts = not self.keeps and not any(gradient.is_shared for gradient in self.gradients)
+        lasts = not self.keeps and not any(gradient.is_shared for gradient in self.gradient_slots)
         self.full: Tensor | None = self._allocate_zeros(self.length * self.axis.size) if lasts else None
         if self._link is not None:
             self.local = self._link.allocate_on_host(self.length, self.dtype).zero_()
         else:
             self.local = self._allocate_zeros(self.length) if self.full is None else self._get_local_shard(self.full)
-        self.host = host.part(self.length, self.wide) if host is not None else None
-        rounds = rounding is not None and self.wide != self.dtype and host is None
-        self.rounded = RoundedWeights(self.local, rests=rounding == KAHAN) if rounds else None
+        self.host = host.part(self.length, self.wide_dtype) if host is not None else None
+        rounds = rounding is not None and self.wide_dtype != self.dtype and host is None
+        self.rounded = RoundedWeightStore(self.local, rests=rounding == KAHAN) if rounds else None
         self._always_loaded = WeightStore()
-        self.has_masters = self.host is not None or self.wide != self.dtype
-        found = ((n, self._add_param(n, g)) for n, g in enumerate(self.gradients))
+        self.has_masters = self.host is not None or self.wide_dtype != self.dtype
+        found = ((n, self._add_param(n, g)) for n, g in enumerate(self.gradient_slots))
         self._slice_of = {n: param_slice for n, param_slice in found if param_slice is not None}
         self.slices = list(self._slice_of.values())
         self._sum: Tensor | None = None
         self._counts: Tensor | None = None
-        self._had = [False] * len(self.gradients)
+        self._had = [False] * len(self.gradient_slots)
         self.edits = 0  # fingerprint of the user's edits of gradients, compared across ranks
         self._is_discarded = False  # whether the user discarded the gradient of a parameter
         self._shown: dict[int, tuple[ShardedGradient, Tensor | None]] = {}
@@ -139,7 +139,7 @@ class FlatShard:
             )
 
     @property
-    def masters(self) -> WeightStore:
+    def master_weight_store(self) -> WeightStore:
         """The store that loads the master weights of this shard for the optimizer step, and frees them afterward."""
         return self.host or self.rounded or self._always_loaded
 
@@ -149,12 +149,12 @@ class FlatShard:
         return self._link is not None
 
     @property
-    def sum(self) -> Tensor | None:
+    def reduced_gradients(self) -> Tensor | None:
         """The reduced gradients of this shard, or None if no parameter has received a gradient."""
         return self._sum if self.host is None else self.host.sum
 
     @property
-    def has_gradient(self) -> list[bool]:
+    def has_gradient_per_param(self) -> list[bool]:
         """Whether any rank had a gradient, for each parameter. The first access synchronizes with the GPU."""
         if self._counts is not None:
             counts: list[float] = tolist_or_ones(self._counts)
@@ -164,14 +164,14 @@ class FlatShard:
     @property
     def has_received_gradient(self) -> bool:
         """Whether any rank had a gradient for a parameter of this shard, even if the user has discarded it."""
-        return any(self.has_gradient) or self._is_discarded
+        return any(self.has_gradient_per_param) or self._is_discarded
 
     def find_param_with_moved_memory(self) -> str | None:
         """Return the name of the first parameter whose memory is no longer part of this shard, or None."""
         if self.full is None or not has_data(self.full):
             return None
         base, size = self.full.data_ptr(), self.full.element_size()
-        for gradient, place in zip(self.gradients, self.places, strict=True):
+        for gradient, place in zip(self.gradient_slots, self.places, strict=True):
             if gradient.numel and gradient.param.data_ptr() != base + place.start * size:
                 return gradient.entry.name
         return None
@@ -181,7 +181,7 @@ class FlatShard:
 
         All ranks must write the same values. Parameters that are views of the shard are already up to date.
         """
-        written = [n for n, g in enumerate(self.gradients) if g.param._version != self._versions[n]]
+        written = [n for n, g in enumerate(self.gradient_slots) if g.param._version != self._versions[n]]
         if self.keeps or not written:
             return
         with self.edit_master_weights():
@@ -190,7 +190,7 @@ class FlatShard:
         self.record_param_versions()
 
     def _copy_param_to_shard(self, param_index: int) -> None:
-        gradient = self.gradients[param_index]
+        gradient = self.gradient_slots[param_index]
         flat = _flatten_to_bucket_order(gradient, gradient.param.detach()) if self.full is None else None
         if (param_slice := self._slice_of.get(param_index)) is None:
             return
@@ -199,11 +199,11 @@ class FlatShard:
         if self.has_masters:  # an unchanged weight keeps its more precise master weight
             value = param_slice.value.detach()
             written = self.local[param_slice.shard_range].view_as(value).to(value.device)
-            value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide)))
+            value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide_dtype)))
 
     def record_param_versions(self) -> None:
         """Record the current versions of the parameters, in order to detect later changes outside the optimizer."""
-        self._versions = [gradient.param._version for gradient in self.gradients]
+        self._versions = [gradient.param._version for gradient in self.gradient_slots]
 
     def _allocate_zeros(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
@@ -223,7 +223,7 @@ class FlatShard:
         place, here = self.places[param_index], self._get_local_range(param_index)
         if self.full is not None:
             self.full[place] = flat
-            gradient.param.data = gradient.unpack(self.full[place])
+            gradient.param.data = gradient.view_in_bucket(self.full[place])
         if here.start == here.stop and gradient.numel:
             return None
         begin = place.start - self.axis.rank * self.length
@@ -233,13 +233,13 @@ class FlatShard:
         if self.host is not None:
             value = self.host.values[at].copy_(flat[here])
         else:
-            value = flat[here].to(self.wide, copy=True) if self.has_masters else self.local[at]
+            value = flat[here].to(self.wide_dtype, copy=True) if self.has_masters else self.local[at]
         value = value.view(gradient.shape) if gradient.is_full else value
         return ParamSlice(gradient, param_index, here, at, nn.Parameter(value, gradient.param.requires_grad))
 
     def shard_optimizer_state(self, param_index: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's slice of the optimizer state of an unsharded parameter."""
-        gradient, here = self.gradients[param_index], self._get_local_range(param_index)
+        gradient, here = self.gradient_slots[param_index], self._get_local_range(param_index)
         found = {}
         for name, x in state.items():
             if isinstance(x, Tensor) and x.shape == gradient.param.shape and (x.dim() or name != "step"):
@@ -261,14 +261,14 @@ class FlatShard:
         if self.host is not None:
             self.host.receive(reduced, scale)
             return
-        reduced = reduced.to(self.wide) if scale == 1 else reduced.to(self.wide) / scale
+        reduced = reduced.to(self.wide_dtype) if scale == 1 else reduced.to(self.wide_dtype) / scale
         self._sum = reduced if self._sum is None else self._sum.add_(reduced)
 
     def set_optimizer_gradients(self) -> None:
         """Set ``.grad`` of the optimizer's parameters to the reduced gradients, or to None if no rank has one."""
-        total = self.sum
+        total = self.reduced_gradients
         for param_slice in self.slices:
-            has_one = total is not None and self.has_gradient[param_slice.number]
+            has_one = total is not None and self.has_gradient_per_param[param_slice.number]
             param_slice.value.grad = (
                 total[param_slice.shard_range].view_as(param_slice.value) if has_one and total is not None else None
             )
@@ -280,10 +280,14 @@ class FlatShard:
 
         On a GPU, missing gradients become zeros.
         """
-        if not has_data(self.local) or (total := self.sum) is None:
+        if not has_data(self.local) or (total := self.reduced_gradients) is None:
             return
-        known = self.has_gradient if self._counts is None or not self._counts.is_cuda else [True] * len(self.gradients)
-        for number, gradient in enumerate(self.gradients):
+        known = (
+            self.has_gradient_per_param
+            if self._counts is None or not self._counts.is_cuda
+            else [True] * len(self.gradient_slots)
+        )
+        for number, gradient in enumerate(self.gradient_slots):
             if not known[number]:
                 continue
             view = None
@@ -293,13 +297,13 @@ class FlatShard:
                 seen = gradient.param.grad = ShardedGradient(self, number)
                 self._shown[number] = seen, view
 
-    def apply_user_edit(self, param_index: int) -> None:
+    def apply_user_gradient_edit(self, param_index: int) -> None:
         """Apply the user's edits of a gradient to the shard, and clear ``.grad`` for the next backward pass.
 
         Raises:
             ConfigError: ``.grad`` was replaced by a tensor that was not computed from the original ``.grad``.
         """
-        gradient, grad = self.gradients[param_index], self.gradients[param_index].param.grad
+        gradient, grad = self.gradient_slots[param_index], self.gradient_slots[param_index].param.grad
         is_own = isinstance(grad, ShardedGradient) and grad.is_gradient_of(self, param_index)
         result = grad.result if isinstance(grad, ShardedGradient) and is_own else None
         if (shown := self._shown.get(param_index)) is None:
@@ -316,7 +320,7 @@ class FlatShard:
             self.discard_gradient(param_index)
             return
         if not is_own:
-            raise assigned_gradient_error(gradient.entry.name)
+            raise make_assigned_gradient_error(gradient.entry.name)
         del self._shown[param_index]
         gradient.param.grad = None
         if result is not None:
@@ -327,88 +331,89 @@ class FlatShard:
 
     def _assign_gradient(self, param_index: int, values: Tensor) -> None:
         """Store a gradient that was computed from earlier gradients and assigned to ``p.grad`` after ``zero_grad``."""
-        self.gradients[param_index].param.grad = None
+        self.gradient_slots[param_index].param.grad = None
         self.record_gradient_edit(param_index, "put back")
-        if self.sum is None:
-            self.receive(self._allocate_zeros(self.length), torch.zeros(len(self.gradients)))
-        self.has_gradient[param_index] = True
+        if self.reduced_gradients is None:
+            self.receive(self._allocate_zeros(self.length), torch.zeros(len(self.gradient_slots)))
+        self.has_gradient_per_param[param_index] = True
         self.get_local_gradient(param_index).copy_(values)
 
     def discard_gradient(self, param_index: int) -> None:
         self._shown.pop(param_index, None)
-        if self.has_gradient[param_index]:
+        if self.has_gradient_per_param[param_index]:
             self._had[param_index], self._is_discarded = False, True
             self.get_local_gradient(param_index).zero_()
-        self.gradients[param_index].param.grad = None
+        self.gradient_slots[param_index].param.grad = None
         if (param_slice := self._slice_of.get(param_index)) is not None:
             param_slice.value.grad = None
 
-    def record_gradient_edit(self, number: int, edit: str) -> None:
+    def record_gradient_edit(self, param_index: int, edit: str) -> None:
         """Record that the user has edited ``p.grad``, so that the optimizer step can compare the edits of all ranks."""
-        self.edits = (self.edits + crc32(f"{edit} {self.gradients[number].entry.name}".encode())) % EDITS
+        self.edits = (self.edits + crc32(f"{edit} {self.gradient_slots[param_index].entry.name}".encode())) % EDITS
 
-    def get_local_gradient(self, number: int) -> Tensor:
+    def get_local_gradient(self, param_index: int) -> Tensor:
         """Return this rank's slice of the gradient of a parameter, as a flat tensor."""
-        if (total := self.sum) is None:
+        if (total := self.reduced_gradients) is None:
             raise ConfigError(
-                f"The gradient of {self.gradients[number].entry.name} was accessed after zero_grad had cleared it.",
+                f"The gradient of {self.gradient_slots[param_index].entry.name} was accessed after zero_grad had "
+                "cleared it.",
                 remedy="Clone the gradient before you call zero_grad, or read p.grad after the next backward pass.",
             )
-        param_slice = self._slice_of.get(number)
+        param_slice = self._slice_of.get(param_index)
         return total[param_slice.shard_range] if param_slice is not None else total[:0]
 
-    def has_full_gradient(self, number: int) -> bool:
+    def has_full_gradient(self, param_index: int) -> bool:
         """Return whether this rank stores the full gradient of a parameter."""
-        return self.axis.size == 1 and not self.gradients[number].is_shared
+        return self.axis.size == 1 and not self.gradient_slots[param_index].is_shared
 
-    def slice_like_local_gradient(self, number: int, x: Tensor) -> Tensor:
+    def slice_like_local_gradient(self, param_index: int, x: Tensor) -> Tensor:
         """Return the part of ``x``, a tensor with the parameter's shape, that matches this rank's gradient slice."""
-        gradient = self.gradients[number]
+        gradient = self.gradient_slots[param_index]
         if gradient.is_shared:
             raise ConfigError(
                 f"The gradient of {gradient.entry.name} cannot be combined with another tensor under ZeRO.",
                 rule="One rank has the gradient in its full shape, but each rank has only a shard of the other tensor.",
                 remedy="Use a scalar instead, or change the gradient in a hook of the parameter (register_hook).",
             )
-        return x.reshape(-1)[self._get_local_range(number)]
+        return x.reshape(-1)[self._get_local_range(param_index)]
 
-    def zero(self) -> None:
+    def zero_gradients(self) -> None:
         """Set the gradients of this shard to zero. The optimizer then still updates their parameters."""
-        if (total := self.sum) is not None:
+        if (total := self.reduced_gradients) is not None:
             total.zero_()
 
     def clear_gradients(self) -> None:
         """Discard the gradients of this shard, and set ``.grad`` of its parameters to None."""
-        self._sum, self._counts, self._had = None, None, [False] * len(self.gradients)
+        self._sum, self._counts, self._had = None, None, [False] * len(self.gradient_slots)
         self._is_discarded, self.edits = False, 0
         if self.host is not None:
             self.host.clear_gradients()
         for param_slice in self.slices:
             param_slice.value.grad = None
-        for gradient in self.gradients:
+        for gradient in self.gradient_slots:
             gradient.param.grad = None
         self._shown = {}
 
     # --- values
 
-    def store(self) -> None:
+    def copy_master_weights_to_params(self) -> None:
         """Start copying the updated master weights to this rank's shard of the parameters."""
         if self.host is not None and self._link is not None:
             self.local.copy_(self.host.values)
         elif self.host is not None:
             self._going_up = self.host.copy_to_device(self.local)
         elif self.rounded is not None:
-            self.rounded.store()
+            self.rounded.round_to_bf16()
         elif self.has_masters:
             for param_slice in self.slices:
                 self.local[param_slice.shard_range] = param_slice.value.detach().reshape(-1)
 
-    def move_to_device(self) -> None:
+    def move_master_weights_to_device(self) -> None:
         """Move offloaded master weights to the device permanently. Must be called between two optimizer steps."""
         assert self.host is not None
         self.host.load()
         self.host.wait()
-        self.host, self.has_masters = None, self.wide != self.dtype or self.is_offloaded
+        self.host, self.has_masters = None, self.wide_dtype != self.dtype or self.is_offloaded
         for param_slice in self.slices:
             if self.has_masters:
                 param_slice.value.data = param_slice.value.detach().to(self.device)
@@ -418,14 +423,14 @@ class FlatShard:
     @contextmanager
     def edit_master_weights(self) -> Iterator[None]:
         """Load the master weights for changes inside this context, and save them on exit. Use it between two steps."""
-        self.masters.load()
-        self.masters.wait()
+        self.master_weight_store.load()
+        self.master_weight_store.wait()
         try:
             yield
         finally:
-            self.masters.save()
+            self.master_weight_store.save()
 
-    def start_gather(self) -> PendingCollective:
+    def start_param_all_gather(self) -> PendingCollective:
         """Start an all-gather of the full parameters in the bucket, in the dtype of the model."""
         if self._going_up is not None:
             self._going_up.wait()
@@ -436,15 +441,15 @@ class FlatShard:
             copy.wait()
             local = self._get_local_shard(full_buffer)
         else:
-            full_buffer, local = self._allocate_full() if self.full is None else self.full, self.local
+            full_buffer, local = self._allocate_full_params() if self.full is None else self.full, self.local
         if self._slices is not None:
-            return self._slices.start_parameter_transfer(local, full_buffer, self.places)
+            return self._slices.start_sending_parameters(local, full_buffer, self.places)
         return start_all_gather_into(full_buffer, local, self.axis, "parameters")
 
     def fetch_parameters(self) -> None:
         """Start copying this rank's shard of the parameters to the device if it is offloaded to the host."""
         if self._link is not None and self._fetched is None:
-            full_buffer = self._allocate_full()
+            full_buffer = self._allocate_full_params()
             self._fetched = full_buffer, self._link.to_device(self._get_local_shard(full_buffer), self.local)
 
     def release_fetched_parameters(self) -> None:
@@ -453,34 +458,38 @@ class FlatShard:
             self._fetched[1].finish()
             self._fetched = None
 
-    def _allocate_full(self) -> Tensor:
+    def _allocate_full_params(self) -> Tensor:
         numel = self.length * self.axis.size
         if self.gathered is not None:
             return self.gathered.memory(numel, self.dtype, self.device)
         return self.local.new_empty(numel)
 
-    def _get_local_shard(self, full: Tensor) -> Tensor:
-        return full[self.axis.rank * self.length : (self.axis.rank + 1) * self.length]
+    def _get_local_shard(self, full_buffer: Tensor) -> Tensor:
+        return full_buffer[self.axis.rank * self.length : (self.axis.rank + 1) * self.length]
 
     def gather_gradient(self, param_index: int) -> Tensor | None:
         """Return the full gradient of a parameter. Communicates one all-gather of the whole bucket."""
-        local = self.sum if self.sum is not None else torch.zeros(self.length, dtype=self.wide)
+        local = (
+            self.reduced_gradients
+            if self.reduced_gradients is not None
+            else torch.zeros(self.length, dtype=self.wide_dtype)
+        )
         full = start_all_gather(local.to(self.device), self.axis, 0, purpose="gradients").wait()
         return (
-            self.gradients[param_index].unpack(full[self.places[param_index]])
-            if self.has_gradient[param_index]
+            self.gradient_slots[param_index].view_in_bucket(full[self.places[param_index]])
+            if self.has_gradient_per_param[param_index]
             else None
         )
 
-    def write(self, values: Tensor) -> None:
+    def copy_gathered_values_to_params(self, values: Tensor) -> None:
         """Copy all-gathered values into the parameters that this rank's model stores only slices of."""
-        for gradient, place in zip(self.gradients, self.places, strict=True):
+        for gradient, place in zip(self.gradient_slots, self.places, strict=True):
             if gradient.is_shared:
-                gradient.param.detach().copy_(gradient.unpack(values[place]))
+                gradient.param.detach().copy_(gradient.view_in_bucket(values[place]))
         self.record_param_versions()
 
 
-def assigned_gradient_error(name: str) -> ConfigError:
+def make_assigned_gradient_error(name: str) -> ConfigError:
     return ConfigError(
         f"The .grad of parameter {name} was not computed by a backward pass under ZeRO.",
         rule="Under ZeRO, p.grad is a view of the reduced gradient. You can assign None, or a tensor computed from the "
@@ -499,7 +508,7 @@ def _flatten_to_bucket_order(gradient: GradientSlot, value: Tensor) -> Tensor:
         return value.reshape(-1)
     spec = gradient.entry.spec
     full = torch.zeros(spec.shape, dtype=torch.promote_types(value.dtype, torch.float32), device=value.device)
-    spec.place(value.to(full.dtype), full, gradient.coords)
+    spec.copy_shard_into_full(value.to(full.dtype), full, gradient.coords)
     copies = gradient.copies
     full = full / (copies.to(full) if isinstance(copies, Tensor) else copies)
     return all_reduce(full, gradient.axis, purpose="setup").reshape(-1)

@@ -27,9 +27,9 @@ class GradientStorage(Protocol):
     """The protocol of the class that stores the gradients of a bucket (``FlatShard``)."""
 
     @property
-    def gradients(self) -> Sequence[GradientSlot]: ...
+    def gradient_slots(self) -> Sequence[GradientSlot]: ...
     @property
-    def wide(self) -> torch.dtype: ...
+    def wide_dtype(self) -> torch.dtype: ...
     def get_local_gradient(self, param_index: int) -> Tensor: ...
     def has_full_gradient(self, param_index: int) -> bool: ...
     def slice_like_local_gradient(self, param_index: int, x: Tensor) -> Tensor: ...
@@ -53,8 +53,8 @@ class ShardedGradient(Tensor):
 
     @staticmethod
     def __new__(cls, shard: GradientStorage, param_index: int, result: Tensor | None = None) -> ShardedGradient:
-        param, dtype = shard.gradients[param_index].param, result.dtype if result is not None else None
-        if dtype is None or dtype == shard.wide:
+        param, dtype = shard.gradient_slots[param_index].param, result.dtype if result is not None else None
+        if dtype is None or dtype == shard.wide_dtype:
             dtype = param.dtype  # torch requires .grad to have the dtype of the parameter; the sum may be wider
         self: ShardedGradient = torch_compat.make_wrapper_subclass(cls, param.shape, dtype=dtype, device=param.device)
         self.shard, self.param_index, self.result = ref(shard), param_index, result
@@ -66,10 +66,10 @@ class ShardedGradient(Tensor):
     __torch_function__ = torch_compat.disabled_torch_function  # results keep their class
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
-        return f"ShardedGradient of shape {tuple(self.shape)}, {self.local.numel()} elements on this rank"
+        return f"ShardedGradient of shape {tuple(self.shape)}, {self.local_gradient.numel()} elements on this rank"
 
     @property
-    def owner(self) -> GradientStorage:
+    def gradient_storage(self) -> GradientStorage:
         if (shard := self.shard()) is None:
             raise ConfigError(
                 "This gradient cannot be read, because its model or optimizer has been deleted.",
@@ -78,32 +78,32 @@ class ShardedGradient(Tensor):
         return shard
 
     @property
-    def local(self) -> Tensor:
+    def local_gradient(self) -> Tensor:
         """This rank's slice of the gradient, as a flat tensor."""
-        return self.result if self.result is not None else self.owner.get_local_gradient(self.param_index)
+        return self.result if self.result is not None else self.gradient_storage.get_local_gradient(self.param_index)
 
     def is_gradient_of(self, shard: GradientStorage, param_index: int) -> bool:
         return self.shard() is shard and self.param_index == param_index
 
     def wrap_local_result(self, x: Tensor) -> ShardedGradient:
-        return ShardedGradient(self.owner, self.param_index, x)
+        return ShardedGradient(self.gradient_storage, self.param_index, x)
 
     def record_gradient_edit(self, func: Any) -> None:
         if self.result is None:
-            self.owner.record_gradient_edit(self.param_index, str(func))
+            self.gradient_storage.record_gradient_edit(self.param_index, str(func))
 
-    def slice_operand(self, x: Tensor, func: Any) -> Tensor:
+    def get_local_operand(self, x: Tensor, func: Any) -> Tensor:
         """Return the part of the other operand ``x`` that matches this rank's slice of the gradient."""
-        local = self.local
+        local = self.local_gradient
         if isinstance(x, ShardedGradient):
-            if not x.is_gradient_of(self.owner, self.param_index):
+            if not x.is_gradient_of(self.gradient_storage, self.param_index):
                 raise _make_unsupported_function_error(self, f"{func} with the gradient of another parameter")
-            return x.local
+            return x.local_gradient
         if x.dim() == 0:
             return x.to(local.device) if x.device != local.device else x
         if torch.broadcast_shapes(x.shape, self.shape) != self.shape:
             raise _make_unsupported_function_error(self, f"{func} with a tensor of shape {tuple(x.shape)}")
-        return self.owner.slice_like_local_gradient(self.param_index, x.expand(self.shape)).to(local.device)
+        return self.gradient_storage.slice_like_local_gradient(self.param_index, x.expand(self.shape)).to(local.device)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares what it has where there is none
@@ -121,18 +121,18 @@ class ShardedGradient(Tensor):
             not writes or isinstance(kwargs.get("out", args[0]), ShardedGradient)
         ):
             return _apply_elementwise(func, first, args, kwargs, writes=writes)
-        if first.owner.has_full_gradient(first.param_index) and first.local.device == first.device:
+        if first.gradient_storage.has_full_gradient(first.param_index) and first.local_gradient.device == first.device:
             return _call_with_replaced_tensors(
-                func, args, kwargs, lambda x: x.local.view(x.shape) if isinstance(x, ShardedGradient) else x
+                func, args, kwargs, lambda x: x.local_gradient.view(x.shape) if isinstance(x, ShardedGradient) else x
             )
         raise _make_unsupported_function_error(first, name)
 
 
-def _is_elementwise(packet: Any) -> bool:
-    if packet is None:
+def _is_elementwise(op_packet: Any) -> bool:
+    if op_packet is None:
         return False
-    return packet.__name__ in UNTAGGED_ELEMENTWISE or any(
-        torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
+    return op_packet.__name__ in UNTAGGED_ELEMENTWISE or any(
+        torch.Tag.pointwise in getattr(op_packet, overload).tags for overload in op_packet.overloads()
     )
 
 
@@ -144,11 +144,16 @@ def _call_with_replaced_tensors(func: Any, args: Any, kwargs: Any, replace: Call
 
 def _apply_elementwise(func: Any, first: ShardedGradient, args: Any, kwargs: Any, *, writes: bool) -> Any:
     if func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
-        kwargs = {**kwargs, "device": first.local.device if kwargs["device"] == first.device else kwargs["device"]}
+        kwargs = {
+            **kwargs,
+            "device": first.local_gradient.device if kwargs["device"] == first.device else kwargs["device"],
+        }
     if func is torch.ops.aten.detach.default and first.result is None:
-        first.owner.get_local_gradient(first.param_index)  # raises if zero_grad discarded the gradient
-        return ShardedGradient(first.owner, first.param_index)  # still the gradient itself, not a computed result
-    result = _call_with_replaced_tensors(func, args, kwargs, lambda x: first.slice_operand(x, func))
+        first.gradient_storage.get_local_gradient(first.param_index)  # raises if zero_grad discarded the gradient
+        return ShardedGradient(
+            first.gradient_storage, first.param_index
+        )  # still the gradient itself, not a computed result
+    result = _call_with_replaced_tensors(func, args, kwargs, lambda x: first.get_local_operand(x, func))
     if writes:
         first.record_gradient_edit(func)
         return kwargs.get("out", args[0])
@@ -164,7 +169,7 @@ def _apply_foreach(func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(value, (list, tuple)):
             return value
         pairs = zip(value, firsts, strict=False)
-        return [x if f is None or not isinstance(x, Tensor) else f.slice_operand(x, func) for x, f in pairs]
+        return [x if f is None or not isinstance(x, Tensor) else f.get_local_operand(x, func) for x, f in pairs]
 
     results = func(*map(unwrap, args), **{name: unwrap(x) for name, x in kwargs.items()})
     if torch_compat.schema_of(func).is_mutable or results is None:
@@ -181,7 +186,7 @@ def _empty_like(x: Tensor) -> Tensor:
 
 
 def _make_unsupported_function_error(gradient: ShardedGradient, operation: str) -> ConfigError:
-    name = gradient.owner.gradients[gradient.param_index].entry.name
+    name = gradient.gradient_storage.gradient_slots[gradient.param_index].entry.name
     return ConfigError(
         f"{operation} cannot be applied to the gradient of {name}, because this rank has only a shard of the gradient.",
         rule="Under ZeRO, p.grad supports element-wise functions such as mul_, clamp_ and add_.",

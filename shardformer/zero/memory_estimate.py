@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardformer.errors import check_int, format_bytes
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, check_module
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, check_is_module
 from shardformer.offload.disk import FileShard, FileStore
 from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostMemory, OffloadConfig
 from shardformer.torch_compat import get_storage_id
@@ -24,7 +24,7 @@ from shardformer.zero.elementwise_trial import estimate_state_bytes
 from shardformer.zero.flat_shards import FlatShard
 from shardformer.zero.gradient_view import ShardedGradient
 from shardformer.zero.mixed_precision import MixedPrecision
-from shardformer.zero.stage3_parameters import ParamGroup, group_params
+from shardformer.zero.stage3_parameters import Stage3ParamGroup, group_params_by_layer
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def estimate_memory(
         data: Number of data-parallel ranks. By default, that of the model's mesh, or 1 for an unsharded model.
     """
     options = ZeroOptions(stage, MixedPrecision.of(precision), OffloadConfig.of(offload))
-    check_module(model)
+    check_is_module(model)
     optimizers = as_optimizer_list(optimizer)
     if data is not None:
         check_int("data", data, unit="data ranks", example=4)
@@ -106,7 +106,7 @@ def estimate_memory(
         for p in group["params"]
         if p.requires_grad
     )
-    units = [sum(p.numel() * size[id(p)] for p in ps if p.requires_grad) for _, ps in group_params(model)]
+    units = [sum(p.numel() * size[id(p)] for p in ps if p.requires_grad) for _, ps in group_params_by_layer(model)]
     found = MemoryEstimate(
         parameters=sharded if stage == 3 else full,
         gathered=max((a + b for a, b in pairwise([*units, 0])), default=0) if stage == 3 else 0,
@@ -157,23 +157,30 @@ def _count_ranks_per_parameter(model: nn.Module, data: int | None) -> dict[int, 
 
 
 def measure_memory(
-    table: ShardingMetadata, shards: Sequence[FlatShard], units: Sequence[ParamGroup], optimizers: Sequence[Optimizer]
+    metadata: ShardingMetadata,
+    shards: Sequence[FlatShard],
+    param_groups: Sequence[Stage3ParamGroup],
+    optimizers: Sequence[Optimizer],
 ) -> MemoryEstimate:
     """Measure the memory that the model and its optimizers currently use on this rank. Shared memory counts once."""
-    unit_shards = [shard for unit in units for shard in unit.shards]
-    in_units = {id(gradient.param) for shard in unit_shards for gradient in shard.gradients}
-    params = [entry.param for entry in table.entries if id(entry.param) not in in_units]
+    unit_shards = [shard for unit in param_groups for shard in unit.shards]
+    in_units = {id(gradient.param) for shard in unit_shards for gradient in shard.gradient_slots}
+    params = [entry.param for entry in metadata.entries if id(entry.param) not in in_units]
     params += [shard.local for shard in unit_shards if not shard.is_offloaded]
     here = [shard for shard in shards if shard.host is None]
     # gradients that accumulate under no_sync; others are views of a shard
-    grads = [g for entry in table.entries if (g := entry.param.grad) is not None and not isinstance(g, ShardedGradient)]
+    grads = [
+        g for entry in metadata.entries if (g := entry.param.grad) is not None and not isinstance(g, ShardedGradient)
+    ]
     on_host = [shard.local for shard in unit_shards if shard.is_offloaded]
     on_host += [x for shard in shards if shard.host is not None for x in shard.host.tensors()]
     on_host += [x for shard in shards if shard.host is not None for x in _get_state_tensors(optimizers, shard)]
     return MemoryEstimate(
         parameters=_count_storage_bytes(params),
-        gathered=_count_storage_bytes([base for unit in units for base in unit.bases]),
-        gradients=_count_storage_bytes([total for shard in here if (total := shard.sum) is not None] + grads),
+        gathered=_count_storage_bytes([base for unit in param_groups for base in unit.bases]),
+        gradients=_count_storage_bytes(
+            [total for shard in here if (total := shard.reduced_gradients) is not None] + grads
+        ),
         masters=_count_storage_bytes([x for shard in here for x in _get_master_weights(shard)]),
         states=_count_storage_bytes([x for shard in here for x in _get_state_tensors(optimizers, shard)]),
         host=_count_storage_bytes(on_host),

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, check_argument, check_choice, check_int, check_number
 from shardformer.offload.host import WeightStore
-from shardformer.public_names import renamed_arguments
+from shardformer.public_names import deprecate_renamed_arguments
 from shardformer.random_state import SPLITMIX64
 
 PARAMETER_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,7 +51,7 @@ class LossScale:
 
     def __post_init__(self) -> None:
         for name, example in (("value", 2.0**16), ("growth", 2.0), ("backoff", 0.5)):
-            check_number(f"LossScale.{name}", getattr(self, name), below=math.inf, example=example)
+            check_number(f"LossScale.{name}", getattr(self, name), upper_bound=math.inf, example=example)
         for name, least in (("growth_interval", 1), ("hysteresis", 1), ("good", 0), ("bad", 0)):
             check_int(f"LossScale.{name}", getattr(self, name), least, unit="steps")
 
@@ -67,7 +67,7 @@ class LossScale:
             self.value *= self.backoff
 
 
-@renamed_arguments({"masters": "master_weights"})
+@deprecate_renamed_arguments({"masters": "master_weights"})
 @dataclass
 class MixedPrecision:
     """The precision of parameters, gradients and master weights for ``shard_optimizer``.
@@ -148,7 +148,7 @@ class RoundedSlice:
     key: int
 
 
-class RoundedWeights(WeightStore):
+class RoundedWeightStore(WeightStore):
     """A store for the bf16 weights of a shard, which are converted to fp32 only for the optimizer step.
 
     Args:
@@ -182,7 +182,7 @@ class RoundedWeights(WeightStore):
                 param_slice.value.data = self._values[param_slice.at].view(param_slice.value.shape)
         return True
 
-    def store(self) -> None:
+    def round_to_bf16(self) -> None:
         """Round the updated fp32 weights of the shard to bf16."""
         assert self._values is not None
         if self.rest is not None:
@@ -213,7 +213,7 @@ class RoundedWeights(WeightStore):
         self.evict()
 
     def save(self) -> None:
-        self.store()
+        self.round_to_bf16()
         self.evict()
 
 
@@ -235,10 +235,10 @@ def _hash_int64(x: Tensor) -> Tensor:
     return x
 
 
-def stochastic_round(wide: Tensor, bits: Tensor) -> Tensor:
+def stochastic_round(fp32_values: Tensor, random_bits: Tensor) -> Tensor:
     """Round an fp32 tensor to bf16 stochastically, so that the expected value does not change.
 
     NaN and infinity remain unchanged.
     """
-    rounded = ((wide.view(torch.int32) + bits) & -0x10000).view(torch.float32)
-    return torch.where(torch.isfinite(wide), rounded, wide).to(torch.bfloat16)
+    rounded = ((fp32_values.view(torch.int32) + random_bits) & -0x10000).view(torch.float32)
+    return torch.where(torch.isfinite(fp32_values), rounded, fp32_values).to(torch.bfloat16)

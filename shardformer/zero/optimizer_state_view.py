@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.comm.collective_call import all_gather_from_mesh, collective_call
+from shardformer.comm.collective_call import all_gather_from_mesh, run_and_compare_across_ranks
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import ShardingMetadata, get_local_metadata, group_by_metadata
@@ -44,7 +44,7 @@ def rollback_on_error(optimizers: Sequence[Optimizer], schedulers_and_hooks: Seq
         for restore in restores:
             restore()
         for each, values in attributes:
-            _replace_content(vars(each), values)
+            _replace_dict_content(vars(each), values)
         for each, state in states:
             with suppress(Exception):  # load_state_dict may be the call that failed
                 each.load_state_dict(state)
@@ -55,7 +55,7 @@ def _copy_container(value: Any) -> Any:
     return copy.copy(value) if type(value) in (list, dict, set) else value
 
 
-def _replace_content(target: State, content: State) -> None:
+def _replace_dict_content(target: State, content: State) -> None:
     target.clear()
     target.update(content)
 
@@ -67,16 +67,16 @@ def _make_restore_function(optimizer: Optimizer) -> Callable[[], None]:
     states = [(param, each, _copy_container(each)) for param, each in state.items()]
 
     def restore() -> None:
-        _replace_content(vars(optimizer), attributes)
+        _replace_dict_content(vars(optimizer), attributes)
         for group, content, params in groups:
-            _replace_content(group, content)
+            _replace_dict_content(group, content)
             group["params"][:] = params
         current: list[State] = optimizer.param_groups
         current[:] = [group for group, _, _ in groups]
         state.clear()
         for param, each, content in states:
             if type(each) is dict:
-                _replace_content(each, content)
+                _replace_dict_content(each, content)
             state[param] = each
 
     return restore
@@ -107,10 +107,10 @@ class ZeroGradMethod:
         return ZeroGradMethod(memo[id(self._owner())], None)
 
 
-def attach_zero_optimizer(optimizer: Any, zero: Optimizer) -> None:
-    """Record in ``optimizer`` that it belongs to the ZeroOptimizer ``zero``, and replace its ``zero_grad`` method."""
+def attach_zero_optimizer(optimizer: Any, zero_optimizer: Optimizer) -> None:
+    """Record in ``optimizer`` that it belongs to ``zero_optimizer``, and replace its ``zero_grad`` method."""
     optimizer.__dict__.update(
-        {ZERO_OPTIMIZER_ATTRIBUTE: weakref.ref(zero), "zero_grad": ZeroGradMethod(optimizer, zero)}
+        {ZERO_OPTIMIZER_ATTRIBUTE: weakref.ref(zero_optimizer), "zero_grad": ZeroGradMethod(optimizer, zero_optimizer)}
     )
 
 
@@ -142,7 +142,7 @@ def _patch_state_dict(original: Any) -> Any:
     @wraps(original)
     def state_dict(self: Any) -> dict[str, Any]:
         found: dict[str, Any] = original(self)
-        if place := get_state_coords(self):
+        if place := get_state_coordinates(self):
             found[COORDINATES_KEY] = place
         return found
 
@@ -157,7 +157,7 @@ def _patch_load_state_dict(original: Any) -> Any:
             return
         state_dict = _check_and_shard_state(self, state_dict, table)
         with rollback_on_error([self]):
-            collective_call(
+            run_and_compare_across_ranks(
                 table.context, lambda: original(self, state_dict), action=f"load the state of {type(self).__name__}"
             )
 
@@ -191,7 +191,7 @@ def _find_model_metadata(optimizer: Any) -> ShardingMetadata | None:
     return tables[0] if any(size > 1 for name, size in sizes.items() if name != "data") else None
 
 
-def get_state_coords(optimizer: Any) -> StateCoordinates:
+def get_state_coordinates(optimizer: Any) -> StateCoordinates:
     """Return the size of each mesh axis over which an optimizer's state is sharded, and this rank's position on it."""
     table, holder = _find_model_metadata(optimizer), get_zero_optimizer(optimizer)
     if table is None:
@@ -205,7 +205,7 @@ def get_state_coords(optimizer: Any) -> StateCoordinates:
     return {name: (axis.size, axis.rank) for name, axis in table.axes.items() if name in names and axis.size > 1}
 
 
-def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
+def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], metadata: ShardingMetadata) -> dict[str, Any]:
     """Check that the same rank saved an optimizer state, and shard it if it comes from an unsharded model.
 
     Communicates one object, with the L1 norm of each state tensor if the state does not record its rank.
@@ -213,10 +213,10 @@ def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], table: Sh
     Raises:
         ConfigError: A different rank saved the state. Raised on all ranks.
     """
-    own, sums, problem, kind = get_state_coords(optimizer), list[float](), None, type(optimizer).__name__
+    own, sums, problem, kind = get_state_coordinates(optimizer), list[float](), None, type(optimizer).__name__
     counts = [len(group["params"]) for group in optimizer.param_groups]
     try:
-        state_dict = _shard_state(optimizer, state_dict, table)
+        state_dict = _shard_optimizer_state(optimizer, state_dict, metadata)
         saved = state_dict.get(COORDINATES_KEY)
         if saved is not None and saved != own:
             problem = f"The {kind} state was saved by the rank with mesh coordinates {_describe_coordinates(saved)}"
@@ -224,11 +224,11 @@ def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], table: Sh
         elif [len(group["params"]) for group in state_dict["param_groups"]] != counts:
             problem = f"The parameter groups of the loaded state differ in size from those of this {kind}"
         elif saved is None and own:
-            sums = _compute_state_norms(optimizer, state_dict, table)
+            sums = _compute_state_norms(optimizer, state_dict, metadata)
     except (AttributeError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
         problem = f"The object passed to load_state_dict of this {kind} is not an optimizer state ({what})"
-    found = all_gather_from_mesh((problem, own, sums), table.context)
+    found = all_gather_from_mesh((problem, own, sums), metadata.context)
     if problem is None:
         problem = next((f"Rank {rank}: {theirs}" for rank, (theirs, *_) in found if theirs is not None), None)
     if problem is None and any(
@@ -245,14 +245,16 @@ def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], table: Sh
     return state_dict
 
 
-def _shard_state(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
+def _shard_optimizer_state(optimizer: Any, state_dict: dict[str, Any], metadata: ShardingMetadata) -> dict[str, Any]:
     """Shard the optimizer state of an unsharded model for this rank. A sharded state is returned unchanged."""
     pairs = _pair_keys_with_params(optimizer, state_dict)
-    specs = {id(entry.param): entry.spec for entry in table.entries if entry.spec.is_sharded}
+    specs = {id(entry.param): entry.spec for entry in metadata.entries if entry.spec.is_sharded}
     states = {number: (state_dict["state"].get(number), specs.get(id(p)), p) for number, p in pairs}
     sharded = {
         number: {
-            key: spec.slice(x, table.coords) if isinstance(x, Tensor) and tuple(x.shape) == spec.shape else x
+            key: spec.slice_full_tensor(x, metadata.coords)
+            if isinstance(x, Tensor) and tuple(x.shape) == spec.shape
+            else x
             for key, x in state.items()
         }
         for number, (state, spec, p) in states.items()
@@ -260,7 +262,11 @@ def _shard_state(optimizer: Any, state_dict: dict[str, Any], table: ShardingMeta
     }
     if not sharded or COORDINATES_KEY in state_dict:
         return state_dict
-    return {**state_dict, "state": {**state_dict["state"], **sharded}, COORDINATES_KEY: get_state_coords(optimizer)}
+    return {
+        **state_dict,
+        "state": {**state_dict["state"], **sharded},
+        COORDINATES_KEY: get_state_coordinates(optimizer),
+    }
 
 
 def _is_full_state(state: Mapping[str, Any], spec: ShardSpec, param: Tensor) -> bool:
@@ -281,9 +287,9 @@ def _describe_coordinates(coordinates: Any) -> str:
     return ", ".join(f"{name} {rank} of {size}" for name, (size, rank) in coordinates.items()) or "an unsharded model"
 
 
-def _compute_state_norms(optimizer: Any, state_dict: Mapping[str, Any], table: ShardingMetadata) -> list[float]:
+def _compute_state_norms(optimizer: Any, state_dict: Mapping[str, Any], metadata: ShardingMetadata) -> list[float]:
     """Compute the L1 norm of each optimizer state tensor that should differ between ranks because it is sharded."""
-    cut = {id(entry.param) for entry in table.entries if entry.spec.is_sharded}
+    cut = {id(entry.param) for entry in metadata.entries if entry.spec.is_sharded}
     states = [
         state_dict["state"].get(number, {})
         for number, p in _pair_keys_with_params(optimizer, state_dict)
@@ -302,12 +308,14 @@ class OptimizerStateView(MutableMapping[Tensor, State]):
 
     def __init__(self, optimizers: Sequence[Optimizer], shards: Sequence[FlatShard]) -> None:
         self._optimizers = optimizers
-        self._slices: dict[int, ParamSlice | None] = {id(g.param): None for shard in shards for g in shard.gradients}
+        self._slices: dict[int, ParamSlice | None] = {
+            id(g.param): None for shard in shards for g in shard.gradient_slots
+        }
         held = ((id(p), o) for o in optimizers for group in o.param_groups for p in group["params"])
         self._owners: dict[int, Optimizer] = dict(held)
         self._slices |= {id(p.gradient.param): p for shard in shards for p in shard.slices}
 
-    def _find_state(self, key: Tensor) -> tuple[Any, Tensor] | None:
+    def _find_state_and_key(self, key: Tensor) -> tuple[Any, Tensor] | None:
         """Return the optimizer state that contains ``key``, and the key in it, or None if another rank has it."""
         if id(key) in self._slices:
             if (param_slice := self._slices[id(key)]) is None:
@@ -318,22 +326,22 @@ class OptimizerStateView(MutableMapping[Tensor, State]):
         return self._owners[id(key)].state, key
 
     def __getitem__(self, key: Tensor) -> State:
-        found = self._find_state(key)
-        return RemoteState(key) if found is None else found[0][found[1]]
+        found = self._find_state_and_key(key)
+        return RemoteOptimizerState(key) if found is None else found[0][found[1]]
 
     def __setitem__(self, key: Tensor, value: State) -> None:
-        if (found := self._find_state(key)) is not None:
+        if (found := self._find_state_and_key(key)) is not None:
             found[0][found[1]] = value
 
     def __delitem__(self, key: Tensor) -> None:
-        if (found := self._find_state(key)) is not None:
+        if (found := self._find_state_and_key(key)) is not None:
             del found[0][found[1]]
 
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, Tensor):
             return False
         try:
-            found = self._find_state(key)
+            found = self._find_state_and_key(key)
         except KeyError:
             return False
         return found is not None and found[1] in found[0]
@@ -352,7 +360,7 @@ class OptimizerStateView(MutableMapping[Tensor, State]):
         return f"OptimizerStateView({dict(self)})"
 
 
-class RemoteState(dict[str, Any]):
+class RemoteOptimizerState(dict[str, Any]):
     """A placeholder for the optimizer state of a parameter that other ranks store, with empty tensors as values."""
 
     def __init__(self, like: Tensor) -> None:
@@ -377,6 +385,6 @@ def load_state_dict_in_place(optimizer: Any, state_dict: dict[str, Any]) -> None
         _IS_CHECKED.reset(token)
     for old, new in zip(before, list(optimizer.param_groups), strict=True):
         if old is not new:
-            _replace_content(old, new)
+            _replace_dict_content(old, new)
     groups[:] = before
     optimizer.param_groups = groups

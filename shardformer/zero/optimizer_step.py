@@ -22,7 +22,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.disk import FileStore
 from shardformer.offload.host import HostMemory
 from shardformer.torch_compat import has_data
-from shardformer.zero.elementwise_trial import can_step_separately
+from shardformer.zero.elementwise_trial import can_step_params_separately
 from shardformer.zero.flat_shards import EDITS, FlatShard
 
 MAX_UPDATES_IN_FLIGHT = 8
@@ -45,9 +45,9 @@ class OptimizerUpdate:
     ) -> None:
         self._optimizers, self._shards, self._host, self._context = optimizers, shards, host, context
         comes = host is not None or any(shard.rounded is not None for shard in shards)
-        self._steps_separately = comes and all(can_step_separately(optimizer) for optimizer in optimizers)
+        self._steps_separately = comes and all(can_step_params_separately(optimizer) for optimizer in optimizers)
 
-    def run(self) -> None:
+    def update_params(self) -> None:
         """Update all shards of this rank that have received gradients, and all-gather the updated parameters.
 
         All ranks gather the shards in the same order. Shards on the device come first. With offload to files, they come
@@ -74,14 +74,14 @@ class OptimizerUpdate:
         with self._host.use_optimizer_threads() if self._host is not None else nullcontext():
             for number, group in enumerate(shard_groups):
                 for shard in (shard for coming in shard_groups[number : number + 2] for shard in coming):
-                    shard.masters.fetch()
-                if all([shard.masters.load() for shard in group]):
-                    self._step(group if self._steps_separately else None)
+                    shard.master_weight_store.fetch()
+                if all([shard.master_weight_store.load() for shard in group]):
+                    self._step_optimizers(group if self._steps_separately else None)
                     for shard in group:
-                        shard.store()
-                all_gather.add(group)
+                        shard.copy_master_weights_to_params()
+                all_gather.add_shards(group)
                 for shard in group:
-                    shard.masters.evict()
+                    shard.master_weight_store.evict()
         all_gather.finish()
 
     def _commit_or_roll_back_files(self, files: FileStore, shards: Sequence[FlatShard]) -> None:
@@ -90,10 +90,10 @@ class OptimizerUpdate:
             return
         all_gather = ParamAllGather()
         for shard in shards:
-            if shard.masters.load():
-                shard.store()
-            all_gather.add([shard])
-            shard.masters.discard()
+            if shard.master_weight_store.load():
+                shard.copy_master_weights_to_params()
+            all_gather.add_shards([shard])
+            shard.master_weight_store.discard()
         all_gather.finish()
         what = f"The files with optimizer states in {files.disk.folder} could not be read or written: {failure}"
         if files.end_step([], self._context) is not None:
@@ -102,7 +102,7 @@ class OptimizerUpdate:
         rule = "The weights and optimizer states of the previous step were restored"
         raise InputError(what, rule=rule, remedy="Free disk space and continue with the next batch, or save the model.")
 
-    def _step(self, shards: Sequence[FlatShard] | None) -> None:
+    def _step_optimizers(self, shards: Sequence[FlatShard] | None) -> None:
         """Step the optimizers for the parameters in ``shards``, or for all parameters if it is None."""
         if shards is None:
             for optimizer in self._optimizers:
@@ -110,7 +110,7 @@ class OptimizerUpdate:
             return
         slices = {id(p.value) for shard in shards for p in shard.slices if p.value.grad is not None}
         for optimizer in self._optimizers:
-            with restrict_params(optimizer, slices):
+            with restrict_to_params(optimizer, slices):
                 if optimizer.param_groups:
                     optimizer.step()
 
@@ -122,33 +122,33 @@ class ParamAllGather:
         self._stored: list[FlatShard] = []
         self._under_way: deque[tuple[FlatShard, PendingCollective]] = deque()
 
-    def add(self, shards: Sequence[FlatShard]) -> None:
+    def add_shards(self, shards: Sequence[FlatShard]) -> None:
         """Start all-gathers of the shards that were passed in the previous call, and keep ``shards`` for the next."""
         for shard in self._stored:
             if not shard.keeps:  # the next forward pass gathers shards of stage 3
-                self._under_way.append((shard, shard.start_gather()))
-                self._finish_oldest(MAX_UPDATES_IN_FLIGHT)
+                self._under_way.append((shard, shard.start_param_all_gather()))
+                self._finish_oldest_gathers(MAX_UPDATES_IN_FLIGHT)
         self._stored = list(shards)
 
-    def _finish_oldest(self, max_in_flight: int) -> None:
+    def _finish_oldest_gathers(self, max_in_flight: int) -> None:
         while len(self._under_way) > max_in_flight:
             shard, values = self._under_way.popleft()
-            shard.write(values.wait())
+            shard.copy_gathered_values_to_params(values.wait())
 
     def finish(self) -> None:
         """All-gather the remaining shards, and wait until all parameters of the model are up to date."""
-        self.add(())
-        self._finish_oldest(0)
+        self.add_shards(())
+        self._finish_oldest_gathers(0)
 
 
 @contextmanager
-def restrict_params(optimizer: Optimizer, params: Collection[int]) -> Iterator[None]:
-    """Make an optimizer update only the parameters with the ids ``params`` inside this context."""
+def restrict_to_params(optimizer: Optimizer, param_ids: Collection[int]) -> Iterator[None]:
+    """Make an optimizer update only the parameters with the ids ``param_ids`` inside this context."""
     groups = optimizer.param_groups
     params_of_groups: list[list[Tensor]] = [group["params"] for group in groups]
     try:
         for group, all_params in zip(groups, params_of_groups, strict=True):
-            group["params"] = [p for p in all_params if id(p) in params]
+            group["params"] = [p for p in all_params if id(p) in param_ids]
         optimizer.param_groups = [group for group in groups if group["params"]]
         yield
     finally:
@@ -165,7 +165,7 @@ EDITS_DIFFER = 2.0**32
 
 def compute_sharded_grad_norm(
     shards: Sequence[FlatShard],
-    table: ShardingMetadata,
+    metadata: ShardingMetadata,
     stage: int,
     error: Exception | None = None,
     param_ids: Collection[int] | None = None,
@@ -184,26 +184,28 @@ def compute_sharded_grad_norm(
     Raises:
         ConfigError: Scripts on different ranks edited gradients differently. Raised on all ranks.
     """
-    device = table.context.device
+    device = metadata.context.device
     here, there = (torch.zeros(4, dtype=torch.float64, device=place) for place in (device, "cpu"))
     edits = float(sum(shard.edits for shard in shards) % EDITS)
     there[1:] += torch.tensor([float(error is not None), edits, edits**2], dtype=torch.float64)
     for shard in shards if error is None else ():
-        total, found = here if shard.host is None else there, shard.sum
+        total, found = here if shard.host is None else there, shard.reduced_gradients
         for p in shard.slices:
-            is_asked = shard.has_gradient[p.number] and (param_ids is None or id(p.gradient.param) in param_ids)
-            if found is not None and is_asked and _is_included_in_norm(p.gradient, table, stage):
+            is_asked = shard.has_gradient_per_param[p.number] and (
+                param_ids is None or id(p.gradient.param) in param_ids
+            )
+            if found is not None and is_asked and _is_included_in_norm(p.gradient, metadata, stage):
                 total[0] += torch.linalg.vector_norm(found[p.shard_range]).to(total) ** 2
     total, count = here + there.to(device), 1
-    axes = sorted(table.context.base_axes, key=lambda axis: axis.name not in SHARED_GRADIENT_AXES)
+    axes = sorted(metadata.context.base_axes, key=lambda axis: axis.name not in SHARED_GRADIENT_AXES)
     axes = [axis for axis in axes if not (in_stage and axis.name == "pipe")]
     for axis in axes:
         if axis.name in SHARED_GRADIENT_AXES:
             count *= axis.size
         else:
-            total, count = _flag_different_edits(total, count), 0
+            total, count = _flag_different_gradient_edits(total, count), 0
         total = all_reduce(total, axis, purpose="norm")
-    total = _flag_different_edits(total, count)
+    total = _flag_different_gradient_edits(total, count)
     if error is not None:
         raise error
     total, problems = total[0], total[1]
@@ -218,22 +220,22 @@ def compute_sharded_grad_norm(
             "The optimizer step was skipped on all ranks, because another rank rejected its gradients or parameters.",
             remedy="See the error message of that rank for the reason.",
         )
-    is_wide = any(entry.param.dtype in (torch.float64, torch.complex128) for entry in table.entries)
+    is_wide = any(entry.param.dtype in (torch.float64, torch.complex128) for entry in metadata.entries)
     return total.sqrt() if is_wide else total.sqrt().float()
 
 
-def _flag_different_edits(total: Tensor, count: int) -> Tensor:
-    """Set the error flag in the summed values if the ``count`` ranks did not edit their gradients in the same way.
+def _flag_different_gradient_edits(total: Tensor, num_ranks: int) -> Tensor:
+    """Set the error flag in the summed values if the ``num_ranks`` ranks did not edit their gradients in the same way.
 
     The fingerprints x of the edits differ if count * sum(x^2) > sum(x)^2.
     """
-    differs = (count * total[3] - total[2] ** 2).clamp(min=0.0, max=1.0) * float(count > 0)
+    differs = (num_ranks * total[3] - total[2] ** 2).clamp(min=0.0, max=1.0) * float(num_ranks > 0)
     return torch.stack([total[0], total[1] + EDITS_DIFFER * differs, total[2], total[3]])
 
 
-def _is_included_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage: int) -> bool:
+def _is_included_in_norm(gradient: GradientSlot, metadata: ShardingMetadata, stage: int) -> bool:
     """Return whether this rank adds a gradient to the norm, which only one of the ranks that store it does."""
-    reduction, context = gradient.entry.reduction, table.context
+    reduction, context = gradient.entry.reduction, metadata.context
     coords = context.coords
     if stage > 0:
         own = {*reduction.sum_over, *reduction.norm_over, *(["pipe"] if reduction.stages else [])}
@@ -246,16 +248,17 @@ def _is_included_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage:
     return all(coords[name] == 0 for name in others)
 
 
-def make_nonfinite_error(shards: Sequence[FlatShard], table: ShardingMetadata, norm: Tensor) -> InputError:
+def make_nonfinite_gradient_error(shards: Sequence[FlatShard], metadata: ShardingMetadata, norm: Tensor) -> InputError:
     """Create the error that reports the first parameter with a nonfinite gradient. Must be called on all ranks."""
-    order = {id(entry): number for number, entry in enumerate(table.entries)}
+    order = {id(entry): number for number, entry in enumerate(metadata.entries)}
     found = [
-        (order[id(p.entry)], table.context.rank, p.entry.name)
+        (order[id(p.entry)], metadata.context.rank, p.entry.name)
         for shard in shards
         for p in shard.slices
-        if shard.sum is not None and not bool(torch.isfinite(shard.sum[p.shard_range]).all())
+        if shard.reduced_gradients is not None
+        and not bool(torch.isfinite(shard.reduced_gradients[p.shard_range]).all())
     ]
-    for axis in table.context.base_axes:
+    for axis in metadata.context.base_axes:
         found = [item for found_by_rank in all_gather_objects(found, axis) for item in found_by_rank]
     _, rank, name = min(found, default=(0, 0, "some parameter"))
     return InputError(

@@ -20,7 +20,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.host import FREE_MEMORY
 from shardformer.zero.config import ZeroOptions
 from shardformer.zero.flat_shards import FlatShard
-from shardformer.zero.stage3_parameters import UnshardedCache
+from shardformer.zero.stage3_parameters import UnshardedGroupCache
 
 MARGIN = 0.9
 """Fraction of the free memory to use. The remaining fraction allows for memory fragmentation."""
@@ -52,7 +52,7 @@ class DevicePlacement:
         self,
         settings: ZeroOptions,
         shards: Sequence[FlatShard],
-        unsharded_cache: UnshardedCache | None,
+        unsharded_cache: UnshardedGroupCache | None,
         optimizers: Sequence[Optimizer],
         context: ParallelContext,
     ) -> None:
@@ -64,7 +64,9 @@ class DevicePlacement:
         if self._is_open:
             torch.cuda.reset_peak_memory_stats(context.device)
         if not isinstance(on_device, str):
-            self._move_shards(on_device * sum(shard.length for shard in shards), [shard.length for shard in shards])
+            self._move_shards_to_device(
+                on_device * sum(shard.length for shard in shards), [shard.length for shard in shards]
+            )
 
     def after_step(self) -> None:
         """Move optimizer shards and layers into the free GPU memory after the first step.
@@ -78,11 +80,13 @@ class DevicePlacement:
         for axis in self._context.base_axes:
             max_bytes = min(all_gather_objects(max_bytes, axis))
         if self._moves_shards:
-            max_bytes = self._move_shards(max_bytes, [self._compute_device_bytes(shard) for shard in self._shards])
+            max_bytes = self._move_shards_to_device(
+                max_bytes, [self._compute_device_bytes(shard) for shard in self._shards]
+            )
         if self._unsharded_cache is not None:
             self._unsharded_cache.max_bytes = max_bytes
 
-    def _move_shards(self, max_bytes: float, shard_sizes: Sequence[float]) -> float:
+    def _move_shards_to_device(self, max_bytes: float, shard_sizes: Sequence[float]) -> float:
         """Move the offloaded shards that fit into ``max_bytes`` to the device, and return the remaining bytes."""
         for shard, size in zip(self._shards, shard_sizes, strict=True):
             if size <= max_bytes:
@@ -91,7 +95,7 @@ class DevicePlacement:
         return max_bytes
 
     def _compute_device_bytes(self, shard: FlatShard) -> float:
-        found = shard.length * shard.wide.itemsize * (1 + (shard.wide != shard.dtype))
+        found = shard.length * shard.wide_dtype.itemsize * (1 + (shard.wide_dtype != shard.dtype))
         for param_slice in shard.slices:
             states = (optimizer.state.get(param_slice.value, {}) for optimizer in self._optimizers)
             found += sum(x.nbytes for state in states for x in state.values() if isinstance(x, Tensor))
@@ -107,7 +111,7 @@ def get_min_free_bytes(device: torch.device) -> float:
 
 def move_shard_to_device(shard: FlatShard, optimizers: Sequence[Optimizer]) -> None:
     """Move the offloaded master weights and optimizer states of a shard to the device between two steps."""
-    shard.move_to_device()
+    shard.move_master_weights_to_device()
     values = {id(p.value): p.value for p in shard.slices}
     for optimizer in optimizers:
         for group in optimizer.param_groups:

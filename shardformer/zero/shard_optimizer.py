@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardformer.comm.collective_call import collective_call
-from shardformer.comm.collectives import broadcast, checksum
+from shardformer.comm.collective_call import run_and_compare_across_ranks
+from shardformer.comm.collectives import broadcast, compute_numel_and_hash
 from shardformer.consistency.ddp_and_fsdp_guards import (
     check_no_new_parameters,
     check_not_in_ddp,
@@ -29,18 +29,18 @@ from shardformer.layout.sharding_metadata import (
     METADATA_ATTRIBUTE,
     ParamEntry,
     ShardingMetadata,
-    check_module,
-    get_reduction,
+    check_is_module,
+    get_gradient_reduction,
 )
-from shardformer.layout.tied_tensors import find_parameter_view, group_overlapping
+from shardformer.layout.tied_tensors import find_parameter_view, group_overlapping_tensors
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.disk import check_disk_space
 from shardformer.offload.host import OffloadConfig
-from shardformer.public_names import renamed_parameters
+from shardformer.public_names import deprecate_renamed_parameters
 from shardformer.torch_compat import has_data
-from shardformer.torch_patches import install_all
-from shardformer.zero.config import ZeroOptions, as_optimizer_list, offload_directory_error
-from shardformer.zero.elementwise_trial import can_step_separately, estimate_state_bytes
+from shardformer.torch_patches import install_patches
+from shardformer.zero.config import ZeroOptions, as_optimizer_list, make_offload_directory_error
+from shardformer.zero.elementwise_trial import can_step_params_separately, estimate_state_bytes
 from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.partial_offload import check_free_memory_option
 from shardformer.zero.torch_optimizer_patches import TRAINING_PATCHES
@@ -56,23 +56,23 @@ def _format_options_per_line(settings: tuple[list[Optimizer], ZeroOptions]) -> l
 
 
 def check_zero_support(
-    model: nn.Module, optimizers: Sequence[Optimizer], options: ZeroOptions, table: ShardingMetadata
+    model: nn.Module, optimizers: Sequence[Optimizer], options: ZeroOptions, metadata: ShardingMetadata
 ) -> None:
-    check_optimizers(optimizers, table)
-    check_params_share_no_memory(model, table)
-    check_free_memory_option(options, table.context.device)
-    check_file_offload(options, optimizers, table)
+    check_optimizers(optimizers, metadata)
+    check_params_share_no_memory(model, metadata)
+    check_free_memory_option(options, metadata.context.device)
+    check_file_offload(options, optimizers, metadata)
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], table: ShardingMetadata) -> None:
+def check_optimizers(optimizers: Sequence[Optimizer], metadata: ShardingMetadata) -> None:
     """Raise ConfigError if two optimizers contain the same parameter, or one that is not in the model."""
-    if table.gradient_owner is not None:
+    if metadata.gradient_owner is not None:
         raise ConfigError(
             "shard_optimizer was called twice on this model.",
             remedy="Pass all optimizers in one call: shard_optimizer(model, [first, second]). "
             "To train the model again with a new optimizer, save the model and load it again.",
         )
-    names = {id(entry.param): entry.name for entry in table.entries}
+    names = {id(entry.param): entry.name for entry in metadata.entries}
     seen: set[int] = set()
     for optimizer in optimizers:
         kind = type(optimizer).__name__
@@ -88,11 +88,11 @@ def check_optimizers(optimizers: Sequence[Optimizer], table: ShardingMetadata) -
         seen |= {id(p) for p in given}
 
 
-def check_params_share_no_memory(model: nn.Module, table: ShardingMetadata) -> None:
+def check_params_share_no_memory(model: nn.Module, metadata: ShardingMetadata) -> None:
     """Raise ConfigError if a parameter shares memory with another parameter or tensor of the model."""
-    params = [(entry.name, entry.param) for entry in table.entries if has_data(entry.param)]
+    params = [(entry.name, entry.param) for entry in metadata.entries if has_data(entry.param)]
     rule = "ZeRO moves each parameter to its own range of a flat buffer"
-    if group := next(iter(group_overlapping(params)), None):
+    if group := next(iter(group_overlapping_tensors(params)), None):
         first, second, *_ = (name for name, _ in params if name in group)
         raise ConfigError(
             f"The parameters {second} and {first} share the same memory.",
@@ -108,18 +108,18 @@ def check_params_share_no_memory(model: nn.Module, table: ShardingMetadata) -> N
         )
 
 
-def check_file_offload(settings: ZeroOptions, optimizers: Sequence[Optimizer], table: ShardingMetadata) -> None:
+def check_file_offload(settings: ZeroOptions, optimizers: Sequence[Optimizer], metadata: ShardingMetadata) -> None:
     """Raise ConfigError if optimizers do not support offload to files, or if their states do not fit on the disk."""
     if (folder := settings.offload.folder) is None:
         return
-    if not all(map(can_step_separately, optimizers)):
+    if not all(map(can_step_params_separately, optimizers)):
         raise ConfigError(
             f"offload='nvme:{folder}' does not support {', '.join(type(o).__name__ for o in optimizers)}.",
             rule="With offload to files, buckets are updated one after the other, which would change the updates of "
             "this optimizer.",
             remedy="Use offload='cpu', or an optimizer that counts steps per parameter, such as torch.optim.AdamW.",
         )
-    reducers = [reducer for reducer in table.reducers if isinstance(reducer, GradientReducer)]
+    reducers = [reducer for reducer in metadata.reducers if isinstance(reducer, GradientReducer)]
     ranks = {id(g.param): g.axis.size for reducer in reducers for g in reducer.gradients if settings.stage > 0}
     size = 0.0
     for optimizer in optimizers:
@@ -130,7 +130,7 @@ def check_file_offload(settings: ZeroOptions, optimizers: Sequence[Optimizer], t
     try:
         check_disk_space(folder, 2 * round(size))
     except OSError as error:
-        raise offload_directory_error(folder, f"{error} (rank {table.context.rank})") from error
+        raise make_offload_directory_error(folder, f"{error} (rank {metadata.context.rank})") from error
 
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -142,7 +142,7 @@ def get_or_create_metadata(model: nn.Module, context: ParallelContext | None) ->
     Raises:
         ConfigError: The model is wrapped, for example in DistributedDataParallel, or was sharded with another context.
     """
-    check_module(model)
+    check_is_module(model)
     wrapper = next((name for m in model.modules() for c in type(m).__mro__ if (name := c.__name__) in WRAPPERS), None)
     if wrapper is not None:
         raise ConfigError(
@@ -156,10 +156,10 @@ def get_or_create_metadata(model: nn.Module, context: ParallelContext | None) ->
                 remedy="Omit context= to use the context of the model.",
             )
         return table
-    return _create_unsharded_metadata(model, context or _data_parallel_context())
+    return _create_unsharded_metadata(model, context or _create_data_parallel_context())
 
 
-def _data_parallel_context() -> ParallelContext:
+def _create_data_parallel_context() -> ParallelContext:
     if dist.is_available() and dist.is_initialized():
         return ParallelContext.from_world({"data": dist.get_world_size()})
     return ParallelContext.of({})
@@ -172,8 +172,10 @@ def _create_unsharded_metadata(model: nn.Module, context: ParallelContext) -> Sh
             f"This {type(model).__name__} is not sharded, but context= is the mesh {context}.",
             remedy="Call shardformer.shard_model(model, context=context) before shard_optimizer.",
         )
-    install_all(TRAINING_PATCHES)
-    packed = [checksum(t) for weight in find_packed_weights(model).values() for t in get_packed_tensors(weight)]
+    install_patches(TRAINING_PATCHES)
+    packed = [
+        compute_numel_and_hash(t) for weight in find_packed_weights(model).values() for t in get_packed_tensors(weight)
+    ]
     if context.data.size > 1 and differs_across_ranks(packed, context.data):
         raise ConfigError(
             f"The quantized weights of this {type(model).__name__} differ between ranks.",
@@ -184,13 +186,13 @@ def _create_unsharded_metadata(model: nn.Module, context: ParallelContext) -> Sh
     for name, param in model.named_parameters():
         spec = ShardSpec(param.shape)
         table.entries.append(
-            ParamEntry(name, param, spec, get_reduction(spec, stream, ModelRegion.OUTSIDE, context.sizes))
+            ParamEntry(name, param, spec, get_gradient_reduction(spec, stream, ModelRegion.OUTSIDE, context.sizes))
         )
     if context.data.size > 1:
         for tensor in [*model.parameters(), *model.buffers()]:
             broadcast(tensor.detach(), context.data)
         table.reducers = [GradientReducer([GradientSlot(e, context.data, table.coords) for e in table.entries])]
-    table.attach(model)
+    table.attach_to_model(model)
 
     if context.data.size > 1:
         install_wrapper_guards(model, context)
@@ -199,13 +201,13 @@ def _create_unsharded_metadata(model: nn.Module, context: ParallelContext) -> Sh
         check_not_in_ddp(model, context)
         check_no_new_parameters(model, table)
         for reducer in table.reducers:
-            reducer.refresh()
+            reducer.prepare_for_backward()
 
     register_forward_hooks(model, HookOrder.CHECKS, check_before_forward)
     return table
 
 
-@renamed_parameters({}, ("optimizer", "model"))
+@deprecate_renamed_parameters({}, ("optimizer", "model"))
 def shard_optimizer(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
@@ -264,4 +266,6 @@ def shard_optimizer(
         check_zero_support(model, optimizers, options, table)
         return optimizers, options
 
-    return ZeroOptimizer(model, table, *collective_call(table.context, make_options, _format_options_per_line, ACTION))
+    return ZeroOptimizer(
+        model, table, *run_and_compare_across_ranks(table.context, make_options, _format_options_per_line, ACTION)
+    )

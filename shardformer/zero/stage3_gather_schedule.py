@@ -20,7 +20,7 @@ from shardformer.comm.collective_call import wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_numbers, all_gather_objects
 from shardformer.errors import ConfigError, InputError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
-from shardformer.gradients.buckets import Bucket, GradientSlot, ReduceScatterToShards
+from shardformer.gradients.buckets import GradientBucket, GradientSlot, ReduceScatterToShards
 from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import Axis
@@ -32,11 +32,11 @@ from shardformer.zero.flat_shards import FlatShard, UnshardOptions
 from shardformer.zero.stage3_parameters import (
     GROUP_ATTRIBUTE,
     GatherBufferPool,
-    ParamGroup,
     ParamGroupReducer,
     SavedParamView,
-    UnshardedCache,
-    group_params,
+    Stage3ParamGroup,
+    UnshardedGroupCache,
+    group_params_by_layer,
 )
 
 END = -1
@@ -60,37 +60,37 @@ class GatherOrder:
     unread: list[int] = field(default_factory=list)
     is_open: bool = False
 
-    def insert(self, index: int, position: int) -> None:
-        """Insert the parameter group number ``index`` before a position of the order."""
-        self.units.insert(position, index)
+    def insert_group(self, group_index: int, position: int) -> None:
+        """Insert the parameter group number ``group_index`` before a position of the order."""
+        self.units.insert(position, group_index)
         self.complete = {n + (n >= position): found for n, found in self.complete.items()}
 
-    def place(self, index: int, start: int) -> int:
+    def find_position(self, group_index: int, start: int) -> int:
         """Return the first position at or after ``start`` at which a parameter group is gathered, or END."""
-        return next((n for n in range(max(start, 0), len(self.units)) if self.units[n] == index), END)
+        return next((n for n in range(max(start, 0), len(self.units)) if self.units[n] == group_index), END)
 
-    def positions(self, read_indices: Sequence[int]) -> list[int]:
+    def find_read_positions(self, read_indices: Sequence[int]) -> list[int]:
         """Return the positions at which a rank reads its parameter groups in this order."""
         positions, at = [], 0
         for index in read_indices:
-            at = max(self.place(index, at), at)
+            at = max(self.find_position(index, at), at)
             positions.append(at)
         return positions
 
-    def insert_unread_forward_groups(self, units: Sequence[int], layers: Collection[int]) -> None:
+    def insert_unread_forward_groups(self, group_indices: Sequence[int], layer_indices: Collection[int]) -> None:
         """Add each group that no rank has read to the forward order, after the group that precedes it in the model."""
-        self.unread = [index for index in units if index not in self.units]
-        self.is_open |= any(index in layers for index in self.unread)
+        self.unread = [index for index in group_indices if index not in self.units]
+        self.is_open |= any(index in layer_indices for index in self.unread)
         for index in self.unread:
             lower = [n for n in self.units if n < index]
-            self.insert(index, self.units.index(max(lower)) + 1 if lower else 0)
+            self.insert_group(index, self.units.index(max(lower)) + 1 if lower else 0)
 
     def insert_unread_backward_groups(self, forward: GatherOrder) -> None:
         """Add each group that no rank has read to the backward order, after the group that follows it in the model."""
         self.unread, self.is_open = forward.unread, self.is_open or forward.is_open
         for index in (index for index in self.unread if index not in self.units):
             higher = [n for n in self.units if n > index]
-            self.insert(index, len(self.units) - self.units[::-1].index(min(higher)) if higher else 0)
+            self.insert_group(index, len(self.units) - self.units[::-1].index(min(higher)) if higher else 0)
 
 
 def create_gather_order(
@@ -111,7 +111,7 @@ def create_gather_order(
     plan.is_open = previous is not None or any(read != plan.units for read, _ in reports)
     last: dict[int, int] = {}
     for read, arrivals in reports:
-        positions = plan.positions(read)
+        positions = plan.find_read_positions(read)
         for index, at in arrivals.items():
             last[index] = max(positions[at] if at >= 0 else 0, last.get(index, 0))
     for index, at in sorted(last.items(), reverse=True):
@@ -145,7 +145,7 @@ class GatherScheduler:
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[ParamGroup],
+        units: Sequence[Stage3ParamGroup],
         axis: Axis,
         *,
         frees: bool,
@@ -153,7 +153,7 @@ class GatherScheduler:
         part: Callable[[], Any] = lambda: None,
     ) -> None:
         self.units, self.axis, self._frees, self._stage_part = units, axis, frees, part
-        self._gathers_ahead, self.unsharded_cache = gathers_ahead, UnshardedCache()
+        self._gathers_ahead, self.unsharded_cache = gathers_ahead, UnshardedGroupCache()
         self.reducer: ParamGroupReducer
         self._plans: dict[PassKind, GatherOrder] = {}
         self._kind: PassKind | None = None  # of the current pass
@@ -164,9 +164,9 @@ class GatherScheduler:
         self._last_arrivals: dict[int, int] = {}
         self._read_indices: list[int] = []  # groups that this rank read
         self._position = -1
-        self._groups_by_address: dict[int, tuple[ParamGroup, int]] = {}  # gathered memory -> its group
+        self._groups_by_address: dict[int, tuple[Stage3ParamGroup, int]] = {}  # gathered memory -> its group
         for unit in units:
-            unit.where, unit.on_read = self._groups_by_address, self.read
+            unit.where, unit.on_read = self._groups_by_address, self.gather_before_read
         self._keep: Collection[int] = ()  # groups that one operation reads together
         self._backward_of = 0
         self._run = 0  # index of the forward pass, which identifies the graph of a backward pass
@@ -188,31 +188,36 @@ class GatherScheduler:
             if module is model or any(unit <= params for unit in params_of_groups):
                 begin = partial(self._begin_forward, path)
                 register_forward_hooks(module, HookOrder.PARAMETERS, begin, self._end_forward)
-                register_forward_hooks(module, HookOrder.PARAMETERS, after=self._remove_pack_hooks, always_call=True)
+                register_forward_hooks(
+                    module, HookOrder.PARAMETERS, after=self._exit_saved_tensor_hooks, always_call=True
+                )
 
     def _begin_forward(self, path: str, module: nn.Module, args: Any) -> None:
         if self._saving is not None and module is not self._caller:
             return  # called inside a forward pass
         if self._saving is not None:  # an exception such as KeyboardInterrupt ended the previous forward pass
-            self._remove_pack_hooks(module, (), None)
+            self._exit_saved_tensor_hooks(module, (), None)
         if torch_compat.current_graph_task_id() >= 0:
             # Recomputation in a backward pass. Only re-entrant checkpoints leave saved tensors to these hooks.
-            if torch.is_grad_enabled() and torch_compat.top_saved_tensors_hooks() is None:
-                self._add_pack_hooks(module)
+            if torch.is_grad_enabled() and torch_compat.get_innermost_saved_tensors_hooks() is None:
+                self._enter_saved_tensor_hooks(module)
             return
         if self._kind is not None or self._is_ending:  # an exception interrupted the previous pass
             self._kind, self._is_ending = None, False
-            self.release()
+            self.free_gathered_parameters()
         self._run += 1
         kind = (path, self._stage_part(), module.training, torch.is_grad_enabled())
         self._kinds = {run: kind for run, kind in self._kinds.items() if run > self._run - 64} | {self._run: kind}
         self.unsharded_cache.clear()
-        self._free(*self.units)
+        self._free_groups(*self.units)
         self._begin_pass(kind)
-        self._add_pack_hooks(module)
+        self._enter_saved_tensor_hooks(module)
 
-    def _add_pack_hooks(self, module: nn.Module) -> None:
-        self._caller, self._saving = module, SavedTensorHooks(self._pack, self._unpack, goes_first=True)
+    def _enter_saved_tensor_hooks(self, module: nn.Module) -> None:
+        self._caller, self._saving = (
+            module,
+            SavedTensorHooks(self._pack_saved_tensor, self._unpack_saved_tensor, goes_first=True),
+        )
         self._saving.enter()
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -221,7 +226,7 @@ class GatherScheduler:
         self._end_pass()
         last = [*dict.fromkeys(reversed(self._record.units))][:2] if torch.is_grad_enabled() else []
         # the head may be two groups: tied weight, bias
-        self._free(*(unit for unit in self.units if unit.index not in last and unit not in self.unsharded_cache))
+        self._free_groups(*(unit for unit in self.units if unit.index not in last and unit not in self.unsharded_cache))
         if torch.is_grad_enabled():
             for x in torch_compat.tree_leaves(output):
                 if isinstance(x, Tensor) and x.requires_grad:
@@ -232,14 +237,14 @@ class GatherScheduler:
         assert self._caller is not None
         module = self._caller
         self._end_forward(module, (), output)
-        self._remove_pack_hooks(module, (), output)
+        self._exit_saved_tensor_hooks(module, (), output)
 
-    def _remove_pack_hooks(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _exit_saved_tensor_hooks(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self._caller:
             self._saving.leave()
             self._saving = self._caller = None
 
-    def gather(self, param: Tensor) -> None:
+    def gather_parameter(self, param: Tensor) -> None:
         """Gather the parameter group of ``param``, and free all other groups. Must be called on all ranks."""
         wanted = param.__dict__.get(GROUP_ATTRIBUTE)
         for unit in self.units:
@@ -248,7 +253,7 @@ class GatherScheduler:
         if wanted is not None:
             wanted.wait_for_unshard()
 
-    def release(self) -> None:
+    def free_gathered_parameters(self) -> None:
         """Free the gathered parameters of all parameter groups."""
         for unit in self.units:
             unit.reshard()
@@ -260,7 +265,7 @@ class GatherScheduler:
         self._plan, self._record, self._last_arrivals, self._read_indices = self._plans.get(kind), GatherOrder(), {}, []
         self.reducer.is_sealed = self._plan is not None and not self._plan.is_open
 
-    def read(self, units: Sequence[ParamGroup]) -> None:
+    def gather_before_read(self, units: Sequence[Stage3ParamGroup]) -> None:
         """Gather parameter groups before an operation reads their parameters."""
         if torch_compat.current_graph_task_id() >= 0:
             self._begin_backward(None)
@@ -290,7 +295,7 @@ class GatherScheduler:
 
     def _gather_in_recorded_order(self, plan: GatherOrder, index: int) -> None:
         """Gather parameter groups in the recorded order up to ``index``, or discard the order if a rank deviates."""
-        end = len(plan.units) - 1 if index == END else plan.place(index, self._position)
+        end = len(plan.units) - 1 if index == END else plan.find_position(index, self._position)
         leaves = index != END and end == END
         if leaves and self.units[index].is_gathered:
             return
@@ -310,22 +315,22 @@ class GatherScheduler:
         before, self._position = self._current_index, self._position + 1
         self.units[index].wait_for_unshard()
         self._record.units.append(index)
-        comes_again = self._plan is not None and self._plan.place(before, self._position) != END
+        comes_again = self._plan is not None and self._plan.find_position(before, self._position) != END
         if before not in (index, END) and not comes_again:
             reads_again = torch.is_grad_enabled() and not self._is_backward
-            for unit in self.unsharded_cache.add(self.units[before]) if reads_again else [self.units[before]]:
+            for unit in self.unsharded_cache.add_and_evict(self.units[before]) if reads_again else [self.units[before]]:
                 if unit.index not in self._keep:
-                    self._free(unit)
+                    self._free_groups(unit)
         if self._plan is not None and self._is_backward and not self.reducer.is_paused:
             for n in self._plan.complete.get(self._position - 1, ()):
-                self.reducer.send(self.units[n])
+                self.reducer.start_group_reduction(self.units[n])
         if self._gathers_ahead:
             for n in next_indices[:1]:
                 self.units[n].unshard()
             for n in next_indices[1:]:
                 self.units[n].prefetch()
 
-    def _free(self, *units: ParamGroup) -> None:
+    def _free_groups(self, *units: Stage3ParamGroup) -> None:
         for unit in units if self._frees else ():
             unit.reshard()
 
@@ -346,7 +351,7 @@ class GatherScheduler:
 
     # --- the first pass of a kind
 
-    def _negotiate_and_gather(self, requested: int) -> None:
+    def _negotiate_and_gather(self, requested_index: int) -> None:
         """Agree with other ranks on which parameter groups to gather, until this rank's request is fulfilled.
 
         For END, continue until no rank requests any. Before each all-gather, one gather communicates the requested
@@ -354,23 +359,23 @@ class GatherScheduler:
         """
         while True:
             done = [unit.index for unit in self.units if self._is_backward and self.reducer.is_complete(unit)]
-            reports = all_gather_objects((requested, [] if self.reducer.is_paused else done), self.axis)
+            reports = all_gather_objects((requested_index, [] if self.reducer.is_paused else done), self.axis)
             wanted = [index for index, _ in reports if index != END]
             for index in sorted(set.intersection(*(set(done) for _, done in reports)), reverse=True):
-                self.reducer.send(self.units[index])
+                self.reducer.start_group_reduction(self.units[index])
             if not wanted:
                 return
             chosen = max(wanted) if self._is_backward else min(wanted)
             self._gather_next(chosen, ())
-            if chosen == requested:
+            if chosen == requested_index:
                 return
 
-    def record_gradient_arrival(self, unit: ParamGroup) -> None:
+    def record_gradient_arrival(self, group: Stage3ParamGroup) -> None:
         """Record the position in the backward pass at which a parameter group received its last gradient."""
         if self._kind is None or not self._is_backward:
             self._begin_backward(None)
         if self._plan is None:
-            self._last_arrivals[unit.index] = len(self._read_indices) - 1
+            self._last_arrivals[group.index] = len(self._read_indices) - 1
 
     def _reduce_remaining_groups(self) -> None:
         """Reduce the gradients of the remaining parameter groups in the same order on all ranks."""
@@ -379,7 +384,7 @@ class GatherScheduler:
             again = [unit.index for unit in self.units if self.reducer.has_unreduced_gradients(unit)]
             rest |= {index for indices in all_gather_objects(again, self.axis) for index in indices}
         for index in sorted(rest, reverse=True):
-            self.reducer.send(self.units[index])
+            self.reducer.start_group_reduction(self.units[index])
         self.reducer.on_backward_end()
 
     def _merge_recorded_orders(self, previous: GatherOrder | None) -> GatherOrder:
@@ -397,7 +402,7 @@ class GatherScheduler:
 
     # --- tensors that autograd saves
 
-    def _pack(self, x: Tensor) -> SavedParamView | None:
+    def _pack_saved_tensor(self, x: Tensor) -> SavedParamView | None:
         """Save a gathered tensor as its position in a parameter group. Return None for other tensors."""
         place = None if x.layout is not torch.strided else self._groups_by_address.get(torch_compat.get_storage_id(x))
         if place is None:
@@ -407,7 +412,7 @@ class GatherScheduler:
         run = self._backward_of if self._is_backward else self._run
         return SavedParamView(run, unit, param, base, (x.shape, x.stride(), x.storage_offset()), x._version)
 
-    def _unpack(self, packed: SavedParamView) -> Tensor:
+    def _unpack_saved_tensor(self, packed: SavedParamView) -> Tensor:
         self._begin_backward(packed.run)
         self._keep = ()
         self._gather_up_to(packed.unit.index)
@@ -458,12 +463,12 @@ class GatherScheduler:
         if self._kind is not None and self._is_backward:
             self._end_pass()
         self._is_backward = self._is_ending = False
-        self._free(*self.units)
+        self._free_groups(*self.units)
 
 
 def shard_for_stage3(
     model: nn.Module,
-    table: ShardingMetadata,
+    metadata: ShardingMetadata,
     settings: ZeroOptions,
     reduce_scatter: ReduceScatterToShards,
     host: HostMemory | None,
@@ -476,53 +481,59 @@ def shard_for_stage3(
         reduce_scatter: Reduction of the gradients.
         host: Host memory for the master weights, or None to keep them on the device.
     """
-    own = [r for r in table.reducers if isinstance(r, GradientReducer) and not _has_params_shared_by_stages(r)]
-    rest = [r for r in table.reducers if r not in own]
+    own = [r for r in metadata.reducers if isinstance(r, GradientReducer) and not _has_params_shared_by_stages(r)]
+    rest = [r for r in metadata.reducers if r not in own]
     gradients = {id(g.param): g for reducer in own for g in reducer.gradients}
     for reducer in own:
-        reducer.close()
+        reducer.remove_gradient_hooks()
     members = [
         (name, [gradients[id(p)] for p in params if _should_shard(p, settings.keep_frozen) and id(p) in gradients])
-        for name, params in group_params(model)
+        for name, params in group_params_by_layer(model)
     ]
     pool = GatherBufferPool()
     units, buckets = _make_param_groups([each for each in members if each[1]], settings, host, pool)
-    scheduler = _make_scheduler(model, table, units, settings)
+    scheduler = _make_gather_scheduler(model, metadata, units, settings)
     overlaps = settings.overlap
     trained = [index for index, made in buckets.items() if made]
     if trained:
-        buckets[min(trained)][-1].watch = table.monitor
+        buckets[min(trained)][-1].watch = metadata.monitor
     scheduler.reducer = ParamGroupReducer(
-        units, buckets, reduce_scatter, scheduler.record_gradient_arrival, table.entries, overlaps=overlaps, memory=pool
+        units,
+        buckets,
+        reduce_scatter,
+        scheduler.record_gradient_arrival,
+        metadata.entries,
+        overlaps=overlaps,
+        memory=pool,
     )
-    table.reducers = [scheduler.reducer, *rest]
-    table.parameter_owner = scheduler
+    metadata.reducers = [scheduler.reducer, *rest]
+    metadata.parameter_owner = scheduler
     axis = scheduler.axis
     synchronize_generation(
         model,
         lambda: wait_for_all_ranks("generate", axis),
         lambda is_active: any(row[0] for row in all_gather_numbers([int(is_active)], axis)),
     )
-    return scheduler, [shard for unit in units for shard in unit.shards if shard.gradients[0].param.requires_grad]
+    return scheduler, [shard for unit in units for shard in unit.shards if shard.gradient_slots[0].param.requires_grad]
 
 
 def _make_param_groups(
-    members: Sequence[tuple[str, list[GradientSlot]]],
+    named_gradient_slots: Sequence[tuple[str, list[GradientSlot]]],
     settings: ZeroOptions,
     host: HostMemory | None,
     pool: GatherBufferPool,
-) -> tuple[list[ParamGroup], dict[int, list[Bucket]]]:
+) -> tuple[list[Stage3ParamGroup], dict[int, list[GradientBucket]]]:
     """Create the sharded parameter groups and their gradient buckets, and replace the parameters by placeholders."""
     precision = settings.precision
     gathered = UnshardOptions(pool.take, host.link if host is not None and settings.offload.parameters else None)
-    units: list[ParamGroup] = []
-    buckets: dict[int, list[Bucket]] = {}
+    units: list[Stage3ParamGroup] = []
+    buckets: dict[int, list[GradientBucket]] = {}
     sizes: list[int] = []
-    for name, found in members:
+    for name, found in named_gradient_slots:
         params: list[Any] = [g.param for g in found]
-        unit = ParamGroup(len(units), name, params)
+        unit = Stage3ParamGroup(len(units), name, params)
         unit.return_buffer = pool.return_buffer
-        made = _make_buckets(found, precision.reduce_dtype)
+        made = _make_gradient_buckets(found, precision.reduce_dtype)
         for bucket in made:
             trains = bucket.gradients[0].param.requires_grad
             bucket.memory = pool.take
@@ -532,7 +543,7 @@ def _make_param_groups(
         parts = [_compute_gathered_bytes(shard) for shard in unit.shards]
         unit.size = sum(parts)
         sizes += parts
-        unit.replace_with_placeholders()
+        unit.replace_params_with_placeholders()
         units.append(unit)
     pool.set_buffer_size(sizes)
     return units, buckets
@@ -540,27 +551,27 @@ def _make_param_groups(
 
 def _compute_gathered_bytes(shard: FlatShard) -> int:
     """Return the size in bytes of the larger buffer of a shard: gathered parameters, or gradients with counts."""
-    return (shard.length + len(shard.gradients)) * shard.axis.size * shard.dtype.itemsize
+    return (shard.length + len(shard.gradient_slots)) * shard.axis.size * shard.dtype.itemsize
 
 
-def _make_scheduler(
-    model: nn.Module, table: ShardingMetadata, units: Sequence[ParamGroup], settings: ZeroOptions
+def _make_gather_scheduler(
+    model: nn.Module, metadata: ShardingMetadata, param_groups: Sequence[Stage3ParamGroup], settings: ZeroOptions
 ) -> GatherScheduler:
-    wide = [name for name, size in table.context.grid.sizes.items() if size > 1 and name != "pipe"]
-    axis = table.context.flatten(*(wide or ["data"]))
+    wide = [name for name, size in metadata.context.grid.sizes.items() if size > 1 and name != "pipe"]
+    axis = metadata.context.flatten(*(wide or ["data"]))
     for unit, sizes in zip(
-        units, zip(*all_gather_objects([unit.size for unit in units], axis), strict=True), strict=True
+        param_groups, zip(*all_gather_objects([unit.size for unit in param_groups], axis), strict=True), strict=True
     ):
         unit.size = max(sizes)
     reshard = settings.reshard_after_forward
-    frees = table.context.pipe.size == 1 if reshard is None else reshard is not False
-    stage_forward = None if table.stages is None else table.stages.stage_forward
+    frees = metadata.context.pipe.size == 1 if reshard is None else reshard is not False
+    stage_forward = None if metadata.stages is None else metadata.stages.stage_forward
 
     def part() -> Any:
         run = stage_forward.now if stage_forward is not None else None
         return None if run is None else run.span.start
 
-    scheduler = GatherScheduler(model, units, axis, frees=frees, gathers_ahead=settings.overlap, part=part)
+    scheduler = GatherScheduler(model, param_groups, axis, frees=frees, gathers_ahead=settings.overlap, part=part)
     scheduler.unsharded_cache.max_bytes = reshard if isinstance(reshard, int) and not isinstance(reshard, bool) else 0
     if stage_forward is not None:
         stage_forward.boundary_callbacks.append(scheduler.end_forward_early)
@@ -575,13 +586,13 @@ def _should_shard(param: nn.Parameter, keep_frozen: bool) -> bool:
     return param.requires_grad or (not keep_frozen and (param.is_floating_point() or param.is_complex()))
 
 
-def _make_buckets(gradients: Sequence[GradientSlot], dtype: torch.dtype | None) -> list[Bucket]:
+def _make_gradient_buckets(gradients: Sequence[GradientSlot], dtype: torch.dtype | None) -> list[GradientBucket]:
     """Create one gradient bucket per axis, dtype and device, and separate buckets for frozen parameters."""
-    found: dict[tuple[Any, ...], Bucket] = {}
+    found: dict[tuple[Any, ...], GradientBucket] = {}
     for gradient in gradients:
         param = gradient.param
         kind = (gradient.axis.ranks, param.dtype, param.device, param.requires_grad)
-        bucket = found.setdefault((*kind, gradient.is_full, gradient.is_shared), Bucket(gradient.axis, dtype))
+        bucket = found.setdefault((*kind, gradient.is_full, gradient.is_shared), GradientBucket(gradient.axis, dtype))
         bucket.gradients.append(gradient)
         gradient.bucket, gradient.arrived = bucket, False
     return list(found.values())

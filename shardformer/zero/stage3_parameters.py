@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from shardformer.comm.collectives import PendingCollective
 from shardformer.errors import ConfigError
-from shardformer.gradients.buckets import Bucket, GradientSlot, ReduceScatterToShards
+from shardformer.gradients.buckets import GradientBucket, GradientSlot, ReduceScatterToShards
 from shardformer.gradients.reducer import PausableReducer
 from shardformer.layout.sharding_metadata import ParamEntry
 from shardformer.torch_compat import (
@@ -37,7 +37,7 @@ from shardformer.torch_compat import (
 from shardformer.zero.flat_shards import FlatShard
 
 GROUP_ATTRIBUTE = "_shardformer_unit"
-"""Name of the parameter attribute that contains its ParamGroup."""
+"""Name of the parameter attribute that contains its Stage3ParamGroup."""
 
 
 class UngatheredParameter(nn.Parameter):
@@ -136,7 +136,7 @@ _without_inference_mode = torch.inference_mode(False)
 """Disables inference mode, because tensors created in it could not be used in later training steps."""
 
 
-class ParamGroup:
+class Stage3ParamGroup:
     """A group of parameters that ZeRO stage 3 gathers and frees together, such as one layer.
 
     Args:
@@ -150,14 +150,14 @@ class ParamGroup:
         return_buffer: Called with the address of memory that is no longer used.
     """
 
-    on_read: Callable[[Sequence[ParamGroup]], None]
+    on_read: Callable[[Sequence[Stage3ParamGroup]], None]
 
     def __init__(self, index: int, name: str, params: Sequence[nn.Parameter]) -> None:
         self.index, self.name, self.params = index, name, list(params)
         self.is_layer = name.rpartition(".")[2].isdecimal()
         self.shards: list[FlatShard] = []
         self.bases: list[Tensor] = []  # gathered tensors. The parameters are views of them
-        self.where: dict[int, tuple[ParamGroup, int]] = {}
+        self.where: dict[int, tuple[Stage3ParamGroup, int]] = {}
         self.is_gathered = False
         self.size = 0  # in bytes, identical on all ranks
         self.return_buffer: Callable[[int], None] = lambda address: None
@@ -175,7 +175,7 @@ class ParamGroup:
     def unshard(self) -> None:
         """Start an all-gather of the full parameters. Communicates one all-gather for each shard."""
         if not self.is_gathered and not self._pending:
-            self._pending = [shard.start_gather() for shard in self.shards]
+            self._pending = [shard.start_param_all_gather() for shard in self.shards]
 
     @_without_inference_mode
     def wait_for_unshard(self) -> None:
@@ -186,10 +186,10 @@ class ParamGroup:
         for shard, pending in zip(self.shards, self._pending, strict=True):
             full = pending.wait()
             self._register_base_tensor(full)
-            for gradient, place in zip(shard.gradients, shard.places, strict=True):
+            for gradient, place in zip(shard.gradient_slots, shard.places, strict=True):
                 param: Any = gradient.param
                 param.__class__ = get_gathered_class(type(param))
-                param.data = gradient.unpack(full[place])
+                param.data = gradient.view_in_bucket(full[place])
                 if gradient.is_shared:
                     self._register_base_tensor(param.data)
         self._pending, self.is_gathered = [], True
@@ -220,15 +220,15 @@ class ParamGroup:
         for memory in memories:
             del self.where[memory]
         self.bases = []
-        self.replace_with_placeholders()
+        self.replace_params_with_placeholders()
         for memory in memories:
             self.return_buffer(memory)
 
     @_without_inference_mode
-    def replace_with_placeholders(self) -> None:
+    def replace_params_with_placeholders(self) -> None:
         """Replace the values of each parameter by a NaN placeholder of the same shape."""
         for shard in self.shards:
-            for gradient in shard.gradients:
+            for gradient in shard.gradient_slots:
                 param: Any = gradient.param
                 param.data = torch.full((), torch.nan, dtype=shard.dtype, device=param.device).expand(param.shape)
                 param.__dict__[GROUP_ATTRIBUTE] = self
@@ -236,7 +236,7 @@ class ParamGroup:
                 param.__class__ = get_ungathered_class(kind)
 
 
-def group_params(model: nn.Module) -> list[tuple[str, list[nn.Parameter]]]:
+def group_params_by_layer(model: nn.Module) -> list[tuple[str, list[nn.Parameter]]]:
     """Divide the parameters of a model into named groups that ZeRO stage 3 gathers together.
 
     Each layer is a group. Outside layers, each large module is a group, and consecutive small modules share one.
@@ -331,7 +331,7 @@ class GatherBufferPool:
             self._free.append(chunk)
 
 
-class UnshardedCache(list[ParamGroup]):
+class UnshardedGroupCache(list[Stage3ParamGroup]):
     """A cache of parameter groups that stay gathered between the forward pass and the backward pass.
 
     The backward pass starts with the last layer, so the least recently used group is evicted first.
@@ -342,11 +342,11 @@ class UnshardedCache(list[ParamGroup]):
 
     max_bytes: float = 0.0
 
-    def add(self, unit: ParamGroup) -> list[ParamGroup]:
+    def add_and_evict(self, group: Stage3ParamGroup) -> list[Stage3ParamGroup]:
         """Add a group to the cache after its use, and return the groups to free, which are identical on all ranks."""
-        if unit in self:
-            self.remove(unit)
-        self.append(unit)
+        if group in self:
+            self.remove(group)
+        self.append(group)
         evicted = []
         while sum(each.size for each in self) > self.max_bytes:
             evicted.append(self.pop(0))
@@ -366,10 +366,10 @@ class ParamGroupReducer(PausableReducer):
 
     def __init__(
         self,
-        units: Sequence[ParamGroup],
-        buckets: Mapping[int, Sequence[Bucket]],
+        units: Sequence[Stage3ParamGroup],
+        buckets: Mapping[int, Sequence[GradientBucket]],
         end: ReduceScatterToShards,
-        arrived: Callable[[ParamGroup], None],
+        arrived: Callable[[Stage3ParamGroup], None],
         entries: Sequence[ParamEntry],
         *,
         overlaps: bool = True,
@@ -378,20 +378,20 @@ class ParamGroupReducer(PausableReducer):
         self._units, self._buckets, self._end, self._arrived = units, buckets, end, arrived
         self._overlaps, self._memory = overlaps, memory
         self._frozen = [entry for entry in entries if not entry.param.requires_grad]
-        self._under_way: list[Bucket] = []
+        self._under_way: list[GradientBucket] = []
         self.sent: set[int] = set()
         self.is_sealed = False  # whether a group that was sent may receive no further gradients
-        for gradient in self._gradients():
+        for gradient in self._iterate_gradient_slots():
             self._register_gradient_hooks(gradient)
 
-    def _gradients(self) -> Iterator[GradientSlot]:
+    def _iterate_gradient_slots(self) -> Iterator[GradientSlot]:
         return (gradient for found in self._buckets.values() for bucket in found for gradient in bucket.gradients)
 
-    def _on_gradient(self, gradient: GradientSlot, grad: Tensor) -> None:
-        self._end.scale(gradient)
+    def _before_accumulation(self, gradient: GradientSlot, grad: Tensor) -> None:
+        self._end.get_gradient_scale(gradient)
 
-    def _on_accumulated(self, gradient: GradientSlot) -> None:
-        unit: ParamGroup = gradient.param.__dict__[GROUP_ATTRIBUTE]
+    def _after_accumulation(self, gradient: GradientSlot) -> None:
+        unit: Stage3ParamGroup = gradient.param.__dict__[GROUP_ATTRIBUTE]
         gradient.changed = gradient.arrived = True
         if gradient.is_sparse:
             gradient.param.grad = gradient.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
@@ -403,37 +403,37 @@ class ParamGroupReducer(PausableReducer):
             )
         self._arrived(unit)
 
-    def is_complete(self, unit: ParamGroup) -> bool:
+    def is_complete(self, group: Stage3ParamGroup) -> bool:
         """Return whether this rank has all gradients of a parameter group and has not reduced any of them yet."""
-        found = self._buckets.get(unit.index, ())
-        return bool(found) and unit.index not in self.sent and all(g.arrived for b in found for g in b.gradients)
+        found = self._buckets.get(group.index, ())
+        return bool(found) and group.index not in self.sent and all(g.arrived for b in found for g in b.gradients)
 
-    def has_unreduced_gradients(self, unit: ParamGroup) -> bool:
+    def has_unreduced_gradients(self, group: Stage3ParamGroup) -> bool:
         """Return whether this rank has gradients of a parameter group that have not been reduced yet."""
         return any(
-            gradient.is_unreduced for bucket in self._buckets.get(unit.index, ()) for gradient in bucket.gradients
+            gradient.is_unreduced for bucket in self._buckets.get(group.index, ()) for gradient in bucket.gradients
         )
 
-    def send(self, unit: ParamGroup) -> None:
+    def start_group_reduction(self, group: Stage3ParamGroup) -> None:
         """Start reducing the gradients of a parameter group over ranks.
 
         All ranks must call this method for the same groups in the same order. Communicates one reduce-scatter for each
         bucket.
         """
-        self.wait()
-        self.sent.add(unit.index)
-        self._under_way = list(self._buckets.get(unit.index, ()))
+        self.wait_for_reduction()
+        self.sent.add(group.index)
+        self._under_way = list(self._buckets.get(group.index, ()))
         for bucket in self._under_way:
-            self._end.start(bucket)
+            self._end.start_reduction(bucket)
             for gradient in bucket.gradients:
                 gradient.changed = False
         if not self._overlaps:
-            self.wait()
+            self.wait_for_reduction()
 
-    def wait(self) -> None:
+    def wait_for_reduction(self) -> None:
         """Wait for the reduction in progress, and add the reduced gradients to this rank's shards."""
         for bucket in self._under_way:
-            self._end.finish(bucket)
+            self._end.finish_reduction(bucket)
             flat, bucket.flat, bucket.work = bucket.flat, None, None
             if self._memory is not None and flat is not None:
                 memory = get_storage_id(flat)
@@ -443,26 +443,26 @@ class ParamGroupReducer(PausableReducer):
 
     def on_backward_end(self) -> None:
         """End a backward pass: wait for the last reduction, and reset the state of all gradients."""
-        self.wait()
+        self.wait_for_reduction()
         self.sent = set()
-        for gradient in self._gradients():
+        for gradient in self._iterate_gradient_slots():
             gradient.arrived = False
         self._end.on_backward_end()
 
-    def start(self) -> None:
+    def start_reduction(self) -> None:
         """Start reducing the gradients of all groups that were accumulated inside ``no_sync``."""
         for unit in reversed(self._units):
-            self.send(unit)
+            self.start_group_reduction(unit)
 
-    def finish(self) -> None:
+    def finish_reduction(self) -> None:
         self.on_backward_end()
         self.was_paused = False
 
-    def refresh(self) -> None:
+    def prepare_for_backward(self) -> None:
         """Reset the reducer after an interrupted backward pass. Raise ConfigError if a parameter was unfrozen."""
         for found in self._buckets.values():
             for bucket in found:
-                bucket.reset()
+                bucket.reset_after_backward()
         self.sent, self._under_way = set(), []
         if late := next((entry.name for entry in self._frozen if entry.param.requires_grad), None):
             raise ConfigError(
@@ -476,7 +476,7 @@ class SavedParamView:
     """The position of a gathered tensor in its parameter group, which autograd saves instead of the tensor."""
 
     run: int
-    unit: ParamGroup
+    unit: Stage3ParamGroup
     param: nn.Parameter | None
     base: int
     layout: tuple[Any, ...]

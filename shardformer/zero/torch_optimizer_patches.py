@@ -22,7 +22,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardformer.comm.collectives import all_reduce
-from shardformer.consistency.rank_divergence import MONITOR_PATCHES, check_gradients_before_step, get_trained_models
+from shardformer.consistency.rank_divergence import (
+    MONITOR_PATCHES,
+    check_gradients_before_step,
+    get_metadata_of_trained_models,
+)
 from shardformer.errors import ConfigError
 from shardformer.gradients.clipping import CLIPPING_PATCHES
 from shardformer.layout.sharding_metadata import group_by_metadata
@@ -36,7 +40,7 @@ CHECKED_ATTRIBUTE = "_shardformer_looked_at"
 """Name of an attribute that marks optimizers that were checked at their first step."""
 
 
-def _apply_scaler_patch() -> Undo:
+def _install_grad_scaler_patch() -> Undo:
     scaler, name = torch.amp.GradScaler, "_unscale_grads_"
     return replace_attribute(scaler, name, _patch_unscale_grads(getattr(scaler, name)))
 
@@ -45,7 +49,7 @@ def _patch_unscale_grads(original: Any) -> Any:
     @wraps(original)
     def unscale(self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
         found: dict[torch.device, Tensor] = original(self, optimizer, inv_scale, found_inf, allow_fp16)
-        for state in get_trained_models(optimizer):
+        for state in get_metadata_of_trained_models(optimizer):
             axes = [axis for axis in state.context.base_axes if axis.size > 1]
             worst = torch.stack([x.to(found_inf.device) for x in (found_inf, *found.values())]).max()
             for axis in axes:
@@ -58,7 +62,7 @@ def _patch_unscale_grads(original: Any) -> Any:
     return unscale
 
 
-def _check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _check_optimizer_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if (holder := get_zero_optimizer(optimizer)) is not None and not holder.is_stepping:
         raise ConfigError(
             f"step() was called on the original {type(optimizer).__name__} that was passed to shard_optimizer.",
@@ -96,12 +100,12 @@ TRAINING_PATCHES: Mapping[Patch, Apply] = {
         "torch.amp.GradScaler._unscale_grads_",
         "shardformer.zero.torch_optimizer_patches",
         "all ranks skip a step if one has gradients that are not finite",
-    ): _apply_scaler_patch,
+    ): _install_grad_scaler_patch,
     Patch(
         "torch.optim.Optimizer: global hook before step()",
         "shardformer.zero.torch_optimizer_patches",
         "reduces gradients that ranks have not reduced; warns of optimizers that need full matrices",
-    ): lambda: register_optimizer_step_pre_hook(_check_before_step).remove,
+    ): lambda: register_optimizer_step_pre_hook(_check_optimizer_before_step).remove,
     **MONITOR_PATCHES,
 }
 """All patches of torch's gradient clipping, gradient scaler and optimizers."""

@@ -12,26 +12,32 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.comm.collective_call import collective_call
+from shardformer.comm.collective_call import run_and_compare_across_ranks
 from shardformer.errors import ConfigError
-from shardformer.gradients.buckets import AllReduceToShards, Bucket, GradientSlot, ReduceScatterToShards, assign_owners
+from shardformer.gradients.buckets import (
+    AllReduceToShards,
+    GradientBucket,
+    GradientSlot,
+    ReduceScatterToShards,
+    assign_gradient_owners,
+)
 from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata
 from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.disk import FileShard, FileStore
 from shardformer.offload.host import HostMemory
 from shardformer.tensor_parallel.parallel_module import accept_fp32_inputs
-from shardformer.torch_compat import call_with_load_hooks, call_with_state_dict_hooks, is_true_or_unknown
-from shardformer.zero.config import ZeroOptions, offload_directory_error
+from shardformer.torch_compat import call_with_load_state_dict_hooks, call_with_state_dict_hooks, is_true_or_unknown
+from shardformer.zero.config import ZeroOptions, make_offload_directory_error
 from shardformer.zero.elementwise_trial import estimate_state_bytes, needs_full_matrices
-from shardformer.zero.flat_shards import FlatShard, ParamSlice, assigned_gradient_error
+from shardformer.zero.flat_shards import FlatShard, ParamSlice, make_assigned_gradient_error
 from shardformer.zero.memory_estimate import MemoryEstimate, format_memory_report, measure_memory
 from shardformer.zero.mixed_precision import LossScale
 from shardformer.zero.optimizer_state_view import (
     OptimizerStateView,
     ZeroGradMethod,
     attach_zero_optimizer,
-    get_state_coords,
+    get_state_coordinates,
     load_state_dict_in_place,
     rollback_on_error,
 )
@@ -39,23 +45,23 @@ from shardformer.zero.optimizer_step import (
     OptimizerUpdate,
     ParamAllGather,
     compute_sharded_grad_norm,
-    make_nonfinite_error,
+    make_nonfinite_gradient_error,
 )
 from shardformer.zero.partial_offload import DevicePlacement
 from shardformer.zero.stage3_gather_schedule import GatherScheduler, shard_for_stage3
-from shardformer.zero.stage3_parameters import ParamGroup
+from shardformer.zero.stage3_parameters import Stage3ParamGroup
 
 
-def check_unmodified(model: nn.Module, table: ShardingMetadata, shards: Sequence[FlatShard]) -> None:
+def check_params_unmodified(model: nn.Module, metadata: ShardingMetadata, shards: Sequence[FlatShard]) -> None:
     """Raise ConfigError if a parameter was replaced or moved, or its ``.grad`` set, after ``shard_optimizer``."""
     here = {id(p) for p in model.parameters()}
     rule = "ZeRO moves each parameter to a range of a flat buffer, and stores the gradients separately"
-    for entry in table.entries:
+    for entry in metadata.entries:
         if id(entry.param) not in here:
             failure = f"{entry.name} was replaced by another parameter after shard_optimizer was called"
             raise ConfigError(failure, rule=rule, remedy="Replace the parameter before you call shard_optimizer.")
         if entry.param.grad is not None:
-            raise assigned_gradient_error(entry.name)
+            raise make_assigned_gradient_error(entry.name)
     for shard in shards:
         if moved := shard.find_param_with_moved_memory():
             raise ConfigError(
@@ -93,7 +99,12 @@ class ZeroOptimizer(Optimizer):
         self._scheduler: GatherScheduler | None = None
         self._is_scaled = False
         kind = AllReduceToShards if self._stage == 0 else ReduceScatterToShards
-        self._end = kind(self._receive, self._check_loss_is_scaled, self._apply_user_edit, self._set_param_gradients)
+        self._end = kind(
+            self._accumulate_reduced_gradients,
+            self._check_loss_is_scaled,
+            self._apply_user_gradient_edit,
+            self._set_param_gradients,
+        )
         full_params = {
             id(p) for o in optimizers if needs_full_matrices(o) for group in o.param_groups for p in group["params"]
         }
@@ -104,8 +115,8 @@ class ZeroOptimizer(Optimizer):
                     param.data = param.data.to(self._precision.dtype)
             accept_fp32_inputs(model)
         self.model_params = [list(group["params"]) for optimizer in self.inner for group in optimizer.param_groups]
-        self._by_bucket = {id(shard.gradients): shard for shard in self.shards}
-        self._places = {id(g): (shard, n) for shard in self.shards for n, g in enumerate(shard.gradients)}
+        self._by_bucket = {id(shard.gradient_slots): shard for shard in self.shards}
+        self._places = {id(g): (shard, n) for shard in self.shards for n, g in enumerate(shard.gradient_slots)}
         self._replace_parameters_with_slices()
         last_first = self.shards if self._scheduler is not None else self.shards[::-1]
         offloaded = [shard for shard in last_first if shard.host is not None]
@@ -116,7 +127,7 @@ class ZeroOptimizer(Optimizer):
             shard.enable_stochastic_rounding(seeds)
         self._update = OptimizerUpdate(self.inner, self.shards, self._host, table.context)
         if isinstance(self._host, FileStore):
-            self._move_to_files(self._host)
+            self._move_states_to_files(self._host)
         known = [getattr(optimizer, "defaults", {}) for optimizer in self.inner]
         defaults = {name: value for name, value in known[0].items() if all(name in each for each in known)}
         super().__init__([group for optimizer in self.inner for group in optimizer.param_groups], defaults)
@@ -161,10 +172,12 @@ class ZeroOptimizer(Optimizer):
     def _create_shards(self, full_params: Collection[int]) -> list[FlatShard]:
         """Create a shard for each gradient bucket, and for the parameters whose gradients are not reduced."""
         table = self.table
-        held = {id(gradient.param) for reducer in self._reducers() for gradient in reducer.gradients}
+        held = {id(gradient.param) for reducer in self._get_gradient_reducers() for gradient in reducer.gradients}
         if alone := [GradientSlot(e, Axis("none"), table.coords) for e in table.entries if id(e.param) not in held]:
             table.reducers.append(GradientReducer(alone))
-        assign_owners([g for reducer in self._reducers() for g in reducer.gradients], full_params, table.context)
+        assign_gradient_owners(
+            [g for reducer in self._get_gradient_reducers() for g in reducer.gradients], full_params, table.context
+        )
         shards: list[FlatShard] = []
         if self._stage == 3:
             self._scheduler, shards = shard_for_stage3(self._model, table, self._settings, self._end, self._host)
@@ -173,16 +186,16 @@ class ZeroOptimizer(Optimizer):
         size: Any = self._settings.bucket_bytes or self.table.request.extra.get("bucket_bytes", BUCKET_BYTES)
         found = [
             bucket
-            for r in self._reducers()
+            for r in self._get_gradient_reducers()
             for bucket in r.switch_to_sharded_reduction(self._end, dtype, size, overlap)
         ]
         narrow, rounding = self._precision.dtype, self._precision.rounding
         return shards + [FlatShard(each, narrow, axis=axis, host=self._host, rounding=rounding) for each in found]
 
-    def _reducers(self) -> list[GradientReducer]:
+    def _get_gradient_reducers(self) -> list[GradientReducer]:
         return [reducer for reducer in self.table.reducers if isinstance(reducer, GradientReducer)]
 
-    def _move_to_files(self, files: FileStore) -> None:
+    def _move_states_to_files(self, files: FileStore) -> None:
         """Move this rank's master weights and optimizer states to a file.
 
         Raises:
@@ -200,14 +213,14 @@ class ZeroOptimizer(Optimizer):
             )
             part.set_slices([(p.value, p.shard_range) for p in shard.slices], states, round(expected))
         if failure := files.end_step([part for _, part in parts], self.table.context):
-            raise offload_directory_error(files.disk.folder, failure)
+            raise make_offload_directory_error(files.disk.folder, failure)
 
-    def _receive(self, bucket: Bucket, reduced: Tensor, gradient_counts: Tensor) -> None:
+    def _accumulate_reduced_gradients(self, bucket: GradientBucket, reduced: Tensor, gradient_counts: Tensor) -> None:
         self._by_bucket[id(bucket.gradients)].receive(reduced, gradient_counts, self._precision.scale)
 
-    def _apply_user_edit(self, gradient: GradientSlot) -> None:
+    def _apply_user_gradient_edit(self, gradient: GradientSlot) -> None:
         shard, number = self._places[id(gradient)]
-        shard.apply_user_edit(number)
+        shard.apply_user_gradient_edit(number)
 
     def _set_param_gradients(self) -> None:
         for shard in self.shards:
@@ -220,7 +233,7 @@ class ZeroOptimizer(Optimizer):
         """
         slices: dict[int, list[ParamSlice]] = {}
         for shard in self.shards:
-            for number, gradient in enumerate(shard.gradients):
+            for number, gradient in enumerate(shard.gradient_slots):
                 param: Any = gradient.param
                 found = [p for p in shard.slices if p.number == number]
                 slices.setdefault(id(param), []).extend(found)
@@ -249,11 +262,11 @@ class ZeroOptimizer(Optimizer):
         problem = self._apply_gradient_edits()
         for shard in self.shards if problem is None else ():
             shard.copy_written_params_to_shard()
-        if self._check_and_clip(problem):
+        if self._check_and_clip_gradients(problem):
             if self._scheduler is not None:
-                self._scheduler.release()
-            with self._set_temporarily("is_stepping"):
-                self._update.run()
+                self._scheduler.free_gathered_parameters()
+            with self._set_flag_temporarily("is_stepping"):
+                self._update.update_params()
             self._placement.after_step()
         self._set_param_gradients()
         return loss
@@ -262,14 +275,14 @@ class ZeroOptimizer(Optimizer):
         """Apply the user's edits of ``p.grad`` to the shards. Return an error that all ranks must raise, or None."""
         try:
             for shard in self.shards:
-                for number in range(len(shard.gradients)):
-                    shard.apply_user_edit(number)
-            check_unmodified(self._model, self.table, self.shards)
+                for number in range(len(shard.gradient_slots)):
+                    shard.apply_user_gradient_edit(number)
+            check_params_unmodified(self._model, self.table, self.shards)
         except Exception as error:  # other ranks wait for this one, so every error must reach them
             return error
         return None
 
-    def _check_and_clip(self, error: Exception | None) -> bool:
+    def _check_and_clip_gradients(self, error: Exception | None) -> bool:
         """Compute the gradient norm, clip the gradients, and return whether the optimizer should step.
 
         Raises:
@@ -288,7 +301,7 @@ class ZeroOptimizer(Optimizer):
         if is_scaled:
             scale.update(is_finite)
         elif not is_finite and rules.on_nonfinite == "raise":
-            raise make_nonfinite_error(self.shards, self.table, self.grad_norm)
+            raise make_nonfinite_gradient_error(self.shards, self.table, self.grad_norm)
         self.skipped += not is_finite
         if is_finite and rules.max_grad_norm is not None:
             self._clip_gradients(rules.max_grad_norm)
@@ -303,8 +316,8 @@ class ZeroOptimizer(Optimizer):
         """Reduce the gradients that were accumulated inside ``no_sync``. Must be called on all ranks."""
         for reducer in self.table.reducers:
             if reducer.was_paused:
-                reducer.start()
-                reducer.finish()
+                reducer.start_reduction()
+                reducer.finish_reduction()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -315,12 +328,12 @@ class ZeroOptimizer(Optimizer):
         Args:
             error_if_nonfinite: Leave the gradients unchanged if the norm is not finite. The caller raises an error.
         """
-        self.grad_norm = self.norm_of(None, norm_type)
+        self.grad_norm = self.compute_grad_norm(None, norm_type)
         if not error_if_nonfinite or is_true_or_unknown(torch.isfinite(self.grad_norm)):
             self._clip_gradients(max_norm)
         return self.grad_norm
 
-    def norm_of(self, params: Iterable[Tensor] | None, norm_type: float = 2.0) -> Tensor:
+    def compute_grad_norm(self, params: Iterable[Tensor] | None, norm_type: float = 2.0) -> Tensor:
         """Return the 2-norm of the gradients of some parameters, or of all parameters if ``params`` is None.
 
         All ranks must call this method, and get the same norm. Communicates one all-reduce of four numbers per axis.
@@ -342,8 +355,8 @@ class ZeroOptimizer(Optimizer):
             return  # inf / inf would make all gradients NaN
         scale = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
         for shard in self.shards:
-            if shard.sum is not None:
-                shard.sum.mul_(scale.to(shard.sum))
+            if shard.reduced_gradients is not None:
+                shard.reduced_gradients.mul_(scale.to(shard.reduced_gradients))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, including those that were accumulated within ``no_sync``.
@@ -352,7 +365,7 @@ class ZeroOptimizer(Optimizer):
             set_to_none: False sets gradients to zero, so that the next step still applies momentum and weight decay.
         """
         for shard in self.shards:
-            shard.clear_gradients() if set_to_none else shard.zero()
+            shard.clear_gradients() if set_to_none else shard.zero_gradients()
         for p in self._model.parameters():
             if set_to_none:
                 p.grad = None
@@ -365,16 +378,16 @@ class ZeroOptimizer(Optimizer):
 
         Stages 2 and 3 ignore this context manager and always reduce gradients.
         """
-        with self.table.paused() if self._stage < 2 else nullcontext():
+        with self.table.no_sync() if self._stage < 2 else nullcontext():
             yield
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of a loss. With fp16 parameters, the loss is scaled first."""
-        with self.scaled() as scale:
+        with self.scale_loss() as scale:
             (loss if scale == 1 else loss.float() * scale).backward()
 
     @contextmanager
-    def scaled(self) -> Iterator[float]:
+    def scale_loss(self) -> Iterator[float]:
         """Yield the loss scale. Multiply the loss by it and call ``loss.backward()`` inside this context."""
         self._is_scaled = True
         try:
@@ -408,7 +421,7 @@ class ZeroOptimizer(Optimizer):
         self._get_grad_norm(self._apply_gradient_edits(), (), in_stage=True)  # raises on all ranks if one has an error
         self._set_param_gradients()
         for shard in self.shards:
-            for number, gradient in enumerate(shard.gradients):
+            for number, gradient in enumerate(shard.gradient_slots):
                 if gradient.entry.name == name:
                     return shard.gather_gradient(number)
         raise ConfigError(
@@ -441,11 +454,11 @@ class ZeroOptimizer(Optimizer):
         Raises:
             ConfigError: A different rank saved the state. Raised on all ranks before anything is changed.
         """
-        call_with_load_hooks(self, state_dict, self._load_state_dict)
+        call_with_load_state_dict_hooks(self, state_dict, self._load_state_dict)
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         context, doing = self.table.context, "load this optimizer's state"
-        collective_call(context, lambda: self._check_saved_state(state_dict), action=doing)
+        run_and_compare_across_ranks(context, lambda: self._check_saved_state(state_dict), action=doing)
 
         def load() -> None:
             for optimizer, state in zip(self.inner, state_dict["optimizers"], strict=True):
@@ -454,7 +467,7 @@ class ZeroOptimizer(Optimizer):
         slices = [p for shard in self.shards for p in shard.slices]
         with self.writable_state():
             with rollback_on_error(self.inner):
-                collective_call(context, load, action=doing)
+                run_and_compare_across_ranks(context, load, action=doing)
             for param_slice, master in zip(slices, state_dict["masters"], strict=True):
                 param_slice.value.copy_(master)
         for name, value in state_dict["loss_scale"].items():
@@ -471,10 +484,10 @@ class ZeroOptimizer(Optimizer):
                 remedy="Load the result of optimizer.state_dict(). Load the state of a torch optimizer before you call "
                 "shard_optimizer(model, optimizer). Or use save_checkpoint, which supports any layout.",
             )
-        saved, axes = state_dict["place"], get_state_coords(self.inner[0])
+        saved, axes = state_dict["place"], get_state_coordinates(self.inner[0])
         try:
             is_here = saved["sizes"] == context.sizes and all(saved["coords"][n] == axes[n][1] for n in axes)
-            fits = is_here and _get_saved_signature(state_dict) == self._state_signature
+            fits = is_here and _get_saved_state_signature(state_dict) == self._state_signature
         except (AttributeError, KeyError, TypeError):  # not a state of a ZeroOptimizer
             fits = False
         if not fits:
@@ -495,13 +508,13 @@ class ZeroOptimizer(Optimizer):
     def readable_state(self) -> Iterator[None]:
         """Make the master weights and optimizer states readable inside this context, between two optimizer steps."""
         for shard in self.shards:
-            shard.masters.load()
+            shard.master_weight_store.load()
         try:
-            with self._set_temporarily("_is_open"):
+            with self._set_flag_temporarily("_is_open"):
                 yield
         finally:
             for shard in self.shards:
-                shard.masters.discard(keeps_memory=True)
+                shard.master_weight_store.discard(keeps_memory=True)
 
     @contextmanager
     def writable_state(self) -> Iterator[None]:
@@ -513,15 +526,15 @@ class ZeroOptimizer(Optimizer):
         with torch.no_grad(), ExitStack() as stack:
             for shard in self.shards:
                 stack.enter_context(shard.edit_master_weights())
-            with self._set_temporarily("_is_open"):
+            with self._set_flag_temporarily("_is_open"):
                 yield
             for shard in self.shards:
                 if shard.rounded is None:  # rounded weights are stored once, on exit of shard.edit_master_weights()
-                    shard.store()
+                    shard.copy_master_weights_to_params()
         if self._scheduler is not None:
-            self._scheduler.release()
+            self._scheduler.free_gathered_parameters()
         all_gather = ParamAllGather()
-        all_gather.add(self.shards)
+        all_gather.add_shards(self.shards)
         with torch.no_grad():
             all_gather.finish()
         for shard in self.shards:
@@ -530,18 +543,18 @@ class ZeroOptimizer(Optimizer):
             self._host.wait_for_writes(self.table.context)
 
     @contextmanager
-    def _set_temporarily(self, attribute: str) -> Iterator[None]:
-        before = getattr(self, attribute)
-        setattr(self, attribute, True)
+    def _set_flag_temporarily(self, flag_name: str) -> Iterator[None]:
+        before = getattr(self, flag_name)
+        setattr(self, flag_name, True)
         try:
             yield
         finally:
-            setattr(self, attribute, before)
+            setattr(self, flag_name, before)
 
     @property
     def has_sharded_states(self) -> bool:
         """Whether ranks with the same parameters store different shards of the optimizer state."""
-        return any(s.axis.size > 1 or any(gradient.is_shared for gradient in s.gradients) for s in self.shards)
+        return any(s.axis.size > 1 or any(gradient.is_shared for gradient in s.gradient_slots) for s in self.shards)
 
     @property
     def rounding_counts(self) -> list[int]:
@@ -554,7 +567,7 @@ class ZeroOptimizer(Optimizer):
             rounded.step = step
 
     @property
-    def stage3_param_groups(self) -> Sequence[ParamGroup]:
+    def stage3_param_groups(self) -> Sequence[Stage3ParamGroup]:
         """The groups of parameters that ZeRO stage 3 gathers and frees together. Empty for other stages."""
         return self._scheduler.units if self._scheduler is not None else ()
 
@@ -584,7 +597,7 @@ class ZeroOptimizer(Optimizer):
         super().add_param_group(param_group)
 
 
-def _get_saved_signature(state_dict: dict[str, Any]) -> tuple[Any, ...]:
+def _get_saved_state_signature(state_dict: dict[str, Any]) -> tuple[Any, ...]:
     """Return the shapes, group sizes and keys of a saved optimizer state, for comparison with the current state."""
     shapes = [tuple(master.shape) for master in state_dict["masters"]]
     groups = [[len(group["params"]) for group in each["param_groups"]] for each in state_dict["optimizers"]]

@@ -22,7 +22,7 @@ from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.schedules import SCHEDULES
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, model_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory, compute_model_loss
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.shard_optimizer import shard_optimizer
 
@@ -32,15 +32,15 @@ Result = tuple[float, list[Tensor | None], ActivationStats | None, CollectiveRec
 
 def build(family: str, reentrant: bool | None = None, layers: int = 0) -> nn.Module:
     torch.manual_seed(0)
-    sample = SmallModel(family)
-    model: Any = (sample.deeper(layers) if layers else sample)().double().train()
+    sample = SmallModelFactory(family)
+    model: Any = (sample.with_min_layers(layers) if layers else sample)().double().train()
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     return model  # type: ignore[no-any-return]
 
 
 def batch_of(family: str, seed: int = 0) -> dict[str, Tensor]:
-    batch = RandomBatches(DEFAULT_HEAD[family], batch=3)(seed)
+    batch = RandomBatchFactory(DEFAULT_HEAD[family], batch=3)(seed)
     return {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
 
 
@@ -53,7 +53,7 @@ def trained(model: nn.Module, family: str, on: str | None, context: ParallelCont
     """Run two forward passes before one backward pass. Return the loss, the gradients, and bytes stored and sent."""
     store = offload_activations(model, on, min_bytes=SMALL) if on else None
     with CollectiveRecorder(context or ParallelContext.of({})) as recorder:
-        loss = model_loss(model, batch_of(family)) + model_loss(model, batch_of(family, 1))
+        loss = compute_model_loss(model, batch_of(family)) + compute_model_loss(model, batch_of(family, 1))
         loss.backward()
     figures = store.stats() if store else None
     return float(loss.detach()), [p.grad for p in model.parameters()], figures, recorder
@@ -130,7 +130,7 @@ def sizes_of_layer_inputs(family: str) -> list[int]:
             with_kwargs=True,
         )
     for seed in (0, 1):
-        model_loss(model, batch_of(family, seed))
+        compute_model_loss(model, batch_of(family, seed))
     return sizes
 
 
@@ -199,7 +199,7 @@ def test_inputs_that_differ_between_ranks_raise_on_all_ranks() -> None:
 
         # from the second layer on: in older transformers the checkpoint of a layer recomputes its hooks
         model.model.layers[0].register_forward_hook(differ)
-        loss = model_loss(model, batch_of("llama"))
+        loss = compute_model_loss(model, batch_of("llama"))
         with pytest.raises(InputError, match=r"The input of layer model.layers.1 must be identical .* rank 1 of 3 had"):
             loss.backward()
         raised.append(str(context))
@@ -223,7 +223,7 @@ def _dropped(on: str | None, reentrant: bool) -> tuple[float, list[Tensor | None
     import shardformer
 
     context = shardformer.launch_from_torch()
-    sample = SmallModel("gpt2", changes={"resid_pdrop": 0.3, "attn_pdrop": 0.3, "embd_pdrop": 0.3})
+    sample = SmallModelFactory("gpt2", changes={"resid_pdrop": 0.3, "attn_pdrop": 0.3, "embd_pdrop": 0.3})
     torch.manual_seed(0)
     model: Any = sample().double().train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -287,7 +287,7 @@ def in_stages(on: str | None, schedule: str, tensor: int, reentrant: bool | None
         store = offload_activations(model, on, min_bytes=SMALL) if on else None
         pipeline = Pipeline(model, micro_batches=4)
         with CollectiveRecorder(context) as recorder:
-            losses = [float(pipeline.step(RandomBatches(DEFAULT_HEAD["gpt2"], batch=4)(step))) for step in (0, 1)]
+            losses = [float(pipeline.step(RandomBatchFactory(DEFAULT_HEAD["gpt2"], batch=4)(step))) for step in (0, 1)]
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         figures = store.stats() if store else None
         return sum(losses), [p.grad for p in model.parameters()], figures, recorder
@@ -339,7 +339,7 @@ def test_zero(stage: int, first: str, reentrant: bool | None) -> None:
             }
             made = {name: steps[name]() for name in sorted(steps, key=lambda name: name != first)}
             for step in range(3):
-                model_loss(model, batch_of("llama", 10 * step + context.data.rank)).backward()
+                compute_model_loss(model, batch_of("llama", 10 * step + context.data.rank)).backward()
                 made["zero"].step()
                 made["zero"].zero_grad()
             return full_state_dict(model), made["store"].stats().most_host if on else 0
@@ -349,7 +349,7 @@ def test_zero(stage: int, first: str, reentrant: bool | None) -> None:
     on_host, expected = run_with("host"), run_with(None)
     plain_model = build("llama", reentrant)
     store = offload_activations(plain_model, "host", min_bytes=SMALL)
-    model_loss(plain_model, batch_of("llama")).backward()
+    compute_model_loss(plain_model, batch_of("llama")).backward()
     for (weights, most_host), (plain, _) in zip(on_host, expected, strict=True):
         assert all(torch.equal(weights[name], value) for name, value in plain.items())
         assert most_host == store.stats().most_host  # gathered parameters are not stored
@@ -364,7 +364,7 @@ def test_shards_on_the_host_with_stage_3_over_data_and_tensor_ranks() -> None:
             optimizer = shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
             store = offload_activations(model, on, min_bytes=SMALL) if on else None
             for step in range(2):
-                model_loss(model, batch_of("llama", 10 * step + context.data.rank)).backward()
+                compute_model_loss(model, batch_of("llama", 10 * step + context.data.rank)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             assert store is None or store.stats().most_host > 0

@@ -19,7 +19,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 from shardformer.zero.shard_optimizer import shard_optimizer
 
 SAMPLES = 4
@@ -68,7 +68,7 @@ class Run:
 
     def train(self, step: int) -> float:
         """Train one step on a global batch of ``SAMPLES`` samples and return its loss."""
-        batch = RandomBatches(DEFAULT_HEAD.get(self.family, "LlamaForCausalLM"), batch=SAMPLES)(step)
+        batch = RandomBatchFactory(DEFAULT_HEAD.get(self.family, "LlamaForCausalLM"), batch=SAMPLES)(step)
         data = self.context.data
         each = SAMPLES // data.size
         own = {
@@ -87,7 +87,7 @@ class Run:
 def build(family: str) -> nn.Module:
     torch.manual_seed(0)
     if family in DEFAULT_HEAD:
-        return SmallModel(family)().double()
+        return SmallModelFactory(family)().double()
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(
             family, hidden_size=64, intermediate_size=80, num_hidden_layers=4, vocab_size=127,

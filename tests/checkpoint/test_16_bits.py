@@ -15,7 +15,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.engine import Engine
 from shardformer.training.initialize import initialize
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 
 SAMPLES, BEFORE = 4, 2
@@ -40,7 +40,7 @@ def engine_of(context: ParallelContext, plain: nn.Module, precision: str, layout
 
 
 def train(engine: Engine, steps: range) -> list[float]:
-    data, batches = engine.context.data, RandomBatches(DEFAULT_HEAD["llama"], batch=SAMPLES)
+    data, batches = engine.context.data, RandomBatchFactory(DEFAULT_HEAD["llama"], batch=SAMPLES)
     own = [{name: x.chunk(data.size)[data.rank] for name, x in batches(step).items()} for step in steps]
     return [float(engine.train_step(batch)) for batch in own]
 
@@ -52,7 +52,7 @@ def axes_of(layout: Layout) -> dict[str, int]:
 
 def in_one_process(folder: Path) -> dict[str, Tensor]:
     """Master weights and states in fp32, which an unsharded model loads."""
-    model = SmallModel("llama")().float()
+    model = SmallModelFactory("llama")().float()
     optimizer = torch.optim.AdamW(model.parameters())
     engine = initialize(model, optimizer)
     engine.load(folder)
@@ -69,7 +69,7 @@ def in_one_process(folder: Path) -> dict[str, Tensor]:
 def test_16_bit_runs_reload_bitwise_under_another_layout(
     precision: str, source: Layout, target: Layout, tmp_path: Path
 ) -> None:
-    plain, other = SmallModel("llama")().float().train(), SmallModel("llama")().float().train()
+    plain, other = SmallModelFactory("llama")().float().train(), SmallModelFactory("llama")().float().train()
 
     def first(context: ParallelContext) -> tuple[list[float], LossScale]:
         engine = engine_of(context, plain, precision, source)

@@ -17,13 +17,13 @@ from shardformer.checkpoint import directory as folder_module
 from shardformer.checkpoint.file_format import CheckpointIndex
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.retention import CheckpointRetention
-from shardformer.checkpoint.save import Snapshot, save_checkpoint, write_snapshot
+from shardformer.checkpoint.save import RankSnapshot, save_checkpoint, write_snapshot
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import SmallModel
+from shardformer.verify.small_models import SmallModelFactory
 from shardformer.zero.shard_optimizer import shard_optimizer
 
 
@@ -145,13 +145,13 @@ def test_invalid_save_raises_on_all_ranks(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rows", "count"), [(range(0, 2), 6), (range(0, 5), 15)], ids=["too few", "too many"])
 def test_incomplete_or_duplicate_writes_are_not_published(rows: range, count: int, tmp_path: Path) -> None:
-    hidden = directory.make_hidden_path(tmp_path, 7)
+    hidden = directory.make_hidden_checkpoint_path(tmp_path, 7)
     hidden.mkdir()
-    snapshot = Snapshot(0, 1, CheckpointIndex(7, 0.0, {}), {"weights/x": ("float32", (4, 3))})
+    snapshot = RankSnapshot(0, 1, CheckpointIndex(7, 0.0, {}), {"weights/x": ("float32", (4, 3))})
     snapshot.chunks += [("weights/x", (row % 4, 0), torch.zeros(1, 3)) for row in rows]
     with pytest.raises(InputError, match=f"^The ranks wrote {count} elements of weights/x, which has 12 elements"):
         write_snapshot(snapshot, hidden, tmp_path, CheckpointRetention(), to_disk=False)
-    assert directory.list_checkpoints(tmp_path) == []
+    assert directory.list_checkpoints_with_save_times(tmp_path) == []
 
 
 def test_negative_retention_age_is_refused() -> None:
@@ -170,7 +170,7 @@ def test_zero_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_optimizer_state_with_other_shape_than_its_shard_is_refused(tmp_path: Path) -> None:
     """Row and column states of a shard differ from those of the full matrix, so only full parameters can be saved."""
     torch.manual_seed(0)
-    plain = SmallModel("gpt2")()
+    plain = SmallModelFactory("gpt2")()
 
     def do(context: ParallelContext) -> None:
         model = shard_model(copy.deepcopy(plain), context=context)

@@ -99,7 +99,7 @@ def names(path: Path) -> list[str]:
 
 def left_by_a_killed_process(path: Path, kind: str = SAVING) -> Path:
     """Return a private name for ``path`` of a process that no longer runs."""
-    here = ProcessIdentity.this()
+    here = ProcessIdentity.current()
     name = make_temporary_path(path, kind).name
     return path.with_name(name.replace(f"-{here.pid}-{here.start}-", f"-{here.pid}-{here.start - 1}-"))
 
@@ -265,7 +265,12 @@ def test_step_can_be_saved_after_killed_save(of_step: int, copy: Path) -> None:
 def _failing(monkeypatch: pytest.MonkeyPatch, at: int) -> list[int]:
     """Make the disk operation number ``at`` fail, and return the list of operations."""
     made: list[int] = []
-    places: list[tuple[Any, str]] = [(files, "write_all"), (writing, "write_all"), (files, "sync"), (snapshot, "sync")]
+    places: list[tuple[Any, str]] = [
+        (files, "write_all_bytes"),
+        (writing, "write_all_bytes"),
+        (files, "sync"),
+        (snapshot, "sync"),
+    ]
     places += [(os, "fsync"), (Path, "rename"), (os, "replace"), (Path, "mkdir")]
 
     def wrapped(real: Any) -> Any:
@@ -394,7 +399,7 @@ def saving_run(context: ParallelContext) -> dict[str, Any]:
 
 
 def test_older_checkpoints_are_deleted_after_sync(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on, real = threading.Event(), file_format.sync
+    goes_on, real = threading.Event(), file_format.flush_path_to_disk
 
     def slow(path: Path) -> None:
         if path.name == "rank-00001.safetensors":
@@ -418,7 +423,7 @@ def test_older_checkpoints_are_deleted_after_sync(copy: Path, monkeypatch: pytes
 def test_failed_sync_keeps_older_checkpoints_and_raises_in_next_save(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_broken, real = threading.Event(), file_format.sync
+    is_broken, real = threading.Event(), file_format.flush_path_to_disk
 
     def may_fail(path: Path) -> None:
         if is_broken.is_set():

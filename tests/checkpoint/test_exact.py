@@ -19,7 +19,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.host import OffloadConfig
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, model_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory, compute_model_loss
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.optimizers import LAMB
@@ -72,8 +72,10 @@ CASES = [
 
 def train(case: Case, model: nn.Module, optimizer: Any, scheduler: Any, steps: range, rank: int) -> None:
     for step in steps:
-        batch = RandomBatches(DEFAULT_HEAD[case.family], batch=2)(10 * step + rank)
-        loss = model_loss(model, {k: x.to(case.dtype) if x.is_floating_point() else x for k, x in batch.items()})
+        batch = RandomBatchFactory(DEFAULT_HEAD[case.family], batch=2)(10 * step + rank)
+        loss = compute_model_loss(
+            model, {k: x.to(case.dtype) if x.is_floating_point() else x for k, x in batch.items()}
+        )
         optimizer.backward(loss) if hasattr(optimizer, "backward") else loss.backward()
         skipped = getattr(optimizer, "skipped", 0)
         optimizer.step()
@@ -84,7 +86,7 @@ def train(case: Case, model: nn.Module, optimizer: Any, scheduler: Any, steps: r
 
 def begin(case: Case, seed: int, context: ParallelContext, folder: Path) -> tuple[nn.Module, Any, Any]:
     torch.manual_seed(seed)
-    model = SmallModel(case.family)().to(case.dtype)
+    model = SmallModelFactory(case.family)().to(case.dtype)
     if case.freeze:
         max(model.parameters(), key=lambda p: p.numel()).requires_grad_(False)
     model = shard_model(model, context=context)

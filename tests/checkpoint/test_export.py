@@ -18,7 +18,7 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.meta_init.materialization import materialize
-from shardformer.verify.small_models import DEFAULT_HEAD, SmallModel
+from shardformer.verify.small_models import DEFAULT_HEAD, SmallModelFactory
 from shardformer.weights import save_pretrained
 from shardformer.weights import save_pretrained as export
 from shardformer.weights.from_pretrained import from_pretrained
@@ -41,7 +41,7 @@ def same(folder: Path, plain: nn.Module) -> None:
 @pytest.mark.parametrize("family", TEXT)
 def test_single_process_export_loads_in_transformers(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = SmallModel(family)()
+    model = SmallModelFactory(family)()
     export_pretrained(model, tmp_path / "out")
     same(tmp_path / "out", model)
 
@@ -85,7 +85,7 @@ class Words:
 
 
 def test_export_includes_config_and_tokenizer(tmp_path: Path) -> None:
-    model: Any = SmallModel("gpt2")().to(torch.bfloat16)
+    model: Any = SmallModelFactory("gpt2")().to(torch.bfloat16)
     path = export_pretrained(model, tmp_path / "out", tokenizer=Words())
     assert {f.name for f in path.iterdir()} == {
         "config.json", "generation_config.json", "model.safetensors", "words.txt"
@@ -208,7 +208,7 @@ def test_symbolic_link_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_export_does_not_disturb_save_in_parent_directory(tmp_path: Path) -> None:
-    mine = [directory.make_hidden_path(tmp_path, 3), tmp_path / ".saving-mine", tmp_path / ".dropped-mine"]
+    mine = [directory.make_hidden_checkpoint_path(tmp_path, 3), tmp_path / ".saving-mine", tmp_path / ".dropped-mine"]
     for path in mine:
         path.mkdir()
         (path / "file").write_text("")
@@ -231,7 +231,7 @@ def test_concurrent_exports_leave_one_complete(tmp_path: Path, monkeypatch: pyte
 
 
 def test_export_does_not_replace_source_model(tmp_path: Path) -> None:
-    plain = SmallModel("gpt2")()
+    plain = SmallModelFactory("gpt2")()
     plain.save_pretrained(tmp_path / "base")
     with pytest.raises(ConfigError, match="is not an export of ShardFormer"):
         export_pretrained(plain, tmp_path / "base")
@@ -246,7 +246,7 @@ def test_failed_export_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Monke
     def full(*_: Any) -> Any:
         raise OSError("No space left on device")
 
-    plain = copy.deepcopy(SmallModel("gpt2")())
+    plain = copy.deepcopy(SmallModelFactory("gpt2")())
     monkeypatch.setattr(export, "_write_weights_file", full)
     with pytest.raises(InputError, match="No space left"):
         export_pretrained(plain, tmp_path / "out")

@@ -16,7 +16,7 @@ from torch import nn
 from shardformer.checkpoint import file_format
 from shardformer.checkpoint import save as snapshot
 from shardformer.checkpoint.directory import LATEST
-from shardformer.checkpoint.file_format import read_number_and_time
+from shardformer.checkpoint.file_format import read_save_number_and_time
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.retention import CheckpointRetention
 from shardformer.checkpoint.save import async_save_checkpoint, save_checkpoint
@@ -212,7 +212,7 @@ def test_unnumbered_checkpoints_are_older(tmp_path: Path) -> None:
     for step in (7, 9):
         path = save(tmp_path, step)
         index = path / "checkpoint.json"
-        index.write_text(index.read_text().replace(f', "number": {read_number_and_time(path)[0]}', "", 1))
+        index.write_text(index.read_text().replace(f', "number": {read_save_number_and_time(path)[0]}', "", 1))
     assert newest(tmp_path) == 9
     save(tmp_path, 8)
     assert newest(tmp_path) == 8

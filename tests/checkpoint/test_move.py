@@ -25,9 +25,9 @@ from shardformer.checkpoint.chunks import (
 )
 from shardformer.checkpoint.reshard_in_memory import (
     ChunkTransfer,
-    ItemListing,
-    RankListing,
     ReshardStats,
+    StoredAndRequestedTensors,
+    TensorItemMetadata,
     batch_transfers,
     order_sends_and_receives,
     plan_transfers,
@@ -73,7 +73,7 @@ def moved(
     def do(context: ParallelContext) -> ReshardStats:
         rank = context.data.rank
         with CollectiveRecorder(context) as recorder:
-            found = redistribute_items(have[rank], want[rank], context.data, chunk_bytes=chunk_bytes)
+            found = redistribute_items(have[rank], want[rank], context.data, max_message_bytes=chunk_bytes)
         assert recorder.wire_bytes("send", purpose="move") == recorder.wire_bytes() == found.sent
         return found
 
@@ -159,7 +159,7 @@ def layouts(draw: Any, shape: tuple[int, ...], axes: dict[str, int]) -> ShardSpe
         if kind == "shared" and ranks > 1:
             split = Split((((0, n),), *(((0, at),) if r % 2 else ((at, n),) for r in range(1, ranks))), (axis,))
         else:
-            split = (Split.even(n, ranks) if kind == "even" else Split.fused([at, n - at], ranks)).with_axes(axis)
+            split = (Split.even(n, ranks) if kind == "even" else Split.fused([at, n - at], ranks)).with_axis(axis)
         cut[dim] = [split]
     return ShardSpec(shape, cut)
 
@@ -179,9 +179,9 @@ def test_rank_receives_only_elements_it_does_not_store(change: Any, chunk_bytes:
 
     def do(context: ParallelContext) -> tuple[ReshardStats, dict[str, int]]:
         x = torch.zeros(new.local_shape(context.coords), dtype=torch.int64)
-        have = FlatRegion(old.shape, old, context.coords).item("x", old.slice(full, context.coords))
-        want = FlatRegion(new.shape, new, context.coords).item("x", x)
-        found = redistribute_items([have], [want], context.flatten("data", "tensor"), chunk_bytes=chunk_bytes)
+        have = FlatRegion(old.shape, old, context.coords).make_tensor_item("x", old.slice(full, context.coords))
+        want = FlatRegion(new.shape, new, context.coords).make_tensor_item("x", x)
+        found = redistribute_items([have], [want], context.flatten("data", "tensor"), max_message_bytes=chunk_bytes)
         assert torch.equal(x, new.slice(full, context.coords))
         return found, context.coords
 
@@ -212,7 +212,7 @@ def test_flat_ranges_move_from_four_to_three_ranks(chunk_bytes: int) -> None:
         found = []
         for name, x in values.items():
             region = stretches(tuple(x.shape), ranks, rank)
-            found.append(region.item(name, x.reshape(-1)[region.flat_range]))
+            found.append(region.make_tensor_item(name, x.reshape(-1)[region.flat_range]))
         return found
 
     new = [{name: torch.zeros_like(x) for name, x in full.items()} for _ in range(4)]
@@ -284,11 +284,11 @@ def test_single_rank_copies_into_training_parameters() -> None:
 # ------------------------------------------------------------------------------------------- who sends, and in what
 
 
-def whole(name: str, shape: tuple[int, ...]) -> ItemListing:
-    return ItemListing(name, shape, torch.float32, [((0,) * len(shape), shape)])
+def whole(name: str, shape: tuple[int, ...]) -> TensorItemMetadata:
+    return TensorItemMetadata(name, shape, torch.float32, [((0,) * len(shape), shape)])
 
 
-def sent_by(said: Sequence[RankListing]) -> list[int]:
+def sent_by(said: Sequence[StoredAndRequestedTensors]) -> list[int]:
     sent = [0] * len(said)
     for send in plan_transfers(said):
         if send.source != send.target:
@@ -298,15 +298,21 @@ def sent_by(said: Sequence[RankListing]) -> list[int]:
 
 def test_owners_balance_bytes_sent() -> None:
     names = {f"x{i}": (n, 5) for i, n in enumerate((9, 5, 4, 3, 3))}
-    owner = RankListing([whole(name, shape) for name, shape in names.items()], [])
-    taker = RankListing([], owner.have)
+    owner = StoredAndRequestedTensors([whole(name, shape) for name, shape in names.items()], [])
+    taker = StoredAndRequestedTensors([], owner.have)
     assert sorted(sent_by([owner, taker, owner, owner])) == [0, 7 * 20, 8 * 20, 9 * 20]
     assert sent_by([taker, owner, taker]) == [0, 2 * 24 * 20, 0]
 
 
 def test_sole_owner_sends_less_of_shared_chunks() -> None:
     alone, both = whole("a", (10, 1)), [whole(f"b{n}", (5, 1)) for n in range(2)]
-    assert sent_by([RankListing([alone, *both], []), RankListing(both, []), RankListing([], [alone, *both])]) == [
+    assert sent_by(
+        [
+            StoredAndRequestedTensors([alone, *both], []),
+            StoredAndRequestedTensors(both, []),
+            StoredAndRequestedTensors([], [alone, *both]),
+        ]
+    ) == [
         40,
         40,
         0,
@@ -315,8 +321,16 @@ def test_sole_owner_sends_less_of_shared_chunks() -> None:
 
 def test_plan_is_independent_of_name_order() -> None:
     names = [whole(f"x{n}", (n % 3 + 1, 4)) for n in range(12)]
-    there = [RankListing(names, []), RankListing(names[::-1], []), RankListing([], names[::-1])]
-    again = [RankListing(names[::-1], []), RankListing(names, []), RankListing([], names)]
+    there = [
+        StoredAndRequestedTensors(names, []),
+        StoredAndRequestedTensors(names[::-1], []),
+        StoredAndRequestedTensors([], names[::-1]),
+    ]
+    again = [
+        StoredAndRequestedTensors(names[::-1], []),
+        StoredAndRequestedTensors(names, []),
+        StoredAndRequestedTensors([], names),
+    ]
     assert set(plan_transfers(there)) == set(plan_transfers(again))
 
 
@@ -388,10 +402,10 @@ def test_planning_time_grows_with_number_of_transfers(monkeypatch: pytest.Monkey
         calls, pieces = 0, [((a,), (b - a,)) for a, b in pairwise(get_even_bounds(1000, ranks))]
         names = [f"x{i}" for i in range(tensors)]
         have, want = (
-            [[ItemListing(name, (1000,), torch.float32, [piece]) for name in names] for piece in each]
+            [[TensorItemMetadata(name, (1000,), torch.float32, [piece]) for name in names] for piece in each]
             for each in (pieces, [*pieces[1:], pieces[0]])
         )
-        assert len(list(plan_transfers(list(map(RankListing, have, want))))) == ranks * tensors
+        assert len(list(plan_transfers(list(map(StoredAndRequestedTensors, have, want))))) == ranks * tensors
         return calls
 
     monkeypatch.setattr(move, "intersect_chunks", counted)
@@ -453,16 +467,20 @@ def rows_become_columns(chunk_bytes: int) -> ReshardStats:
     for name, x in full.items():
         old = ShardSpec(x.shape, {0: [Split.even(7, 2), EvenSplit("data", context.data.size)]})
         spec = ShardSpec(x.shape, {1: Split.even(x.shape[1], 2)})
-        new[name] = spec, torch.zeros(spec.local_shape(context.coords), dtype=torch.bfloat16)
-        have.append(FlatRegion(old.shape, old, context.coords).item(name, old.slice(x, context.coords)))
-        want.append(FlatRegion(spec.shape, spec, context.coords).item(name, new[name][1]))
+        new[name] = spec, torch.zeros(spec.get_local_shape(context.coords), dtype=torch.bfloat16)
+        have.append(
+            FlatRegion(old.shape, old, context.coords).make_tensor_item(name, old.slice_full_tensor(x, context.coords))
+        )
+        want.append(FlatRegion(spec.shape, spec, context.coords).make_tensor_item(name, new[name][1]))
     with CollectiveRecorder(context) as recorder:
-        found = redistribute_items(have, want, world, chunk_bytes=chunk_bytes)
+        found = redistribute_items(have, want, world, max_message_bytes=chunk_bytes)
     assert recorder.wire_bytes("send", purpose="move") == found.sent
     for name, (spec, values) in new.items():
         assert torch.equal(values, spec.slice(full[name].bfloat16(), context.coords))
     with pytest.raises(ConfigError, match="Rank 1 requests y, but no rank stores it"):
-        redistribute_items(have, [FlatRegion((1,), None, {}).item("y", torch.zeros(1))] if world.rank else [], world)
+        redistribute_items(
+            have, [FlatRegion((1,), None, {}).make_tensor_item("y", torch.zeros(1))] if world.rank else [], world
+        )
     return found
 
 

@@ -23,7 +23,7 @@ from shardformer.checkpoint.chunks import (
     intersect_chunks,
     subtract_chunks,
 )
-from shardformer.checkpoint.file_format import from_json, get_chunk_checksum, to_json
+from shardformer.checkpoint.file_format import compute_chunk_checksum, encode_json_value, from_json
 from shardformer.errors import InputError
 from shardformer.layout.shard_spec import ShardSpec, Split
 from shardformer.local_ranks.threads import run_as_threads
@@ -42,8 +42,8 @@ def test_docstring_examples() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_checksums_of_chunks_add_up(dtype: torch.dtype) -> None:
     x = (torch.randn(5, 7, 3) * 3).to(dtype)
-    whole = get_chunk_checksum(x, (0, 0, 0))
-    parts = [get_chunk_checksum(x[a:b, c:d], (a, c, 0)) for a, b in ((0, 2), (2, 5)) for c, d in ((0, 6), (6, 7))]
+    whole = compute_chunk_checksum(x, (0, 0, 0))
+    parts = [compute_chunk_checksum(x[a:b, c:d], (a, c, 0)) for a, b in ((0, 2), (2, 5)) for c, d in ((0, 6), (6, 7))]
     assert sum(parts) % 2**64 == whole
     assert 0 <= whole < 2**64
 
@@ -53,32 +53,34 @@ def test_checksum_of_many_or_long_rows() -> None:
         x = torch.randint(0, 255, shape, dtype=torch.uint8)
         half = shape[-1] // 2
         start = (0,) * len(shape)
-        parts = get_chunk_checksum(x[..., :half], start) + get_chunk_checksum(x[..., half:], (*start[:-1], half))
-        assert parts % 2**64 == get_chunk_checksum(x, start)
+        parts = compute_chunk_checksum(x[..., :half], start) + compute_chunk_checksum(
+            x[..., half:], (*start[:-1], half)
+        )
+        assert parts % 2**64 == compute_chunk_checksum(x, start)
 
 
 def test_checksum_detects_transposed_elements() -> None:
     x = torch.arange(16, dtype=torch.int32).view(4, 4)
-    assert get_chunk_checksum(x.t(), (0, 0)) != get_chunk_checksum(x, (0, 0))
+    assert compute_chunk_checksum(x.t(), (0, 0)) != compute_chunk_checksum(x, (0, 0))
 
 
 @given(st.integers(0, 34), st.integers(0, 31), st.integers(0, 34))
 def test_checksum_detects_flipped_bit_and_swapped_elements(at: int, bit: int, other: int) -> None:
     x = torch.arange(35, dtype=torch.int32).view(5, 7)
-    before = get_chunk_checksum(x, (0, 0))
+    before = compute_chunk_checksum(x, (0, 0))
     y = x.clone().view(-1)
     y[at] ^= torch.tensor(1 << bit if bit < 31 else -(2**31), dtype=torch.int32)
-    assert get_chunk_checksum(y.view(5, 7), (0, 0)) != before
+    assert compute_chunk_checksum(y.view(5, 7), (0, 0)) != before
     if at != other:
         z = x.clone().view(-1)
         z[[at, other]] = z[[other, at]]
-        assert get_chunk_checksum(z.view(5, 7), (0, 0)) != before
-    assert get_chunk_checksum(x, (1, 0)) != before
+        assert compute_chunk_checksum(z.view(5, 7), (0, 0)) != before
+    assert compute_chunk_checksum(x, (1, 0)) != before
 
 
 def test_checksum_of_empty_and_single_element_tensors() -> None:
-    assert get_chunk_checksum(torch.empty(0, 3), (0, 0)) == 0
-    assert get_chunk_checksum(torch.tensor(1.5), ()) != 0
+    assert compute_chunk_checksum(torch.empty(0, 3), (0, 0)) == 0
+    assert compute_chunk_checksum(torch.tensor(1.5), ()) != 0
 
 
 # -------------------------------------------------------------------------------------------------- plain values
@@ -93,7 +95,7 @@ PLAIN: list[Any] = [
 
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: str(value)[:20])
 def test_json_round_trip(value: Any) -> None:
-    back = from_json(json.loads(json.dumps(to_json(value, "it"))))
+    back = from_json(json.loads(json.dumps(encode_json_value(value, "it"))))
     assert repr(back) == repr(tuple(value) if isinstance(value, torch.Size) else value)
     if not isinstance(value, torch.Size):
         assert type(back) is type(value)
@@ -107,7 +109,7 @@ def test_json_round_trip(value: Any) -> None:
     )
 )
 def test_json_round_trip_of_random_values(value: Any) -> None:
-    assert from_json(json.loads(json.dumps(to_json(value, "it")))) == value
+    assert from_json(json.loads(json.dumps(encode_json_value(value, "it")))) == value
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_json_round_trip_of_random_values(value: Any) -> None:
 )
 def test_json_refuses_code_and_large_tensors(value: Any) -> None:
     with pytest.raises(InputError, match=r"extra.* cannot be saved in a checkpoint"):
-        to_json(value, "extra")
+        encode_json_value(value, "extra")
 
 
 # ---------------------------------------------------------------------------------------------------- boxes
@@ -131,7 +133,7 @@ def test_flat_range_is_covered_by_few_boxes(shape: list[int], data: st.DataObjec
     x = torch.arange(numel).view(shape)
     region = FlatRegion(tuple(shape), None, {}, slice(begin, end))
     flat = x.reshape(-1)[begin:end]
-    held = region.views(flat)
+    held = region.split_into_chunks(flat)
     assert [int(v) for h in held for v in h.values.reshape(-1)] == flat.tolist()
     for h in held:
         assert torch.equal(x[tuple(slice(a, a + n) for a, n in zip(h.start, h.values.shape, strict=True))], h.values)
@@ -169,9 +171,9 @@ def test_replicated_elements_are_written_once(overlaps: bool) -> None:
         else:
             split = Split((((0, 3),), ((0, 3),), ((3, 6),), ((2, 6),)))
             spec = ShardSpec((6, 10), {0: split})
-            region, x = FlatRegion((6, 10), spec, context.coords), spec.slice(full, context.coords)
-        x = full.reshape(-1)[region.flat_range] if overlaps else region.spec.slice(full, context.coords)  # type: ignore[union-attr]
-        item = region.item("x", x)
+            region, x = FlatRegion((6, 10), spec, context.coords), spec.slice_full_tensor(full, context.coords)
+        x = full.reshape(-1)[region.flat_range] if overlaps else region.spec.slice_full_tensor(full, context.coords)  # type: ignore[union-attr]
+        item = region.make_tensor_item("x", x)
         count = torch.zeros(6, 10)
         for (_, start, size), pieces in assign_chunk_writes([item], context.tensor).items():
             for piece in pieces:
@@ -185,7 +187,7 @@ def test_replicated_elements_are_written_once(overlaps: bool) -> None:
 
 def test_writes_of_replicated_tensors_are_balanced() -> None:
     def do(context: ParallelContext) -> int:
-        items = [FlatRegion((n, 3), None, {}).item(f"x{n}", torch.zeros(n, 3)) for n in (8, 5, 4, 3, 2)]
+        items = [FlatRegion((n, 3), None, {}).make_tensor_item(f"x{n}", torch.zeros(n, 3)) for n in (8, 5, 4, 3, 2)]
         mine = assign_chunk_writes([*items, TensorItem("none", (0, 3), torch.float32, [])], context.data)
         return sum(math.prod(size) for pieces in mine.values() for _, size in pieces)
 

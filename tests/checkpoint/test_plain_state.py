@@ -14,7 +14,7 @@ from shardformer.checkpoint.plain_state import get_full_optimizer_state, load_fu
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 
 LAYOUTS = [
     ({"tensor": 2}, None),
@@ -27,12 +27,12 @@ LAYOUTS = [
 
 
 def batch() -> dict[str, Any]:
-    return RandomBatches(DEFAULT_HEAD["gpt2"])(0)
+    return RandomBatchFactory(DEFAULT_HEAD["gpt2"])(0)
 
 
 def plain() -> Any:
     torch.manual_seed(0)
-    return SmallModel("gpt2")().eval()
+    return SmallModelFactory("gpt2")().eval()
 
 
 def make_optimizer(model: Any) -> torch.optim.Optimizer:

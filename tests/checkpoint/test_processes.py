@@ -17,7 +17,7 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.random_state import seed_random
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, model_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory, compute_model_loss
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.shard_optimizer import shard_optimizer
 
@@ -30,7 +30,7 @@ def trained(
     """Return the losses and weights of a run with dropout that saves halfway or resumes from there."""
     context = ParallelContext.from_world(sizes)
     seed_random(1 if resume else 0)
-    model = shard_model(SmallModel("gpt2", changes=DROPS)(), context=context).train()
+    model = shard_model(SmallModelFactory("gpt2", changes=DROPS)(), context=context).train()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if stage is not None:
         optimizer = shard_optimizer(model, optimizer, stage=stage)
@@ -40,7 +40,9 @@ def trained(
         assert load_checkpoint(model, folder, optimizer).has_random
     saving = None
     for step in range(2 if resume else 0, 4):
-        loss = model_loss(model, RandomBatches(DEFAULT_HEAD["gpt2"], batch=2)(10 * step + context.data.rank))
+        loss = compute_model_loss(
+            model, RandomBatchFactory(DEFAULT_HEAD["gpt2"], batch=2)(10 * step + context.data.rank)
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -22,12 +22,12 @@ from shardformer.launcher.shutdown import (
     SHUTDOWN_TIMEOUT_S,
     SHUTDOWN_TIMEOUT_VARIABLE,
     STUCK_PROCESSES,
-    _finish_processes,
+    _signal_processes_and_wait,
     is_aborted_by_launcher,
     register_graceful_shutdown,
     set_shutdown_timeout,
 )
-from shardformer.launcher.worker import record_failure
+from shardformer.launcher.worker import record_uncaught_exception
 
 
 class Rank:
@@ -132,7 +132,7 @@ def test_a_second_signal_interrupts_the_wait_unless_it_is_the_same(
     monkeypatch.setattr(shutdown, "shuts_down_gracefully", lambda pid: True)
     monkeypatch.setattr(rank, "send_signal", rank.received.append)
     with pytest.raises(SignalException) if after_s else nullcontext():
-        _finish_processes([rank], SIGINT, None)
+        _signal_processes_and_wait([rank], SIGINT, None)
     assert rank.received == [SIGINT]
 
 
@@ -146,7 +146,7 @@ def test_ctrl_c_prints_no_traceback_per_rank(
         try:
             raise KeyboardInterrupt
         except KeyboardInterrupt as error:
-            record_failure(KeyboardInterrupt, error, error.__traceback__)
+            record_uncaught_exception(KeyboardInterrupt, error, error.__traceback__)
         assert ("KeyboardInterrupt" in capsys.readouterr().err) == printed
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert (message["message"], message["extraInfo"]["rank"]) == ("KeyboardInterrupt", 3)

@@ -66,9 +66,9 @@ def test_the_dry_run_of_a_template_works(name: str, tmp_path: Path) -> None:
 def test_a_template_trains(name: str, pool2: WorkerPool, tmp_path: Path) -> None:
     made = tiny(name, tmp_path)
     pool2.run(run_training, made)
-    losses = [record.values["loss"] for record in read_records(made.path) if "loss" in record.values]
+    losses = [record.values["loss"] for record in read_records(made.output_folder) if "loss" in record.values]
     assert len(losses) == 2
-    assert (made.path / "model/config.json").is_file()
+    assert (made.output_folder / "model/config.json").is_file()
 
 
 def run(*words: str) -> int:

@@ -441,16 +441,16 @@ def test_a_pet_variable_that_is_not_a_number_raises(monkeypatch: pytest.MonkeyPa
 def test_a_pipe_as_script_raises(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.py")
     with pytest.raises(LaunchError) as caught:
-        cli_run._check_script(parse_run_arguments([str(tmp_path / "a.py")]))
+        cli_run._check_script_exists(parse_run_arguments([str(tmp_path / "a.py")]))
     assert_four_parts(caught.value, "is a pipe")
 
 
 def test_a_folder_without_main_as_script_raises(tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as caught:
-        cli_run._check_script(parse_run_arguments([str(tmp_path)]))
+        cli_run._check_script_exists(parse_run_arguments([str(tmp_path)]))
     assert_four_parts(caught.value, "has no __main__.py")
     (tmp_path / "__main__.py").touch()
-    cli_run._check_script(parse_run_arguments([str(tmp_path)]))
+    cli_run._check_script_exists(parse_run_arguments([str(tmp_path)]))
 
 
 def test_an_ambiguous_abbreviation_lists_each_option_once() -> None:
@@ -476,7 +476,7 @@ def test_hosts_with_different_slots_need_nproc_per_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments", [["none.py"], ["-m", "no_such_module"], ["--no_python", "no-such-program"]])
 def test_a_missing_script_raises(arguments: list[str]) -> None:
     with pytest.raises(LaunchError) as caught:
-        cli_run._check_script(parse_run_arguments(arguments))
+        cli_run._check_script_exists(parse_run_arguments(arguments))
     assert_four_parts(caught.value, arguments[-1])
 
 

@@ -74,7 +74,7 @@ def test_an_exported_checkpoint_equals_the_export_of_the_run(
 
 def export_in(source: str, target: str, layout: dict[str, Any]) -> None:
     found = find_trained_model(source)
-    found.load(ParallelConfig(**layout)).export(target, found.load_processor())
+    found.load_engine(ParallelConfig(**layout)).export(target, found.load_processor())
 
 
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipe": 2}], ids=str)
@@ -122,7 +122,7 @@ def tokens_in(source: str, layout: dict[str, Any], options: dict[str, Any]) -> l
 
     found = find_trained_model(source)
     ids = found.load_processor()(PROMPT, return_tensors="pt")["input_ids"]
-    return _generate_tokens(found.load(ParallelConfig(**layout)), ids, 3, {"max_new_tokens": 20, **options})
+    return _generate_tokens(found.load_engine(ParallelConfig(**layout)), ids, 3, {"max_new_tokens": 20, **options})
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 9}], ids=["greedy", "sampled"])
@@ -132,7 +132,7 @@ def test_a_sharded_model_generates_the_same_tokens(options: dict[str, Any], trai
 
 
 def values_in(source: str, changes: list[str]) -> Any:
-    return evaluate_model(find_trained_model(source).with_config_changes(changes))
+    return evaluate_model(find_trained_model(source).with_config_overrides(changes))
 
 
 LAYOUTS = [["parallel.tensor=2"], ["parallel.pipe=2"], ["parallel.data=2"], ["data.batch_size=5"]]
@@ -219,7 +219,7 @@ def test_the_command_starts_the_processes_of_its_layout(trained: Path, capsys: p
 @pytest.mark.parametrize("text", ["plain", "grüße, 漢字 \x00 \n\t  two  spaces", "<|end|", " 🙂"])
 @pytest.mark.parametrize("adds_end", [False, True])
 def test_the_exported_byte_tokenizer_has_the_tokens_of_the_run(text: str, adds_end: bool, tmp_path: Path) -> None:
-    make_byte_tokenizer(adds_end=adds_end).save_pretrained(tmp_path)
+    make_byte_tokenizer(adds_end_token=adds_end).save_pretrained(tmp_path)
     loaded, tokens = transformers.AutoTokenizer.from_pretrained(tmp_path), TextTokenizer()
     assert loaded(text, add_special_tokens=False)["input_ids"] == tokens.encode(text)
     assert loaded.decode(tokens.encode(text)) == text
@@ -271,7 +271,7 @@ def train_on_conversations(folder: Path, **data: Any) -> Path:
     model = {"config": SMALL["gpt2"] | NO_DROPOUT}
     made = config(folder, "gpt2", data, model=model, hooks=hooks, training={"steps": 60, "export": True})
     run_training(made)
-    return made.path
+    return made.output_folder
 
 
 def answer(source: Path, *options: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 from shardformer.cli import main
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.verify.small_models import HEAD_CLASSES, SmallModel
+from shardformer.verify.small_models import HEAD_CLASSES, SmallModelFactory
 from tests.pools import WorkerPools
 from tests.scripts import SHARDFORMER
 
@@ -26,7 +26,7 @@ FORGETFUL = """
 from shardformer.mesh.parallel_context import Axis
 from shardformer.tensor_parallel.layers import Linear1D_Row
 from shardformer.policies.models.gpt import GPT2Policy
-from shardformer.verify.small_models import RandomBatches, SmallModel
+from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 
 class Forgetful(GPT2Policy):
     def postprocess(self):
@@ -34,13 +34,15 @@ class Forgetful(GPT2Policy):
         rows[-1].block, rows[-1].axis = None, Axis("tensor")  # it believes to be alone, and leaves its all-reduce out
 
 def forgetful():
-    return {"model_fn": SmallModel("gpt2"), "batch_fn": RandomBatches("GPT2LMHeadModel"), "policy": Forgetful}
+    batch_fn = RandomBatchFactory("GPT2LMHeadModel")
+    return {"model_fn": SmallModelFactory("gpt2"), "batch_fn": batch_fn, "policy": Forgetful}
 
 def nan_loss(model, batch):
     return model(**batch).loss * float("nan")
 
 def not_a_number():
-    return {"model_fn": SmallModel("gpt2"), "batch_fn": RandomBatches("GPT2LMHeadModel"), "loss_fn": nan_loss}
+    batch_fn = RandomBatchFactory("GPT2LMHeadModel")
+    return {"model_fn": SmallModelFactory("gpt2"), "batch_fn": batch_fn, "loss_fn": nan_loss}
 """
 
 
@@ -69,7 +71,7 @@ def run(pools: WorkerPools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 @pytest.fixture
 def bert(tmp_path: Path) -> Path:
     folder = tmp_path / "bert"
-    SmallModel("bert", "BertForTokenClassification")().save_pretrained(folder)
+    SmallModelFactory("bert", "BertForTokenClassification")().save_pretrained(folder)
     return folder
 
 

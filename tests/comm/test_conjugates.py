@@ -30,7 +30,7 @@ def _even(ranks: int) -> Split:
 
 
 def _striped(ranks: int) -> Split:
-    return ActivationShard(Dim.SEQUENCE, "tensor", IndexOrder.STRIPED).split(S, ranks)
+    return ActivationShard(Dim.SEQUENCE, "tensor", IndexOrder.STRIPED).make_split(S, ranks)
 
 
 def _part(x: Tensor, axis: Axis, split: Split) -> Tensor:
@@ -108,7 +108,7 @@ def test_backward_is_the_transpose_of_forward(pools: WorkerPools, ranks: int, na
 def _uneven() -> tuple[Tensor, Tensor]:
     axis = Axis.of(None)
     split = Split((((0, 1),), ((1, 3),), ((3, 6),), ((6, 10),)))
-    x = torch.full((2, split.length(axis.rank)), float(axis.rank), requires_grad=True)
+    x = torch.full((2, split.get_local_length(axis.rank)), float(axis.rank), requires_grad=True)
     whole = autograd_collectives.gather_from_region(x, axis, -1, split)
     (whole * torch.arange(whole.shape[-1])).sum().backward()
     assert x.grad is not None

@@ -32,7 +32,7 @@ def test_gathering_several_tensors_equals_gathering_each() -> None:
 
     def gather(context: ParallelContext) -> tuple[list[Tensor], dict[str, int]]:
         here = {"tensor": context.tensor.rank, "data": context.data.rank}
-        local = [spec.slice(x, here).clone() for spec, x in zip(SPECS, full, strict=True)]
+        local = [spec.slice_full_tensor(x, here).clone() for spec, x in zip(SPECS, full, strict=True)]
         alone = [gather_full_tensor(x, spec, context.axis) for x, spec in zip(local, SPECS, strict=True)]
         assert all(torch.equal(a, b) for a, b in zip(alone, full, strict=True))
         with CollectiveRecorder(context) as recorder:

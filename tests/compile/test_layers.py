@@ -15,8 +15,8 @@ from shardformer.comm import CollectiveRecorder
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.sharding.compiled_layers import CompiledLayer, get_compiled_stacks
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.sharding.compiled_layers import CompiledLayer, get_stack_compilers
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 
 pytestmark = [
     pytest.mark.slow,  # compiles
@@ -43,7 +43,7 @@ def model_of(family: str, context: ParallelContext, *, checkpointing: bool = Fal
     """Return a sharded model of two layers in fp64."""
     layers = {"gpt2": "n_layer", "t5": "num_layers"}.get(family, "num_hidden_layers")
     torch.manual_seed(0)
-    plain = SmallModel(family, changes={layers: NUM_LAYERS})().double().train()
+    plain = SmallModelFactory(family, changes={layers: NUM_LAYERS})().double().train()
     model = shardformer.shard_model(plain, context=context, **options)
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -65,7 +65,7 @@ def train(
         optimizer = shardformer.shard_optimizer(model, optimizer, stage=zero)
     found: Values = {}
     for step, length in enumerate(lengths):
-        batch = RandomBatches(DEFAULT_HEAD[model.config.model_type], sequence=length)(step)
+        batch = RandomBatchFactory(DEFAULT_HEAD[model.config.model_type], sequence=length)(step)
         batch = {name: x.chunk(context.data.size)[context.data.rank] for name, x in batch.items()}
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
             loss = (model if call is None else call)(**batch).loss
@@ -96,7 +96,7 @@ def compare(
     expected = train(model_of(family, context, **options), context, **training)
     model = model_of(family, context, compile=backend, **options)
     ours = train(model, context, **training)
-    for stack in get_compiled_stacks(model):
+    for stack in get_stack_compilers(model):
         assert len(stack.layers) == layers
         assert 1 <= len(stack.graphs) <= graphs
         assert stack.eager_calls == 0
@@ -158,7 +158,7 @@ def test_recomputation_after_a_forward_pass_of_another_length() -> None:
     def do(context: ParallelContext) -> float:
         def gradients(**options: Any) -> Values:
             model = model_of("llama", context, checkpointing=True, **SEQUENCE, **options)
-            losses = [model(**RandomBatches("LlamaForCausalLM", sequence=n)(0)).loss for n in (13, 10)]
+            losses = [model(**RandomBatchFactory("LlamaForCausalLM", sequence=n)(0)).loss for n in (13, 10)]
             for loss in losses:  # recomputes the first forward pass after the second
                 loss.backward()
             return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -201,9 +201,9 @@ def test_other_families(family: str, options: dict[str, Any]) -> None:
     def do(context: ParallelContext) -> float:
         def losses(compile: bool | str) -> Values:
             torch.manual_seed(0)
-            plain = SmallModel(family)().double().train()
+            plain = SmallModelFactory(family)().double().train()
             model = shardformer.shard_model(plain, context=context, compile=compile, **options)
-            batch = RandomBatches(DEFAULT_HEAD[family])(0)
+            batch = RandomBatchFactory(DEFAULT_HEAD[family])(0)
             loss = model(**{n: x.double() if x.is_floating_point() else x for n, x in batch.items()}).loss
             loss.backward()
             gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -225,11 +225,15 @@ def test_pipeline_stages_with_dropout() -> None:
         def stages(**options: Any) -> Values:
             config = shardformer.ParallelConfig(pipe=2, recompute_layers=1, schedule="zbv", **options)
             torch.manual_seed(1)
-            plain = SmallModel("gpt2", changes={"n_layer": 4, "resid_pdrop": 0.1, "attn_pdrop": 0.1})().double().train()
-            model = shardformer.shard_model(plain, config=config.shard_config(context))
+            plain = (
+                SmallModelFactory("gpt2", changes={"n_layer": 4, "resid_pdrop": 0.1, "attn_pdrop": 0.1})()
+                .double()
+                .train()
+            )
+            model = shardformer.shard_model(plain, config=config.make_shard_config(context))
             pipeline = shardformer.Pipeline(model, micro_batches=2)
-            loss = pipeline.step(RandomBatches("GPT2LMHeadModel")(0))
-            for stack in get_compiled_stacks(model):
+            loss = pipeline.step(RandomBatchFactory("GPT2LMHeadModel")(0))
+            for stack in get_stack_compilers(model):
                 assert len(stack.layers) == 2  # those of this rank
                 assert stack.graphs
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -246,14 +250,14 @@ def test_model_compile_compiles_the_layers_and_describes_them() -> None:
         assert "Compiled" not in str(shardformer.describe_sharding(model))
         model.compile(backend="eager", fullgraph=True)
         model.compile(backend=BACKEND)  # the last call counts
-        (before,) = get_compiled_stacks(model)
+        (before,) = get_stack_compilers(model)
         texts = [str(before)]
         copied = copy.deepcopy(model)
         found = train(model, context)
         texts.append(str(shardformer.describe_sharding(model)).splitlines()[-1])
-        assert not get_compiled_stacks(copied)[0].graphs
+        assert not get_stack_compilers(copied)[0].graphs
         assert worst_difference(train(copied, context), found) == 0
-        assert get_compiled_stacks(copied)[0].graphs
+        assert get_stack_compilers(copied)[0].graphs
         return worst_difference(found, train(model_of("llama", context), context)), texts
 
     for difference, texts in run_as_threads(do, in_turn=True, tensor=2):
@@ -279,9 +283,9 @@ def test_torch_compile_of_the_model(sizes: dict[str, int]) -> None:
 def test_compiled_layers_communicate_as_eager_ones(options: dict[str, Any]) -> None:
     def do(context: ParallelContext) -> None:
         def table(model: Any) -> Any:
-            model(**RandomBatches("LlamaForCausalLM")(0)).loss.backward()
+            model(**RandomBatchFactory("LlamaForCausalLM")(0)).loss.backward()
             with CollectiveRecorder(context) as recorder:
-                model(**RandomBatches("LlamaForCausalLM")(0)).loss.backward()
+                model(**RandomBatchFactory("LlamaForCausalLM")(0)).loss.backward()
             return recorder.table()
 
         expected = table(model_of("llama", context, **options))
@@ -300,7 +304,7 @@ def test_recompilation_limit_is_reported_with_the_reason() -> None:
             UserWarning, match=r"^model.layers.0 needs a new graph, but the limit of 1 graphs .* \(.*size"
         ):
             found = train(model, context, lengths=(13, 11, 12))
-        (stack,) = get_compiled_stacks(model)
+        (stack,) = get_stack_compilers(model)
         assert stack.eager_calls == 2 * NUM_LAYERS
         assert str(stack).endswith("4 calls without compilation.")
         return worst_difference(found, expected)
@@ -316,11 +320,11 @@ def test_cache_is_not_filled_in_training_and_generation_is_eager() -> None:
         prompt = torch.tensor([[5, 6, 7]])
         expected = model_of("llama", context).eval().generate(prompt, max_new_tokens=4, do_sample=False)
         train(model, context)
-        (stack,) = get_compiled_stacks(model)
+        (stack,) = get_stack_compilers(model)
         assert len(stack.graphs) == 1
         fresh = model_of("llama", context, compile=BACKEND).eval()
         assert fresh.generate(prompt, max_new_tokens=4, do_sample=False).equal(expected)
-        assert not get_compiled_stacks(fresh)[0].graphs
+        assert not get_stack_compilers(fresh)[0].graphs
 
     run_as_threads(do, in_turn=True, tensor=2)
 
@@ -369,17 +373,17 @@ def test_engine_compiles_again_after_resharding() -> None:
     def do(context: ParallelContext) -> float:
         def losses(backend: str) -> list[Tensor]:
             torch.manual_seed(0)
-            plain = SmallModel("llama")().double().train()
+            plain = SmallModelFactory("llama")().double().train()
             optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
             passed = torch.compile(plain, backend=backend) if backend else plain
             parallel = shardformer.ParallelConfig(tensor=2)
             engine = shardformer.initialize(passed, optimizer, parallel=parallel, context=context)
             assert engine.model is plain
-            found = [engine.train_step(RandomBatches("LlamaForCausalLM")(0))]
-            assert [bool(stack.graphs) for stack in get_compiled_stacks(engine.model)] == [True] * bool(backend)
+            found = [engine.train_step(RandomBatchFactory("LlamaForCausalLM")(0))]
+            assert [bool(stack.graphs) for stack in get_stack_compilers(engine.model)] == [True] * bool(backend)
             engine.reshard(shardformer.ParallelConfig(data=2, compile=backend or False))
-            found.append(engine.train_step(RandomBatches("LlamaForCausalLM")(1)))
-            assert [bool(stack.graphs) for stack in get_compiled_stacks(engine.model)] == [True] * bool(backend)
+            found.append(engine.train_step(RandomBatchFactory("LlamaForCausalLM")(1)))
+            assert [bool(stack.graphs) for stack in get_stack_compilers(engine.model)] == [True] * bool(backend)
             return [loss.detach() for loss in found]
 
         return max(abs(float(a - b)) for a, b in zip(losses(BACKEND), losses(""), strict=True))
@@ -391,10 +395,10 @@ def test_engine_compiles_again_after_resharding() -> None:
 def test_model_from_torch_compile_is_sharded_without_the_wrapper() -> None:
     def do(context: ParallelContext) -> float:
         torch.manual_seed(0)
-        plain = SmallModel("llama", changes={"num_hidden_layers": NUM_LAYERS})().double().train()
+        plain = SmallModelFactory("llama", changes={"num_hidden_layers": NUM_LAYERS})().double().train()
         model = shardformer.shard_model(torch.compile(plain, backend=BACKEND, dynamic=True), context=context)
         assert model is plain
-        (stack,) = get_compiled_stacks(model)
+        (stack,) = get_stack_compilers(model)
         assert stack.options["dynamic"] is True
         assert str(stack) == "Compiled with aot_eager: 2 layers of model.layers, at their first forward pass."
         with pytest.raises(ConfigError, match=r"not what torch.compile\(model\) returned"):
@@ -410,7 +414,7 @@ def test_arguments_of_model_compile() -> None:
     def do(context: ParallelContext) -> None:
         model = model_of("llama", context)
         model.compile(disable=True)
-        assert not get_compiled_stacks(model)
+        assert not get_stack_compilers(model)
         with pytest.raises(ConfigError, match="both mode='reduce-overhead' and options"):
             model.compile(mode="reduce-overhead", options={"max_autotune": True})
         with pytest.raises(ConfigError, match=r"has no argument 'fullgraf'.*fullgraph"):
@@ -440,10 +444,10 @@ def test_cuda_graphs_leave_out_operators_that_call_python() -> None:
 
 
 def test_resharding_warns_after_model_compile() -> None:
-    plain = SmallModel("llama")().double().train()
+    plain = SmallModelFactory("llama")().double().train()
     engine = shardformer.initialize(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     engine.model.compile(backend=BACKEND)
     with pytest.warns(UserWarning, match=r"Call engine.model.compile\(\) again"):
         engine.reshard({"zero_stage": 1})
-    assert not get_compiled_stacks(engine.model)
-    engine.train_step(RandomBatches("LlamaForCausalLM")(0))
+    assert not get_stack_compilers(engine.model)
+    engine.train_step(RandomBatchFactory("LlamaForCausalLM")(0))

@@ -13,10 +13,10 @@ import shardformer
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.random_state import LocalRandomState
-from shardformer.sharding.compiled_layers import get_compiled_stacks
+from shardformer.sharding.compiled_layers import get_stack_compilers
 from shardformer.sharding.graph_random_state import compile_with_random_state
-from shardformer.torch_compat import get_backend_compiler
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.torch_compat import resolve_compile_backend
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 from tests.compile.test_layers import BACKEND, BOUND, SEQUENCE, worst_difference
 
 pytestmark = [
@@ -41,20 +41,20 @@ def _forget_graphs() -> None:
 def gradients_of(family: str, context: ParallelContext, *, checkpointing: bool, **options: Any) -> dict[str, Tensor]:
     """Return the losses of two steps and the gradients of their sum, and a number that is drawn after them."""
     torch.manual_seed(0)
-    plain = SmallModel(family, changes=DROPOUT[family])().double().train()
+    plain = SmallModelFactory(family, changes=DROPOUT[family])().double().train()
     model = shardformer.shard_model(plain, context=context, **options)
     if checkpointing:
         model.gradient_checkpointing_enable()
     torch.manual_seed(3)
     found = {}
     for step in range(2):
-        batch = RandomBatches(DEFAULT_HEAD[family])(step)
+        batch = RandomBatchFactory(DEFAULT_HEAD[family])(step)
         batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
         loss = model(**batch).loss
         loss.backward()
         found[f"loss {step}"] = loss.detach()
     if options.get("compile"):
-        assert all(stack.graphs for stack in get_compiled_stacks(model))
+        assert all(stack.graphs for stack in get_stack_compilers(model))
     found |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {**found, "next number": torch.rand((), dtype=torch.float64)}
 
@@ -95,12 +95,12 @@ def test_masks_of_inductor_are_those_of_eager_layers(monkeypatch: pytest.MonkeyP
 
 def _draw_in_every_way(x: Tensor, state: LocalRandomState) -> tuple[Tensor, ...]:
     outer = F.dropout(x, 0.3)
-    state.enter(x)
+    state.enter_local_state(x)
     inner = F.dropout(x, 0.3) + torch.empty_like(x).bernoulli_(0.4) + torch.rand(3, 5)
     with state.use_outer_state():
         shared = torch.randn_like(x) + torch.randint(9, (3, 5))
     again = F.alpha_dropout(x, 0.2)
-    state.leave()
+    state.leave_local_state()
     attention = F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)
     transposed = F.dropout(x.t(), 0.4) @ torch.ones(3, 2, dtype=x.dtype)
     return outer, inner, shared, again, attention, F.dropout1d(x, 0.5), F.dropout(x.t().sin(), 0.4).clone(), transposed
@@ -118,7 +118,7 @@ def test_every_random_operator_draws_what_it_draws_in_eager_code() -> None:
         return [*out, x.grad, torch.rand(3)]
 
     def backend(graph: Any, inputs: Any) -> Any:
-        compiler = get_backend_compiler(BACKEND, None, None, None)
+        compiler = resolve_compile_backend(BACKEND, None, None, None)
         return compile_with_random_state(graph, inputs, compiler, torch.device("cpu"))
 
     expected = results(_draw_in_every_way)

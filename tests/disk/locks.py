@@ -15,13 +15,13 @@ from shardformer.filesystem.lock import LOCK
 def parent() -> ProcessIdentity:
     """A running process other than this one."""
     return ProcessIdentity(
-        ProcessIdentity.this().machine, os.getppid(), atomic_write._get_start_time(os.getppid()) or 0
+        ProcessIdentity.current().machine, os.getppid(), atomic_write._get_start_time(os.getppid()) or 0
     )
 
 
 def killed() -> ProcessIdentity:
     """A process that has exited and whose process id this process has now."""
-    here = ProcessIdentity.this()
+    here = ProcessIdentity.current()
     return ProcessIdentity(here.machine, here.pid, here.start - 1)
 
 

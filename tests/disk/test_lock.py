@@ -14,7 +14,7 @@ import pytest
 from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem import atomic_write
 from shardformer.filesystem import lock as locks
-from shardformer.filesystem.lock import LOCK, check_lock_is_held, hold, release
+from shardformer.filesystem.lock import LOCK, acquire_folder_lock, check_folder_lock_is_held, release_folder_lock
 from tests.disk.locks import elsewhere, killed, lock_of, parent
 
 FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # the children end at once
@@ -37,14 +37,14 @@ def owner(folder: Path) -> int:
 
 def test_lock_is_held_while_an_owner_is_alive(tmp_path: Path) -> None:
     first, second = Holder(), Holder()
-    assert hold(tmp_path / "new", first)
-    assert hold(tmp_path / "new", second)
-    assert not hold(tmp_path / "new", first)
+    assert acquire_folder_lock(tmp_path / "new", first)
+    assert acquire_folder_lock(tmp_path / "new", second)
+    assert not acquire_folder_lock(tmp_path / "new", first)
     assert owner(tmp_path / "new") == os.getpid()
     del first
     gc.collect()
     assert (tmp_path / "new" / LOCK).exists()
-    release(tmp_path / "new", second)
+    release_folder_lock(tmp_path / "new", second)
     assert list((tmp_path / "new").iterdir()) == []
 
 
@@ -52,7 +52,7 @@ def test_lock_of_running_process_is_respected(tmp_path: Path) -> None:
     path = lock_of(parent(), tmp_path)
     before = path.read_text()
     with pytest.raises(ConfigError, match=rf"in use by process {os.getppid()} of someone on a-host"):
-        hold(tmp_path, Holder())
+        acquire_folder_lock(tmp_path, Holder())
     assert path.read_text() == before
     assert list(tmp_path.iterdir()) == [path]
 
@@ -63,9 +63,9 @@ def test_lock_of_dead_process_is_taken_over(what: str, tmp_path: Path) -> None:
     if what == "empty":  # killed between the two
         path.write_text("")
     elif what == "own":  # this process was not able to remove it
-        lock_of(atomic_write.ProcessIdentity.this(), tmp_path)
+        lock_of(atomic_write.ProcessIdentity.current(), tmp_path)
     began, holder = time.monotonic(), Holder()
-    hold(tmp_path, holder)
+    acquire_folder_lock(tmp_path, holder)
     assert time.monotonic() - began < 1
     assert owner(tmp_path) == os.getpid()
     assert list(tmp_path.iterdir()) == [path]
@@ -78,7 +78,7 @@ def test_zombie_process_counts_as_dead(tmp_path: Path) -> None:
         os._exit(0)
     time.sleep(0.05)
     try:
-        assert atomic_write.ProcessIdentity(atomic_write.ProcessIdentity.this().machine, child, 0).is_dead
+        assert atomic_write.ProcessIdentity(atomic_write.ProcessIdentity.current().machine, child, 0).is_dead
     finally:
         os.waitpid(child, 0)
 
@@ -93,40 +93,40 @@ def test_lock_of_other_machine_expires_without_refresh(tmp_path: Path) -> None:
     thread = threading.Thread(target=refresh)
     thread.start()
     with pytest.raises(ConfigError, match="is in use by process 17"):
-        hold(tmp_path, holder)
+        acquire_folder_lock(tmp_path, holder)
     stop.set()
     thread.join()
     began = time.monotonic()
-    hold(tmp_path, holder)
+    acquire_folder_lock(tmp_path, holder)
     assert time.monotonic() - began >= 0.3
     assert owner(tmp_path) == os.getpid()
 
 
 def test_only_own_lock_is_refreshed(tmp_path: Path) -> None:
     holder = Holder()
-    hold(tmp_path, holder)
+    acquire_folder_lock(tmp_path, holder)
     path = tmp_path / LOCK
     os.utime(path, (1, 1))
     end = time.monotonic() + 20
     while path.stat().st_mtime < 2 and time.monotonic() < end:
         time.sleep(0.01)
     assert path.stat().st_mtime > 2
-    check_lock_is_held(tmp_path)
+    check_folder_lock_is_held(tmp_path)
     lock_of(elsewhere(), tmp_path)
     os.utime(path, (1, 1))
     time.sleep(0.2)
     assert path.stat().st_mtime < 2
     with pytest.raises(InputError, match="was taken over by process 17 of someone on a-host"):
-        check_lock_is_held(tmp_path)
-    release(tmp_path, holder)
+        check_folder_lock_is_held(tmp_path)
+    release_folder_lock(tmp_path, holder)
     assert path.exists(), "it is not this process's lock"
 
 
 def test_removed_lock_is_recreated(tmp_path: Path) -> None:
     holder = Holder()
-    hold(tmp_path, holder)
+    acquire_folder_lock(tmp_path, holder)
     (tmp_path / LOCK).unlink()
-    check_lock_is_held(tmp_path)
+    check_folder_lock_is_held(tmp_path)
     assert owner(tmp_path) == os.getpid()
 
 
@@ -143,7 +143,7 @@ def test_other_files_are_not_treated_as_locks(what: str, tmp_path: Path) -> None
     if what == "link":
         precious.write_text("precious")
     with pytest.raises(ConfigError, match="is not a lock file of ShardFormer"):
-        hold(path.parent, Holder())
+        acquire_folder_lock(path.parent, Holder())
     assert precious.exists() == (what == "link") and (what != "link" or precious.read_text() == "precious")
     assert os.path.lexists(path)
 
@@ -151,14 +151,14 @@ def test_other_files_are_not_treated_as_locks(what: str, tmp_path: Path) -> None
 @FORKS
 def test_child_process_does_not_release_lock_of_parent(tmp_path: Path) -> None:
     holder = Holder()
-    hold(tmp_path, holder)
+    acquire_folder_lock(tmp_path, holder)
     child = os.fork()
     if child == 0:
         del holder
         gc.collect()
         refused = False
         try:
-            hold(tmp_path, Holder())
+            acquire_folder_lock(tmp_path, Holder())
         except ConfigError:
             refused = True
         os._exit(0 if refused else 1)
@@ -177,7 +177,7 @@ def test_one_of_several_processes_takes_over_a_lock(tmp_path: Path) -> None:
             while not start.exists():
                 time.sleep(0.001)
             try:
-                hold(tmp_path, holder)
+                acquire_folder_lock(tmp_path, holder)
                 status = 0
                 time.sleep(0.5)
             except ConfigError:

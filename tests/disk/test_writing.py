@@ -11,16 +11,16 @@ from shardformer.errors import ConfigError
 from shardformer.filesystem.atomic_write import (
     SAVING,
     ProcessIdentity,
-    create_file,
+    create_new_file,
     make_folder,
     make_temporary_path,
     parse_temporary_name,
-    remove,
+    remove_file_or_folder,
     remove_stale_temporary_files,
-    replace_atomically,
-    replace_text,
+    replace_file_atomically,
+    replace_text_atomically,
     to_absolute_path,
-    write_new,
+    write_new_file,
 )
 
 
@@ -29,7 +29,7 @@ def test_private_name_is_unique_and_contains_its_owner(tmp_path: Path) -> None:
     assert one != two and one.parent == tmp_path
     found = parse_temporary_name(one)
     assert found is not None
-    assert (found.kind, found.name, found.owner) == (SAVING, "step-00000005", ProcessIdentity.this())
+    assert (found.kind, found.name, found.owner) == (SAVING, "step-00000005", ProcessIdentity.current())
     assert parse_temporary_name(tmp_path / ".saving-step-00000005") is None
     assert len(make_temporary_path(tmp_path / ("x" * 250)).name) < 255
 
@@ -56,11 +56,11 @@ def test_file_in_place_of_directory_is_named(tmp_path: Path) -> None:
                 make_folder(folder)
     with pytest.raises(OSError, match="too long"):
         make_folder(tmp_path / ("x" * 300))
-    remove(tmp_path / ("x" * 300))
+    remove_file_or_folder(tmp_path / ("x" * 300))
 
 
 def test_only_leftovers_of_killed_local_processes_are_removed(tmp_path: Path) -> None:
-    here = ProcessIdentity.this()
+    here = ProcessIdentity.current()
     own = make_temporary_path(tmp_path / "model")
     dead = tmp_path / own.name.replace(f"-{here.start}-", f"-{here.start - 1}-")
     other = tmp_path / dead.name.replace(here.machine, "0" * 12)
@@ -80,7 +80,7 @@ def test_new_file_does_not_follow_link(tmp_path: Path) -> None:
         link = tmp_path / f"link to {target}"
         link.symlink_to(tmp_path / target)
         with pytest.raises(FileExistsError):
-            create_file(link)
+            create_new_file(link)
     assert not (tmp_path / "not there").exists()
 
 
@@ -88,16 +88,16 @@ def test_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     precious, path = tmp_path / "precious", tmp_path / "text.txt"
     precious.write_text("precious")
     path.symlink_to(precious)
-    replace_text(path, "new")
+    replace_text_atomically(path, "new")
     assert (precious.read_text(), path.read_text(), path.is_symlink()) == ("precious", "new", False)
 
 
 def test_failed_replacement_keeps_file(tmp_path: Path) -> None:
     path = tmp_path / "picture.png"
     path.write_text("old")
-    with pytest.raises(OSError, match="full"), replace_atomically(path) as hidden:
+    with pytest.raises(OSError, match="full"), replace_file_atomically(path) as hidden:
         assert hidden.suffix == ".png"
-        write_new(hidden, b"half")
+        write_new_file(hidden, b"half")
         raise OSError("full")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["picture.png"]

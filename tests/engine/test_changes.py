@@ -18,7 +18,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import get_training_modes
 from shardformer.training.engine import Engine
-from shardformer.verify.small_models import SmallModel
+from shardformer.verify.small_models import SmallModelFactory
 
 
 class Settings:
@@ -241,7 +241,7 @@ def test_a_failed_reshard_leaves_the_engine_unchanged(problem: str, monkeypatch:
 
 def llama_losses(context: ParallelContext | None, layouts: list[dict[str, Any] | None]) -> list[float]:
     torch.manual_seed(0)
-    made = SmallModel("llama")().double().train()
+    made = SmallModelFactory("llama")().double().train()
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
     sizes = {"tensor": 2} if context is not None else {}
     engine = shardformer.initialize(made, optimizer, parallel=sizes, context=context)

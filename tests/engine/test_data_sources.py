@@ -153,7 +153,7 @@ def test_thread_ranks_draw_random_numbers_one_after_another() -> None:
         thread.start()
         thread.join()
 
-    own = random_state.ContinuedRandomState(1)
+    own = random_state.ResumableRandomState(1)
     with own.activate():
         ask()
         first = torch.rand(3)

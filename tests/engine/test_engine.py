@@ -17,20 +17,20 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.engine import Engine
-from shardformer.training.initialize import initialize, make_context
-from shardformer.training.sample_order import make_epoch_generator
-from shardformer.verify.small_models import SmallModel
+from shardformer.training.initialize import initialize, make_parallel_context
+from shardformer.training.sample_order import make_shuffle_generator
+from shardformer.verify.small_models import SmallModelFactory
 from shardformer.weights.state_dict import full_state_dict
 from tests.pools import WorkerPools
 
-GPT2 = SmallModel("gpt2", changes={"n_layer": 4})
+GPT2 = SmallModelFactory("gpt2", changes={"n_layer": 4})
 EXACT = 1e-6
 """GPT-2 computes its loss in fp32, so other micro-batches round differently."""
 
 Losses = list[float]
 
 
-def plain(sample: SmallModel = GPT2) -> nn.Module:
+def plain(sample: SmallModelFactory = GPT2) -> nn.Module:
     torch.manual_seed(0)
     return sample().double().train()
 
@@ -57,7 +57,7 @@ def alone() -> tuple[Losses, dict[str, Tensor]]:
     losses = []
     samples = rows()
     for epoch in range(2):
-        order = torch.randperm(len(samples), generator=make_epoch_generator(0, epoch)).tolist()
+        order = torch.randperm(len(samples), generator=make_shuffle_generator(0, epoch)).tolist()
         for start in range(0, len(order), 6):
             batch = [samples[i] for i in order[start : start + 6]]
             loss = model(**{k: torch.stack([s[k] for s in batch]) for k in batch[0]}).loss
@@ -134,7 +134,7 @@ def _seen_by_norms() -> list[Tensor]:
     """Return the inputs of layer norms in some steps, with uneven tensor shards."""
     torch.manual_seed(0)
     parallel = {"tensor": 2, "data": 2, "zero_stage": 3}
-    model = SmallModel("bert", changes={"vocab_size": 131})().double().train()
+    model = SmallModelFactory("bert", changes={"vocab_size": 131})().double().train()
     engine = initialize(
         model, torch.optim.AdamW(model.parameters(), 1e-3), None, rows(), parallel=parallel, batch_size=4
     )
@@ -437,7 +437,7 @@ def _resumed(tmp: str, first: dict[str, Any], then: dict[str, Any], dropout: flo
     """Compare seven steps with three steps, a checkpoint, and four steps under another layout."""
 
     def run(parallel: dict[str, Any], start: Callable[[Engine], None], steps: int) -> tuple[Losses, Engine]:
-        model = plain(SmallModel("gpt2", changes={"n_layer": 4, "resid_pdrop": dropout}))
+        model = plain(SmallModelFactory("gpt2", changes={"n_layer": 4, "resid_pdrop": dropout}))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         engine = initialize(model, optimizer, train_data=rows(), batch_size=6, scheduler=scheduler, parallel=parallel)
@@ -483,4 +483,4 @@ def test_one_process_without_a_launcher_trains_on_the_gpu(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name in ("RANK", "SLURM_STEP_ID", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert make_context(None, ParallelConfig()).device == torch.device("cuda", 0)
+    assert make_parallel_context(None, ParallelConfig()).device == torch.device("cuda", 0)

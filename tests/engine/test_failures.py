@@ -247,12 +247,12 @@ BAD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", BAD)
 @pytest.mark.parametrize("sizes", [{"data": 2}, {"tensor": 2}], ids=str)
 def test_initialize_can_be_called_again_after_an_error(case: str, sizes: dict[str, int]) -> None:
-    from shardformer.verify.small_models import SmallModel
+    from shardformer.verify.small_models import SmallModelFactory
 
     def do(context: ParallelContext) -> tuple[float, float]:
         def plain() -> Any:
             torch.manual_seed(0)
-            return SmallModel("llama")().double().train()
+            return SmallModelFactory("llama")().double().train()
 
         ids = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(0))
         given = {"input_ids": ids, "labels": ids}

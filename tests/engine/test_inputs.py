@@ -14,7 +14,7 @@ from shardformer.config import ParallelConfig
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.initialize import initialize
-from shardformer.verify.small_models import SmallModel
+from shardformer.verify.small_models import SmallModelFactory
 from shardformer.weights.state_dict import full_state_dict
 
 IDS = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(1))
@@ -23,7 +23,7 @@ GRIDS = {"tensor": {"tensor": 2}, "sequence": {"sequence": 2}, "data": {"data": 
 
 
 def model_of(**config: Any) -> Any:
-    model = SmallModel("llama")().double().train()
+    model = SmallModelFactory("llama")().double().train()
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(3.0)  # so that attention matters

@@ -17,7 +17,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import evaluating, get_training_modes, set_training_modes
 from shardformer.training.engine import Engine
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 
 
 class Classifier(nn.Module):
@@ -134,8 +134,8 @@ def test_initialize_keeps_a_partial_training_mode() -> None:
 def test_train_step_trains_a_model_in_eval_mode(axes: dict[str, int]) -> None:
     """Such a model trains without dropout."""
     torch.manual_seed(0)
-    plain: Any = SmallModel("gpt2", changes={"resid_pdrop": 0.5})().double().eval()
-    data = RandomBatches(DEFAULT_HEAD["gpt2"])(0)
+    plain: Any = SmallModelFactory("gpt2", changes={"resid_pdrop": 0.5})().double().eval()
+    data = RandomBatchFactory(DEFAULT_HEAD["gpt2"])(0)
     expected = float(plain(**data).loss.detach())
 
     def run(context: ParallelContext) -> list[float]:

@@ -19,7 +19,7 @@ from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
-from shardformer.layout.sharding_metadata import get_metadata, shard_specs
+from shardformer.layout.sharding_metadata import get_metadata, get_shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis, ParallelContext
@@ -27,12 +27,12 @@ from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.shard_model_api import ShardFormer, shard_model
-from shardformer.verify.small_models import SmallModel
+from shardformer.verify.small_models import SmallModelFactory
 from shardformer.weights.state_dict import full_state_dict
 from tests.pools import WorkerPools
 
-GPT2 = SmallModel("gpt2", changes={"n_layer": 4})
-T5 = SmallModel("t5", changes={"num_layers": 2})
+GPT2 = SmallModelFactory("gpt2", changes={"n_layer": 4})
+T5 = SmallModelFactory("t5", changes={"num_layers": 2})
 DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
 EXACT = 1e-12
 UPCAST = 1e-7
@@ -41,7 +41,7 @@ UPCAST = 1e-7
 Batch = dict[str, Tensor]
 
 
-def plain(sample: SmallModel = GPT2) -> nn.Module:
+def plain(sample: SmallModelFactory = GPT2) -> nn.Module:
     torch.manual_seed(0)
     return sample().double()
 
@@ -55,7 +55,7 @@ def batch_of(samples: int, length: int, seed: int = 0) -> Batch:
     return {"input_ids": ids, "labels": labels}
 
 
-def sharded(sample: SmallModel = GPT2, sizes: dict[str, int] | None = None, **stages: Any) -> nn.Module:
+def sharded(sample: SmallModelFactory = GPT2, sizes: dict[str, int] | None = None, **stages: Any) -> nn.Module:
     context = ParallelContext.from_world({"pipe": 2, **(sizes or {})})
     manager = PipelineStageManager(context, **stages)
     return shard_model(plain(sample), config=ShardConfig(pipeline_stage_manager=manager))
@@ -70,7 +70,7 @@ def alone() -> nn.Module:
 def difference(model: nn.Module, reference: nn.Module) -> float:
     """Return the largest difference between gradients of this rank and of the unsharded model."""
     theirs = dict(reference.named_parameters(remove_duplicate=False))
-    specs, axis = shard_specs(model), get_metadata(model).context.tensor
+    specs, axis = get_shard_specs(model), get_metadata(model).context.tensor
     found = [0.0]
     for name, p in model.named_parameters():
         expected = theirs[name].grad
@@ -209,7 +209,7 @@ def _losses(make: Callable[[], nn.Module], micro_batches: int) -> tuple[list[flo
 
 
 def _layouts() -> list[tuple[list[float], float, float]]:
-    with_dropout = SmallModel("gpt2", changes={"n_layer": 4, **DROPOUT})
+    with_dropout = SmallModelFactory("gpt2", changes={"n_layer": 4, **DROPOUT})
     found = [_losses(_alone_with(with_dropout), 4)]
     for stages in (
         {}, {"schedule": "gpipe", "partition": [1, 3]}, {"schedule": "interleaved"}, {"schedule": "zbv"},
@@ -219,13 +219,13 @@ def _layouts() -> list[tuple[list[float], float, float]]:
     return found
 
 
-def _alone_with(sample: SmallModel) -> Callable[[], nn.Module]:
+def _alone_with(sample: SmallModelFactory) -> Callable[[], nn.Module]:
     context = ParallelContext.from_group(Axis("tensor", ranks=(get_rank(),)))
     return lambda: shard_model(plain(sample), config=ShardConfig(context=context))
 
 
 def test_each_micro_batch_has_its_own_dropout_mask() -> None:
-    make = SmallModel("gpt2", changes={"n_layer": 2, **DROPOUT})
+    make = SmallModelFactory("gpt2", changes={"n_layer": 2, **DROPOUT})
 
     def seen(context: ParallelContext) -> list[Tensor]:
         model, outputs = shard_model(plain(make), config=ShardConfig(context=context)).train(), []
@@ -457,7 +457,7 @@ def _with(**more: Any) -> None:
 
 
 INVALID_CALLS: dict[str, Callable[[], Any]] = {
-    "more stages than layers": lambda: sharded(SmallModel("gpt2", changes={"n_layer": 1})),
+    "more stages than layers": lambda: sharded(SmallModelFactory("gpt2", changes={"n_layer": 1})),
     "a cut that skips a layer": lambda: sharded(partition=[1, 2]),
     "a cut of three": lambda: sharded(partition=[1, 2, 1]),
     "another way to cut": lambda: sharded(partition="balancd"),
@@ -472,7 +472,7 @@ INVALID_CALLS: dict[str, Callable[[], Any]] = {
     "a model without a stack": lambda: shard_model(
         nn.Sequential(nn.Linear(4, 4)), context=ParallelContext.from_world({"pipe": 2})
     ),
-    "layers dropped at random": lambda: sharded(SmallModel("opt", changes={"layerdrop": 0.1})),
+    "layers dropped at random": lambda: sharded(SmallModelFactory("opt", changes={"layerdrop": 0.1})),
     "a model that was not sharded": lambda: Pipeline(plain(), micro_batches=2),
     "a stage called alone": _called_alone,
     "text generated over stages": _generated,

@@ -17,7 +17,7 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.engine import Engine
 from shardformer.training.initialize import initialize
-from shardformer.verify.small_models import DEFAULT_HEAD, SmallModel
+from shardformer.verify.small_models import DEFAULT_HEAD, SmallModelFactory
 from tests.checkpoint.runs import build
 from tests.engine.test_engine import rows
 
@@ -201,6 +201,6 @@ def test_reshard_raises_within_a_step_and_for_a_model_passed_sharded() -> None:
     with pytest.raises(InputError, match="in the middle of a step"):
         engine.reshard({})
     context = ParallelContext.of({})
-    model: nn.Module = shard_model(SmallModel("gpt2")(), context=context)
+    model: nn.Module = shard_model(SmallModelFactory("gpt2")(), context=context)
     with pytest.raises(ConfigError, match="already sharded"):
         initialize(model, context=context).reshard({})

@@ -12,7 +12,7 @@ import shardformer
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.trainer import Trainer
-from shardformer.verify.small_models import SmallModel
+from shardformer.verify.small_models import SmallModelFactory
 from tests.trainer.hooks.runs import engine_of
 
 ENGINE = """\
@@ -48,7 +48,7 @@ def test_a_trainer_prints_its_progress() -> None:
 
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"pipe": 2}], ids=str)
 def test_a_sharded_model_prints_one_more_line_on_one_rank(axes: dict[str, int]) -> None:
-    plain = SmallModel("llama")()
+    plain = SmallModelFactory("llama")()
     total = sum(p.numel() for p in plain.parameters())
 
     def run(context: ParallelContext) -> tuple[list[str], int]:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.comm.collectives import gather_full_tensor
-from shardformer.layout.sharding_metadata import shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.sharding.describe import ShardingDescription
-from shardformer.verify.small_models import SMALL_CONFIGS, RandomBatches, SmallModel, model_loss
+from shardformer.verify.small_models import SMALL_CONFIGS, RandomBatchFactory, SmallModelFactory, compute_model_loss
 
 FAMILIES = tuple(SMALL_CONFIGS)
 # Tolerance for fp64. Modules that always compute in fp32 (softmax, RMS norms) add rounding noise.
@@ -47,11 +47,11 @@ class Outcome:
 
 def build(family: str, changes: Mapping[str, Any]) -> nn.Module:
     torch.manual_seed(0)
-    return SmallModel(family, changes=changes)().double().train()
+    return SmallModelFactory(family, changes=changes)().double().train()
 
 
 def batch_of(family: str, **size: int) -> dict[str, Tensor]:
-    batch = RandomBatches(SmallModel(family).head_class, **(size or SIZE))(0)
+    batch = RandomBatchFactory(SmallModelFactory(family).head_class, **(size or SIZE))(0)
     return {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
 
 
@@ -66,7 +66,7 @@ def sharded(family: str, option: str, ranks: int = 2, **changes: Any) -> Outcome
     def train(context: ParallelContext) -> Outcome:
         options: dict[str, Any] = {option: True}
         model = shardformer.shard_model(models[context.tensor.rank], context=context, **options)
-        outcome, specs = _trained(model, batch), shard_specs(model)
+        outcome, specs = _trained(model, batch), get_shard_specs(model)
         full = {name: gather_full_tensor(g, specs[name], context.axis) for name, g in outcome.gradients.items()}
         return Outcome(outcome.loss, full, shardformer.describe_sharding(model))
 
@@ -74,7 +74,7 @@ def sharded(family: str, option: str, ranks: int = 2, **changes: Any) -> Outcome
 
 
 def _trained(model: nn.Module, batch: dict[str, Tensor]) -> Outcome:
-    loss = model_loss(model, batch)
+    loss = compute_model_loss(model, batch)
     loss.backward()
     return Outcome(loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 

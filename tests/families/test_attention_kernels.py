@@ -19,7 +19,7 @@ from shardformer.kernels.attention_registration import (
     check_flash_attention,
     use_flash_attention,
 )
-from shardformer.verify.small_models import model_loss
+from shardformer.verify.small_models import compute_model_loss
 from tests.families.option import CASTS, EXACT, FAMILIES, assert_same, batch_of, build, plain, sharded
 from tests.ops import Ops
 
@@ -78,7 +78,7 @@ def test_attention_uses_the_kernel_and_equals_the_plain_model(family: str, score
     assert_same(ours, plain(family), EXACT if family in IN_FP64 else CASTS)
     assert "torch flash attention for the CPU" in ours.notes
     assert ("chunked backward for the position bias" in ours.notes) == (family in TRAINED_BIAS)
-    computes_itself = family in OWN and any(model_specific_attention.find_overridden_modules(build(family, {})))
+    computes_itself = family in OWN and any(model_specific_attention.find_modules_to_override(build(family, {})))
     assert (OWN.get(family) in ours.replaced()) == computes_itself
     assert scores
 
@@ -104,7 +104,7 @@ def test_attention_scores_are_not_materialized(
     model, held = build(family, {}), []
     use_flash_attention(model, CPU)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.shape) or t, lambda t: t), Ops() as ops:
-        model_loss(model, batch_of(family, batch=3, sequence=11))
+        compute_model_loss(model, batch_of(family, batch=3, sequence=11))
     assert "_scaled_dot_product_flash_attention_for_cpu" in ops.names
     assert not {"_softmax", "_safe_softmax"} & ops.names
     of_batch = [tuple(s) for s in held if len(s) == 4 and s[0] > 1 and tuple(s[1:]) in scores]
@@ -159,7 +159,7 @@ def test_class_that_dispatches_attention_keeps_its_methods(
     monkeypatch.setitem(model_specific_attention.OVERRIDES, "LlamaAttention", own)
     model = build("llama", {})
     use_flash_attention(model, CPU)
-    assert [path for path, _, _ in model_specific_attention.find_overridden_modules(model)] == []
+    assert [path for path, _, _ in model_specific_attention.find_modules_to_override(model)] == []
     assert model.config._attn_implementation == ATTENTION_NAME
 
 

@@ -17,15 +17,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardformer
 from shardformer.context_parallel.attention_kernels import (
+    AttentionScoreOptions,
     BlockMask,
-    ScoreOptions,
     partial_attention,
     partial_attention_backward,
 )
 from shardformer.kernels.attention import attention
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import RandomBatches, SmallModel
+from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 from tests.gpu.fake_device import misplaced
 
@@ -46,10 +46,10 @@ def train(
 
     Without options and zero it is the plain model with torch's optimizer.
     """
-    sample, where = SmallModel(family), torch.device(device)
+    sample, where = SmallModelFactory(family), torch.device(device)
     torch.manual_seed(0)
     model = sample().to(where).train()
-    batch = {name: x.to(where) for name, x in RandomBatches(sample.head_class)(0).items()}
+    batch = {name: x.to(where) for name, x in RandomBatchFactory(sample.head_class)(0).items()}
     if options is not None or zero is not None:
         model = shard_model(model, context=ParallelContext.from_world({}, where), **(options or {}))
     if activations:
@@ -171,7 +171,7 @@ def context_kernels(device: str) -> str:
             positions = torch.arange(40, device=where)
             sees = (positions[:, None] >= positions[None, :]) | (positions[None, :] % 3 == 0)
             part = BlockMask(kind == "causal", sees[None, None] if kind == "sees" else None, positions, positions)
-            how = ScoreOptions(32**-0.5)
+            how = AttentionScoreOptions(32**-0.5)
             out, lse = partial_attention(q, k, v, part, how)
             ours = [out, *partial_attention_backward(grad, q, k, v, out, lse, part, how)[:3]]
             wide = [x.double().requires_grad_() for x in (q, k, v)]

@@ -12,7 +12,7 @@ import shardformer
 from shardformer.local_ranks.fake_rank import make_fake_context
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import RandomBatches, SmallModel
+from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 from tests.gpu.fake_device import fake_device, misplaced, on_fake_device
 
@@ -43,9 +43,9 @@ def misplaced_in_training(family: str, layout: Layout) -> list[str]:
     optimizer's parameters and state, which are on the host under offload.
     """
     device = fake_device()
-    sample = SmallModel(family)
+    sample = SmallModelFactory(family)
     real = sample()  # some families read values during construction
-    batch = RandomBatches(sample.head_class)(0)
+    batch = RandomBatchFactory(sample.head_class)(0)
     with on_fake_device(device) as to_device:
         context = make_fake_context(device=device, backend="nccl", **layout.sizes)
         model = shard_model(to_device(real).train(), context=context, **layout.options)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardformer.verify.small_models import RandomBatches, SmallModel
+from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 from shardformer.verify.train_both import VerifyJob, VerifyPipeline
 from shardformer.verify.training_options import VerifyTraining
 
@@ -15,11 +15,11 @@ SEQUENCE = {"enable_sequence_parallelism": True}
 
 def job(family: str, device: str, dtype: torch.dtype = torch.float64, **asked: Any) -> VerifyJob:
     """A comparison of three steps, by default in fp64."""
-    sample = SmallModel(family).deeper(2) if "pipeline" in asked else SmallModel(family)
+    sample = SmallModelFactory(family).with_min_layers(2) if "pipeline" in asked else SmallModelFactory(family)
     given: dict[str, Any] = {"tensor": 1, "data": 1, "config": {}, **asked}
     return VerifyJob(
         sample,
-        RandomBatches(sample.head_class),
+        RandomBatchFactory(sample.head_class),
         steps=3,
         dtype=dtype,
         loss_fn=None,

@@ -22,7 +22,7 @@ from shardformer.errors import ShardFormerError, WorkerError
 from shardformer.layout.sharding_metadata import get_metadata
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 from shardformer.weights.state_dict import full_state_dict
 
 STEPS = 3
@@ -88,7 +88,7 @@ class Outcome:
 def original(family: str) -> nn.Module:
     """Build the model with weights that differ from their initialization, so that no bias is 0."""
     generator = torch.Generator().manual_seed(7)
-    model = SmallModel(family)().train()
+    model = SmallModelFactory(family)().train()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.02 * torch.randn(p.shape, generator=generator))
@@ -100,7 +100,7 @@ def fresh(family: str = "llama") -> Any:
 
 
 def batch(family: str = "llama", step: int = 0) -> dict[str, Any]:
-    return RandomBatches(DEFAULT_HEAD[family])(step)
+    return RandomBatchFactory(DEFAULT_HEAD[family])(step)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -51,7 +51,7 @@ def compare_exports(where: Path) -> tuple[float, float, int]:
     data = load_data(run)
     assert data.collate is not None
     batch = data.collate([data.train[0]])
-    engine = find_trained_model(str(where / "alone")).load(run.layout)
+    engine = find_trained_model(str(where / "alone")).load_engine(run.layout)
     expected = float(engine.model(**batch).loss)
     return (
         difference,

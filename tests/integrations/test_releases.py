@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import shardformer
-from shardformer.errors import OLDEST_RELEASES, ConfigError, check_library_version
+from shardformer.errors import OLDEST_RELEASES, ConfigError, check_minimum_library_version
 from tests.integrations.peft_models import config_of, llama
 from tests.integrations.process import FOLDER, ROOT, IntegrationProcess
 
@@ -49,13 +49,13 @@ def test_the_pinned_libraries_have_their_dependencies() -> None:
     ("library", "release"), [("peft", "0.18.0"), ("lightning", "2.5.0.post0"), ("trl", "1.16.0.dev0"), ("peft", "1.0")]
 )
 def test_supported_releases_are_accepted(library: str, release: str) -> None:
-    check_library_version(library, release)
+    check_minimum_library_version(library, release)
 
 
 @pytest.mark.parametrize(("library", "release"), [("peft", "0.9.1"), ("lightning", "2.4.0"), ("trl", "1.15.9")])
 def test_older_releases_are_refused(library: str, release: str) -> None:
     with pytest.raises(ConfigError, match=rf"{library} {release} is installed"):
-        check_library_version(library, release)
+        check_minimum_library_version(library, release)
 
 
 def errors_of_old_releases() -> dict[str, str]:

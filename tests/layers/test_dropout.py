@@ -208,11 +208,11 @@ def streams(seed: int) -> list[Tensor]:
     torch.manual_seed(seed)
     out = []
     for _ in range(2):
-        stream.enter(x)
+        stream.enter_local_state(x)
         out.append(torch.rand(SIZE))
-        stream.leave()
+        stream.leave_local_state()
         out.append(torch.rand(SIZE))
-    stream.leave()  # outside already: nothing happens
+    stream.leave_local_state()  # outside already: nothing happens
     return [*out, torch.rand(SIZE)]
 
 

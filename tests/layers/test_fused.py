@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardformer.kernels import fused_ops
 from shardformer.kernels import fused_ops as fused
-from shardformer.kernels.fused_ops import FusedActivation, defer_bias
+from shardformer.kernels.fused_ops import DeferredActivation, defer_bias
 
 HIDDEN = 8
 
@@ -34,7 +34,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(" ".join(name for name, term in terms.items() if term is not None))
         return fused_ops.apply_bias_activation_gate(act, x, bias, gate)
 
-    monkeypatch.setattr(fused, "get_compiled_kernel", lambda device: noted)
+    monkeypatch.setattr(fused, "get_compiled_bias_activation_gate", lambda device: noted)
     return found
 
 
@@ -178,7 +178,7 @@ def test_a_factor_of_another_shape_is_not_fused(ran: list[str]) -> None:
 def test_activation_is_deferred_until_its_values_are_read(ran: list[str]) -> None:
     x, b = leaves((3, 4, 8), (8,))
     h = F.gelu(defer_bias(x.bfloat16(), b))
-    assert type(h) is FusedActivation
+    assert type(h) is DeferredActivation
     assert (h.shape, h.dtype, h.device, h.requires_grad) == (x.shape, torch.bfloat16, x.device, True)
     assert ran == []
     F.linear(h, torch.eye(8, dtype=torch.bfloat16))
@@ -210,7 +210,7 @@ def test_fused_activation_works_under_no_grad_and_in_inference_mode() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_compiled_kernel_equals_eager_for_any_batch_size(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     compiled = torch.compile(fused_ops.apply_bias_activation_gate, dynamic=True, backend=backend)
-    monkeypatch.setattr(fused, "get_compiled_kernel", lambda device: compiled)
+    monkeypatch.setattr(fused, "get_compiled_bias_activation_gate", lambda device: compiled)
     counters = torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]
     for shape in ((4, 6, 8), (3, 5, 8)):

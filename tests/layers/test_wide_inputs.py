@@ -17,7 +17,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.parallel_module import accept_fp32_inputs
 from shardformer.training.initialize import initialize
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, model_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory, compute_model_loss
 from shardformer.zero.shard_optimizer import shard_optimizer
 
 Layer = Callable[[], nn.Module]
@@ -135,15 +135,15 @@ def test_parallel_linear_layers_cast_before_communication() -> None:
 def test_fp32_buffers_that_reach_a_layer_are_cast() -> None:
     """Swin V2 with fp32 coordinates and pixels is bitwise equal to Swin V2 with 16-bit ones."""
     torch.manual_seed(0)
-    model = SmallModel("swinv2")().float().train()
-    batch = RandomBatches(DEFAULT_HEAD["swinv2"])(0)
+    model = SmallModelFactory("swinv2")().float().train()
+    batch = RandomBatchFactory(DEFAULT_HEAD["swinv2"])(0)
     batch = {name: x.float() if x.is_floating_point() else x for name, x in batch.items()}
     narrowed = copy.deepcopy(model).to(torch.bfloat16)
     torch.manual_seed(0)
-    expected = model_loss(narrowed, {n: x.bfloat16() if x.is_floating_point() else x for n, x in batch.items()})
+    expected = compute_model_loss(narrowed, {n: x.bfloat16() if x.is_floating_point() else x for n, x in batch.items()})
     optimizer = shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1, precision="bf16")
     torch.manual_seed(0)
-    loss = model_loss(model, batch)
+    loss = compute_model_loss(model, batch)
     assert any(b.dtype == torch.float32 for b in model.buffers()) and loss == expected
     optimizer.backward(loss)
     optimizer.step()

@@ -21,19 +21,19 @@ def test_each_position_is_on_one_rank(length: int, ring: int, group: int) -> Non
     positions = SequencePositions(length, ring, group)
     assert positions.split.is_partition
     assert positions.split.full == length
-    lengths = positions.split.lengths()
+    lengths = positions.split.get_local_lengths()
     assert min(lengths) > 0
     assert max(lengths) - min(lengths) <= 2
     for rank in range(ring):
         mine = get_chunk_positions(positions, positions.get_chunks_of_rank(rank)).tolist()
-        parts = [positions.indices(rank * group + i).tolist() for i in range(group)]
+        parts = [positions.get_positions_of_rank(rank * group + i).tolist() for i in range(group)]
         assert [at for part in parts for at in part] == mine == sorted(mine)
         assert [len(part) for part in parts] == positions.get_group_lengths(rank)
-        assert {positions.owner(chunk) for chunk in positions.get_chunks_of_rank(rank)} == {rank}
+        assert {positions.get_ring_rank_of_chunk(chunk) for chunk in positions.get_chunks_of_rank(rank)} == {rank}
 
 
 @given(length=st.integers(8, 90), ring=st.integers(1, 4))
 def test_causal_attention_is_balanced_over_ranks(length: int, ring: int) -> None:
     positions = SequencePositions(length, ring)
-    pairs = [sum(int(i) + 1 for i in positions.indices(rank)) for rank in range(ring)]
+    pairs = [sum(int(i) + 1 for i in positions.get_positions_of_rank(rank)) for rank in range(ring)]
     assert max(pairs) - min(pairs) <= 3 * length  # of length ** 2 / (2 * ring) each

@@ -6,7 +6,7 @@ import pytest
 
 from shardformer.layout.activation_layout import ActivationLayout, ActivationShard, Dim, ModelRegion, ShardedFrom
 from shardformer.layout.shard_spec import ShardSpec, Split
-from shardformer.layout.sharding_metadata import get_reduction
+from shardformer.layout.sharding_metadata import get_gradient_reduction
 
 SIZES = {"data": 2, "sequence": 2, "tensor": 2, "pipe": 1}
 CONTEXT = ActivationShard(Dim.SEQUENCE, "sequence", begin=ShardedFrom.INPUTS)
@@ -15,7 +15,7 @@ FULL = ShardSpec((4,))
 
 
 def over(axis: str) -> ShardSpec:
-    return ShardSpec((4,), {0: Split.even(4, 2).with_axes(axis)})
+    return ShardSpec((4,), {0: Split.even(4, 2).with_axis(axis)})
 
 
 @pytest.mark.parametrize(
@@ -39,5 +39,5 @@ def test_a_gradient_is_summed_over_ranks_with_partial_gradients(
     spec: ShardSpec, cuts: tuple[ActivationShard, ...], region: ModelRegion, axes: tuple[str, ...], divisor: float
 ) -> None:
     """This includes an axis that shards the parameter if each of its ranks has different samples."""
-    found = get_reduction(spec, ActivationLayout(cuts), region, SIZES)
+    found = get_gradient_reduction(spec, ActivationLayout(cuts), region, SIZES)
     assert (found.sum_over, found.divisor) == (axes, divisor)

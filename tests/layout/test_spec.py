@@ -50,10 +50,10 @@ def splits(draw: Any, length: int, axes: list[str]) -> Any:
         sizes = (ranks, draw(st.integers(1, 2)))
         return Split.even(length, prod(sizes), axes=(axis, axes.pop()), sizes=sizes)
     if kind == "even":
-        return Split.even(length, ranks).with_axes(axis)
+        return Split.even(length, ranks).with_axis(axis)
     if kind == "fused":
         at = draw(st.integers(0, length))
-        return Split.fused([at, length - at], ranks).with_axes(axis)
+        return Split.fused([at, length - at], ranks).with_axis(axis)
     cuts = sorted(draw(st.lists(st.integers(0, length), max_size=4)))
     pieces = [(a, b) for a, b in itertools.pairwise([0, *cuts, length]) if a < b]
     held: list[list[Any]] = [[] for _ in range(ranks)]
@@ -86,17 +86,17 @@ def numbered(shape: tuple[int, ...]) -> Tensor:
 @given(specs())
 def test_join_is_the_inverse_of_slice(spec: ShardSpec) -> None:
     full = numbered(spec.shape)
-    parts = [spec.slice(full, coords) for coords in spec.rank_coords()]
-    assert [tuple(p.shape) for p in parts] == [spec.local_shape(coords) for coords in spec.rank_coords()]
-    assert torch.equal(spec.join(parts), full)
+    parts = [spec.slice_full_tensor(full, coords) for coords in spec.list_rank_coords()]
+    assert [tuple(p.shape) for p in parts] == [spec.get_local_shape(coords) for coords in spec.list_rank_coords()]
+    assert torch.equal(spec.assemble_full_tensor(parts), full)
 
 
 @settings(deadline=None, max_examples=80)
 @given(specs())
 def test_boxes_cover_a_shard_once_in_local_order(spec: ShardSpec) -> None:
     full = numbered(spec.shape)
-    for coords in spec.rank_coords():
-        local = spec.slice(full, coords)
+    for coords in spec.list_rank_coords():
+        local = spec.slice_full_tensor(full, coords)
         seen = torch.zeros(local.shape, dtype=torch.int)
         for box in spec.boxes(coords):
             assert torch.equal(box.view_in_full(full), box.view_in_local(local))
@@ -109,13 +109,13 @@ def test_boxes_cover_a_shard_once_in_local_order(spec: ShardSpec) -> None:
 def test_num_copies_counts_every_copy(spec: ShardSpec) -> None:
     """Each copy weighted by 1 / num_copies, every element counts once."""
     ones, total = torch.ones(spec.shape, dtype=torch.float64), torch.zeros(spec.shape, dtype=torch.float64)
-    for coords in spec.rank_coords():
-        share = spec.slice(ones, coords) / spec.num_copies(coords)
+    for coords in spec.list_rank_coords():
+        share = spec.slice_full_tensor(ones, coords) / spec.count_copies(coords)
         for box in spec.boxes(coords):
             box.view_in_full(total).add_(box.view_in_local(share))
     assert torch.allclose(total, ones)
-    held = sum(prod(spec.local_shape(coords)) for coords in spec.rank_coords())
-    assert held == int((ones * spec.num_copies()).sum())
+    held = sum(prod(spec.get_local_shape(coords)) for coords in spec.list_rank_coords())
+    assert held == int((ones * spec.count_copies()).sum())
     assert spec.is_partition == (held == prod(spec.shape))
 
 
@@ -132,7 +132,7 @@ def test_every_rank_has_the_kv_heads_of_its_query_heads(kv: int, group: int, ran
     for rank in range(ranks):
         wanted = [h // group for h in range(layout.query_head_bounds[rank], layout.query_head_bounds[rank + 1])]
         held = layout.get_stored_kv_heads(rank)
-        seen = [held[i] for i in layout.map_local_kv_heads(rank) or range(len(held))]
+        seen = [held[i] for i in layout.get_local_kv_head_per_query(rank) or range(len(held))]
         repeated = [h for h in seen for _ in range(layout.get_local_attr_values(rank)["groups"])]
         assert repeated == wanted  # what the forward pass pairs with each local query head
     assert layout.get_kv_split().full == kv * width and all(c >= 1 for c in layout.get_kv_split().multiplicity)
@@ -142,7 +142,7 @@ def test_a_slice_on_two_ranks_counts_twice() -> None:
     split = Split((((0, 2),), ((1, 3),)))
     spec = ShardSpec((3, 2), {0: split})
     assert split.multiplicity == (1, 2, 1) and not split.is_partition and not spec.is_partition
-    held = spec.num_copies({"tensor": 1})
+    held = spec.count_copies({"tensor": 1})
     assert isinstance(held, torch.Tensor) and held.tolist() == [[2], [1]]
 
 
@@ -167,4 +167,4 @@ def test_an_axis_that_shards_two_dims_is_refused() -> None:
 
 def test_slicing_a_shard_is_refused() -> None:
     with pytest.raises(ConfigError, match="full tensor"):
-        ShardSpec((4,), {0: Split.even(4, 2)}).slice(torch.zeros(2), {"tensor": 0})
+        ShardSpec((4,), {0: Split.even(4, 2)}).slice_full_tensor(torch.zeros(2), {"tensor": 0})

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from shardformer.layout.tied_tensors import max_difference
+from shardformer.layout.tied_tensors import max_abs_difference
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from shardformer.layout.tied_tensors import max_difference
     ],
 )
 def test_the_largest_difference_of_tensors(a: list[float], b: list[float], difference: float) -> None:
-    assert max_difference(torch.tensor(a), torch.tensor(b)) == difference
+    assert max_abs_difference(torch.tensor(a), torch.tensor(b)) == difference
 
 
 def test_parameters_are_compared_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,5 +33,5 @@ def test_parameters_are_compared_without_a_graph(monkeypatch: pytest.MonkeyPatch
         return original(x)
 
     monkeypatch.setattr(torch.Tensor, "__float__", convert)
-    assert max_difference(torch.nn.Parameter(torch.ones(2)), torch.zeros(2)) == 1.0
+    assert max_abs_difference(torch.nn.Parameter(torch.ones(2)), torch.zeros(2)) == 1.0
     assert converted == [False]

@@ -22,7 +22,7 @@ from shardformer.train_command.config_schema import TrainConfig, parse_config
 from shardformer.train_command.load_data import TrainingData
 from shardformer.train_command.model_config import load_model_config
 from shardformer.train_command.tokenizer import load_tokenizer
-from shardformer.verify.model_source import find_model
+from shardformer.verify.model_source import find_model_source
 
 CONFIG_CODE = """
 from transformers import LlamaConfig
@@ -97,7 +97,7 @@ def test_remote_code_is_not_run_without_consent_and_without_a_prompt(
     with pytest.raises(ConfigError, match="trust_remote_code=True"):
         shardformer.from_pretrained(transformers.AutoModelForCausalLM, folder)
     with pytest.raises(ConfigError, match="custom code"):
-        find_model(str(folder), dropout=False)
+        find_model_source(str(folder), dropout=False)
     with pytest.raises(ConfigError, match="is not True or False"):
         shardformer.from_pretrained(transformers.AutoModelForCausalLM, folder, trust_remote_code="yes")
 
@@ -153,15 +153,15 @@ def test_a_run_needs_consent_for_remote_code(
     for lazy in (True, False):
         assert type(build_model(config, data, load_model_config(config), lazy=lazy)).__name__ == "OwnModel"
     assert (
-        type(load_tokenizer(None, str(folder), random=False, trust_remote_code=True).tokenizer).__name__
+        type(load_tokenizer(None, str(folder), has_random_weights=False, trust_remote_code=True).tokenizer).__name__
         == "OwnTokenizer"
     )
     with pytest.raises(ConfigError, match=r"model\.trust_remote_code"):
-        load_tokenizer(None, str(folder), random=False)
+        load_tokenizer(None, str(folder), has_random_weights=False)
     with pytest.raises(
         ConfigError, match=r"custom code.*Correct data\.tokenizer"
     ):  # consent is for the model, not for another folder
-        load_tokenizer(str(folder), "another", random=False, trust_remote_code=True)
+        load_tokenizer(str(folder), "another", has_random_weights=False, trust_remote_code=True)
 
 
 def test_a_head_defined_only_in_remote_code_does_not_prompt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_only_model_classes_named_by_files_are_used() -> None:
 def test_invalid_architectures_are_ignored_or_refused(folder: Path, named: Any) -> None:
     change(folder, architectures=named)
     try:
-        source = find_model(str(folder), dropout=False)
+        source = find_model_source(str(folder), dropout=False)
     except ShardFormerError as error:
         assert named not in ([], None) and error.remedy  # a string, in the oldest transformers
     else:
@@ -243,7 +243,7 @@ def test_config_fields_of_wrong_types_raise_or_work(folder: Path, fields: dict[s
     change(folder, **fields)
     for use in (
         lambda: shardformer.from_pretrained(getattr(transformers, kind), folder),
-        lambda: find_model(str(folder), dropout=False).model_fn(),
+        lambda: find_model_source(str(folder), dropout=False).model_fn(),
     ):
         try:
             assert isinstance(use(), torch.nn.Module)
@@ -257,4 +257,4 @@ def test_a_config_that_is_not_an_object_is_refused(folder: Path, text: str) -> N
     with pytest.raises(ShardFormerError):
         shardformer.from_pretrained(transformers.AutoModelForCausalLM, folder)
     with pytest.raises(ShardFormerError):
-        find_model(str(folder), dropout=False)
+        find_model_source(str(folder), dropout=False)

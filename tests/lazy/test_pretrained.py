@@ -14,18 +14,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardformer.errors import ConfigError
-from shardformer.layout.sharding_metadata import shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.meta_init.materialization import materialize
 from shardformer.shard_model_api import shard_model
 from shardformer.sharding.describe import describe_sharding
-from shardformer.verify.small_models import SMALL_CONFIGS, RandomBatches, SmallModel, model_loss
+from shardformer.verify.small_models import SMALL_CONFIGS, RandomBatchFactory, SmallModelFactory, compute_model_loss
 from shardformer.weights.from_pretrained import from_pretrained
 from tests.lazy.families import FAMILIES, assert_same, build
 from tests.pairwise import in_turn
 
-BERT = SmallModel("bert")
+BERT = SmallModelFactory("bert")
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def test_the_requested_dtype_is_used(dtype: Any, tmp_path: Path) -> None:
     ],
 )
 def test_a_new_head_matches_transformers(saved: str, kind: str, head: str, other: str, tmp_path: Path) -> None:
-    save(SmallModel("bert", saved)(), tmp_path)
+    save(SmallModelFactory("bert", saved)(), tmp_path)
     ours, plain = loaded_by_both(getattr(transformers, kind), tmp_path)
     notes = " ".join(vars(ours)["_shardformer_loading"])
     assert_same(materialize(ours), plain)
@@ -94,7 +94,7 @@ def test_an_auto_class_accepts_config_fields(tmp_path: Path) -> None:
 
 
 def test_the_generation_config_is_loaded(tmp_path: Path) -> None:
-    model: Any = SmallModel("gpt2")()
+    model: Any = SmallModelFactory("gpt2")()
     model.generation_config.max_new_tokens = 17
     model.generation_config.save_pretrained(tmp_path)
     save(model, tmp_path)
@@ -120,33 +120,33 @@ def test_tied_weights_saved_twice_are_tied_if_equal(tmp_path: Path) -> None:
 @pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize(("family", "size"), in_turn(sorted(SMALL_CONFIGS.keys() - {"chatglm"}), (2,), (4,)))
 def test_a_training_step_is_that_of_the_loaded_model(family: str, size: int, tmp_path: Path) -> None:
-    sample = SmallModel(family)
+    sample = SmallModelFactory(family)
     kind: Any = getattr(transformers, sample.head_class)
     torch.manual_seed(3)
     save(sample(), tmp_path)
-    batch, plain = RandomBatches(sample.head_class)(0), kind.from_pretrained(tmp_path)
-    model_loss(plain, batch).backward()
+    batch, plain = RandomBatchFactory(sample.head_class)(0), kind.from_pretrained(tmp_path)
+    compute_model_loss(plain, batch).backward()
     lazy = [from_pretrained(kind, tmp_path) for _ in range(size)]
 
     def train(context: ParallelContext) -> None:
         rank = context.tensor.rank
         model = shard_model(lazy[rank], context=context)
         assert str(tmp_path) in str(describe_sharding(model))
-        model_loss(model, batch).backward()
-        specs = shard_specs(model)
+        compute_model_loss(model, batch).backward()
+        specs = get_shard_specs(model)
         for name, param in model.named_parameters():
             full = plain.get_parameter(name)
-            assert torch.equal(param, specs[name].slice(full, {"tensor": rank})), name
+            assert torch.equal(param, specs[name].slice_full_tensor(full, {"tensor": rank})), name
             if full.grad is not None:
                 torch.testing.assert_close(
-                    param.grad, specs[name].slice(full.grad, {"tensor": rank}), rtol=1e-4, atol=1e-6
+                    param.grad, specs[name].slice_full_tensor(full.grad, {"tensor": rank}), rtol=1e-4, atol=1e-6
                 )
 
     run_as_threads(train, tensor=size)
 
 
 def test_new_heads_are_identical_on_ranks_with_different_seeds(tmp_path: Path) -> None:
-    save(SmallModel("bert", "BertModel")(), tmp_path)
+    save(SmallModelFactory("bert", "BertModel")(), tmp_path)
     lazy = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -180,7 +180,7 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    BERT.config().save_pretrained(tmp_path)
+    BERT.get_config().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"has no weights.*model.safetensors"):
         from_pretrained(transformers.BertModel, tmp_path)
 
@@ -217,7 +217,7 @@ def test_mismatched_shapes_are_refused(tmp_path: Path) -> None:
 
 def test_a_head_for_other_classes_is_initialized_as_in_transformers(tmp_path: Path) -> None:
     kind = transformers.BertForSequenceClassification
-    kind(BERT.config()).save_pretrained(tmp_path)
+    kind(BERT.get_config()).save_pretrained(tmp_path)
     options: dict[str, Any] = {"num_labels": 5, "ignore_mismatched_sizes": True}
     torch.manual_seed(4)
     expected = kind.from_pretrained(tmp_path, **options)
@@ -257,8 +257,8 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
 
 def test_ranks_that_read_different_files_are_refused(tmp_path: Path) -> None:
     folders = [
-        save(SmallModel("bert")(), tmp_path / "a"),
-        save(SmallModel("bert")(), tmp_path / "b", shard_size="60KB"),
+        save(SmallModelFactory("bert")(), tmp_path / "a"),
+        save(SmallModelFactory("bert")(), tmp_path / "b", shard_size="60KB"),
     ]
     lazy = [from_pretrained(transformers.BertForMaskedLM, folder) for folder in folders]
     with pytest.raises(ConfigError, match="The ranks read different weights"):

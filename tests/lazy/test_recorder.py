@@ -20,7 +20,7 @@ from shardformer.errors import ConfigError
 from shardformer.meta_init.init_recipe import get_deferred_storage, get_recipe, run_recipe
 from shardformer.meta_init.lazy_init import InitRecorder, LazyInit
 from shardformer.meta_init.materialization import materialize
-from shardformer.verify.small_models import SmallModel
+from shardformer.verify.small_models import SmallModelFactory
 from tests.lazy.families import FAMILIES, assert_same, build
 
 
@@ -119,7 +119,7 @@ def test_reading_a_value_computes_it() -> None:
 def test_overwritten_random_numbers_are_not_in_the_recipe() -> None:
     """transformers overwrites the values of nn.Embedding, so the first draw is not in the recipe."""
     with LazyInit():
-        model = SmallModel("bert")()
+        model = SmallModelFactory("bert")()
     place = get_deferred_storage(model.get_parameter("bert.embeddings.word_embeddings.weight"))
     assert place is not None
     steps = [str(step.func).removeprefix("aten.").partition(".")[0] for step in get_recipe(place)]
@@ -160,7 +160,7 @@ def test_the_meta_device_inside_lazy_init_is_refused() -> None:
 
 
 def test_from_pretrained_of_transformers_inside_lazy_init_is_refused(tmp_path: Path) -> None:
-    model: Any = SmallModel("bert")()
+    model: Any = SmallModelFactory("bert")()
     model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"shardformer.from_pretrained"), LazyInit():
         type(model).from_pretrained(tmp_path)

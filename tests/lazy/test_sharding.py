@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardformer.config import ShardConfig
 from shardformer.discovery.shrink_config import shrink_config
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.layout.sharding_metadata import shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.init_distributed import launch_from_torch
@@ -28,7 +28,7 @@ from shardformer.policies.policy import Policy
 from shardformer.shard_model_api import ShardFormer, shard_model
 from shardformer.sharding.describe import describe_sharding
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
-from shardformer.verify.small_models import SMALL_CONFIGS, RandomBatches, SmallModel, model_loss
+from shardformer.verify.small_models import SMALL_CONFIGS, RandomBatchFactory, SmallModelFactory, compute_model_loss
 from shardformer.weights.state_dict import full_state_dict
 from tests.lazy.living import Living
 from tests.pairwise import in_turn
@@ -52,9 +52,9 @@ def built_lazily(make: Callable[[], nn.Module], ranks: int, seeds: list[int] | N
 
 
 def assert_parts_of(model: nn.Module, plain: nn.Module, rank: int) -> None:
-    specs = shard_specs(model)
+    specs = get_shard_specs(model)
     for name, param in model.named_parameters():
-        assert torch.equal(param, specs[name].slice(plain.get_parameter(name), {"tensor": rank})), name
+        assert torch.equal(param, specs[name].slice_full_tensor(plain.get_parameter(name), {"tensor": rank})), name
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, plain.get_buffer(name)), name
     assert any(spec.is_sharded for spec in specs.values())
@@ -76,8 +76,8 @@ def test_parts_and_a_training_step_are_those_of_the_eager_model(
 ) -> None:
     if family in ("swin", "swinv2", "sam"):  # which refuse it
         options = {name: on for name, on in options.items() if "sequence" not in name}
-    sample = SmallModel(family)
-    batch, plain, lazy = RandomBatches(sample.head_class)(0), built(sample), built_lazily(sample, size)
+    sample = SmallModelFactory(family)
+    batch, plain, lazy = RandomBatchFactory(sample.head_class)(0), built(sample), built_lazily(sample, size)
     whole = plain.state_dict()
     eager = [copy.deepcopy(plain) for _ in range(size)]
 
@@ -88,7 +88,7 @@ def test_parts_and_a_training_step_are_those_of_the_eager_model(
         theirs = shard_model(eager[rank], context=context, **options)
         for model in (ours, theirs):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            model_loss(model, batch).backward()
+            compute_model_loss(model, batch).backward()
             optimizer.step()
         ours_after, theirs_after = full_state_dict(ours), full_state_dict(theirs)
         assert ours_after.keys() == theirs_after.keys() == whole.keys()
@@ -101,7 +101,7 @@ def test_parts_and_a_training_step_are_those_of_the_eager_model(
 
 @pytest.mark.parametrize("head", ["T5EncoderModel", "T5ForSequenceClassification"])
 def test_lazy_and_eager_models_with_other_heads_match(head: str) -> None:
-    sample = SmallModel("t5", head)
+    sample = SmallModelFactory("t5", head)
     plain, lazy = built(sample), built_lazily(sample, 2)
     run_as_threads(
         lambda c: assert_parts_of(shard_model(lazy[c.tensor.rank], context=c), plain, c.tensor.rank), tensor=2
@@ -109,7 +109,7 @@ def test_lazy_and_eager_models_with_other_heads_match(head: str) -> None:
 
 
 def test_a_single_rank_gets_full_tensors() -> None:
-    sample = SmallModel("gpt2")
+    sample = SmallModelFactory("gpt2")
     plain, (lazy,) = built(sample), built_lazily(sample, 1)
     context = ParallelContext.of({"tensor": 1})
     model, _ = ShardFormer(ShardConfig(context=context)).optimize(lazy)
@@ -191,17 +191,17 @@ def test_a_policy_for_a_lazy_user_model_is_derived_on_a_materialized_copy() -> N
 
 def train_on_processes(data: int) -> tuple[float, float]:
     context = launch_from_torch(data=data)
-    sample = SmallModel("llama")
-    batch = RandomBatches(sample.head_class)(0)
+    sample = SmallModelFactory("llama")
+    batch = RandomBatchFactory(sample.head_class)(0)
     part = {k: v[context.data.rank * 4 // data : (context.data.rank + 1) * 4 // data] for k, v in batch.items()}
     plain = built(sample)
     with LazyInit():
         lazy = built(sample)
     model = shard_model(lazy, context=context)
     assert_parts_of(model, plain, context.tensor.rank)
-    loss = model_loss(model, part)
+    loss = compute_model_loss(model, part)
     loss.backward()
-    return float(loss.detach()), float(model_loss(plain, part).detach())
+    return float(loss.detach()), float(compute_model_loss(plain, part).detach())
 
 
 @pytest.mark.parametrize("data", [1, 2])
@@ -215,7 +215,7 @@ def test_lazy_models_shard_over_processes(pool4: WorkerPool, data: int) -> None:
 
 def test_at_most_one_full_tensor_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peak memory of temporary storages is the size of the largest full tensor."""
-    sample = SmallModel("gpt2", changes={"n_layer": 4})
+    sample = SmallModelFactory("gpt2", changes={"n_layer": 4})
     lazy = built_lazily(sample, 2)[0]
     living = Living()
     monkeypatch.setattr(recipe, "_allocate_storage", living)
@@ -325,7 +325,7 @@ def test_a_linear_subclass_with_another_computation_is_refused() -> None:
 
 
 def test_ranks_with_different_seeds_use_the_numbers_of_rank_0() -> None:
-    sample = SmallModel("bert")
+    sample = SmallModelFactory("bert")
     plain, lazy = built(sample, 5), built_lazily(sample, 2, seeds=[5, 6])
 
     def shard(context: ParallelContext) -> str:
@@ -337,8 +337,8 @@ def test_ranks_with_different_seeds_use_the_numbers_of_rank_0() -> None:
 
 
 def test_ranks_with_different_init_functions_are_refused() -> None:
-    sample = SmallModel("bert")
-    wider = SmallModel("bert", changes={"initializer_range": 0.5})
+    sample = SmallModelFactory("bert")
+    wider = SmallModelFactory("bert", changes={"initializer_range": 0.5})
     lazy = [built_lazily(sample, 1)[0], built_lazily(wider, 1)[0]]
     lazy[1].config.initializer_range = lazy[0].config.initializer_range
     with pytest.raises(ConfigError, match=r"differs between ranks.*normal_"):
@@ -346,14 +346,14 @@ def test_ranks_with_different_init_functions_are_refused() -> None:
 
 
 def test_mixing_lazy_and_eager_ranks_is_refused() -> None:
-    sample = SmallModel("bert")
+    sample = SmallModelFactory("bert")
     models = [built(sample), *built_lazily(sample, 1)]
     with pytest.raises(ConfigError, match="differs between ranks"):
         run_as_threads(lambda context: shard_model(models[context.tensor.rank], context=context), tensor=2)
 
 
 def test_failed_sharding_leaves_the_model_unchanged() -> None:
-    (lazy,) = built_lazily(SmallModel("llama"), 1)
+    (lazy,) = built_lazily(SmallModelFactory("llama"), 1)
     before = {name: id(p) for name, p in lazy.named_parameters()}
     with pytest.raises(ConfigError):
         run_as_threads(lambda context: shard_model(lazy, Failing(), context=context), tensor=2)

@@ -18,32 +18,34 @@ import torch.distributed as dist
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh import deadlock_detection
 from shardformer.mesh import deadlock_detection as presence
-from shardformer.mesh.deadlock_detection import Report, find_deadlock, format_deadlock
+from shardformer.mesh.deadlock_detection import RankWaitReport, find_deadlock, format_deadlock
 from shardformer.mesh.init_distributed import launch_from_torch
 
 
-def waits(group: str, number: int, begun: dict[str, int], place: str = "", **others: Any) -> Report:
+def waits(group: str, number: int, begun: dict[str, int], place: str = "", **others: Any) -> RankWaitReport:
     """Report of a rank that waits in a collective of a group, which is named by its ranks."""
     fields = {"what": "all_reduce", "seconds": 60.0, **others}
     ranks = list(map(int, group))
-    return Report(group=group, ranks=ranks, number=number, begun=begun, place=place or f"{group} {number}", **fields)
+    return RankWaitReport(
+        group=group, ranks=ranks, number=number, begun=begun, place=place or f"{group} {number}", **fields
+    )
 
 
-def receives(source: int, number: int, begun: dict[str, int]) -> Report:
+def receives(source: int, number: int, begun: dict[str, int]) -> RankWaitReport:
     """Reports in which rank 0 waits for a message over a group of three."""
-    return Report(60.0, "a receive", "012>0", [source], number, "receive", begun)
+    return RankWaitReport(60.0, "a receive", "012>0", [source], number, "receive", begun)
 
 
 LATE, SENT = (waits("012", 2, {"012": 2, "012>0": sent}) for sent in (2, 3))
-COMPUTES = Report(begun={"01": 1, "12": 1, "02": 1})
-ELSEWHERE = Report(60.0, "a receive", begun={"01": 1, "12": 1})
+COMPUTES = RankWaitReport(begun={"01": 1, "12": 1, "02": 1})
+ELSEWHERE = RankWaitReport(60.0, "a receive", begun={"01": 1, "12": 1})
 IN_A_RING = [
     waits("01", 2, {"01": 2, "02": 1, "0123": 0}),  # for rank 1
     waits("12", 2, {"01": 1, "12": 2, "0123": 0}),  # for rank 2
     waits("02", 2, {"12": 1, "02": 2, "0123": 0}),  # for rank 0
 ]
 BARRIER = {"what": "barrier", "place": "a barrier"}
-CASES: dict[str, tuple[list[Report], dict[int, int]]] = {
+CASES: dict[str, tuple[list[RankWaitReport], dict[int, int]]] = {
     "three in a ring": (IN_A_RING, {0: 1, 1: 2, 2: 0}),
     "others wait for them": ([*IN_A_RING, waits("0123", 1, {"0123": 1})], {0: 1, 1: 2, 2: 0, 3: 0}),
     "one computes": ([COMPUTES, *IN_A_RING[1:]], {}),
@@ -72,7 +74,7 @@ CASES: dict[str, tuple[list[Report], dict[int, int]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_deadlocked_ranks_are_detected(case: str) -> None:
     reports, expected = CASES[case]
-    known = {rank: Report.from_text(report.to_text()) for rank, report in enumerate(reports)}
+    known = {rank: RankWaitReport.from_text(report.to_text()) for rank, report in enumerate(reports)}
     found = find_deadlock(known, 10.0)
     assert found == expected
     if found:
@@ -88,7 +90,7 @@ def watched(is_slow: bool) -> tuple[int, str]:
     limits = {"WATCH_AFTER_S": 0.3, "WATCH_EVERY_S": 0.1, "BLOCKED_AFTER_S": 0.3, "LOOK_EVERY_S": 0.05}
     before = {name: getattr(presence, name) for name in limits}
     end, said, lock, has_gone_on = (
-        deadlock_detection.DeadlockMonitor._end_process,
+        deadlock_detection.DeadlockMonitor._exit_if_own_rank_in,
         list[str](),
         threading.Lock(),
         list[int](),
@@ -116,7 +118,7 @@ def watched(is_slow: bool) -> tuple[int, str]:
         deadlock_detection.WATCH_AFTER_S = 60.0
 
     try:
-        deadlock_detection.DeadlockMonitor._end_process = end_process  # type: ignore[method-assign]
+        deadlock_detection.DeadlockMonitor._exit_if_own_rank_in = end_process  # type: ignore[method-assign]
         for name, value in limits.items():
             setattr(presence, name, value)
         if is_slow:
@@ -127,7 +129,7 @@ def watched(is_slow: bool) -> tuple[int, str]:
             go_on()
     finally:
         dist.barrier()
-        deadlock_detection.DeadlockMonitor._end_process = end  # type: ignore[method-assign]
+        deadlock_detection.DeadlockMonitor._exit_if_own_rank_in = end  # type: ignore[method-assign]
         for name, value in before.items():
             setattr(presence, name, value)
     return len(said), "".join(said)

@@ -16,7 +16,7 @@ from shardformer.comm.collectives import (
     reduce_scatter,
     start_all_gather_into,
     start_all_to_all,
-    start_sum,
+    start_inplace_all_reduce,
 )
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh import parallel_context
@@ -105,7 +105,7 @@ def _collectives(context: ParallelContext, axis: Any, mine: float) -> list[torch
     return [
         all_reduce(torch.arange(6.0) * mine, axis),
         all_reduce(torch.arange(6.0) * mine, axis, op="max"),
-        start_sum(large, axis, "test").wait(),
+        start_inplace_all_reduce(large, axis, "test").wait(),
         all_gather(torch.full((2, 4 - axis.rank), mine), axis, 1, 7),
         reduce_scatter(torch.arange(14.0).view(2, 7) * mine, axis, 1),
         start_all_gather_into(out, torch.full((3,), mine), axis, "test").wait(),

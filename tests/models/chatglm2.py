@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.verify.small_models import register_family
+from shardformer.verify.small_models import register_small_model_family
 
 # S sequence, B batch, H hidden, N heads, G groups, D head dim
 
@@ -216,7 +216,7 @@ def config(changes: Mapping[str, Any]) -> ChatGLMConfig:
     return ChatGLMConfig(**changes)
 
 
-register_family(
+register_small_model_family(
     "chatglm",
     __name__,
     ("ChatGLMForConditionalGeneration", "ChatGLMForSequenceClassification"),

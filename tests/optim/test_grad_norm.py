@@ -12,27 +12,27 @@ from torch import Tensor, nn
 from shardformer.comm.collectives import gather_full_tensor
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.gradients.clipping import clip_grad_norm_, grad_norm
-from shardformer.layout.sharding_metadata import shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import Experts, LayerStack
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import RandomBatches, SmallModel
+from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 from tests.pools import WorkerPools
 
 
 def _clip(family: str, norm_type: float, max_norm: float) -> tuple[float, float, float, int]:
     context = ParallelContext.from_world({})
-    plain = SmallModel(family)().double().train()
+    plain = SmallModelFactory(family)().double().train()
     model = shard_model(deepcopy(plain), context=context)
-    batch = RandomBatches(SmallModel(family).head_class)(0)
+    batch = RandomBatchFactory(SmallModelFactory(family).head_class)(0)
     for m in (plain, model):
         m(**batch).loss.backward()
     want = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type))
     with CollectiveRecorder(context) as recorder:
         got = float(clip_grad_norm_(model, max_norm, norm_type))
-    specs, grads = shard_specs(model), {n: p.grad for n, p in plain.named_parameters()}
+    specs, grads = get_shard_specs(model), {n: p.grad for n, p in plain.named_parameters()}
     worst = 0.0
     for name, p in model.named_parameters():
         assert p.grad is not None and grads[name] is not None

@@ -18,7 +18,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.host import OffloadConfig
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, model_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory, compute_model_loss
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.optimizers import HybridAdam
@@ -70,7 +70,7 @@ def trained(
 ) -> list[tuple[Weights, list[tuple[Any, ...]], ZeroOptimizer]]:
     """Return for each rank the weights, and the norm and loss scale of each step."""
     torch.manual_seed(0)
-    models = [SmallModel(family)() for _ in range(data)]
+    models = [SmallModelFactory(family)() for _ in range(data)]
 
     def train(context: ParallelContext) -> tuple[Weights, list[tuple[Any, ...]], ZeroOptimizer]:
         model = shard_model(models[context.rank], context=context)
@@ -78,9 +78,9 @@ def trained(
         ours, seen = shard_optimizer(model, made, offload=offload, bucket_bytes=4096, **how), []
         for step in range(STEPS):
             for n in range(micro):
-                batch = RandomBatches(DEFAULT_HEAD[family], batch=2)(10 * step + n + 5 * context.rank)
+                batch = RandomBatchFactory(DEFAULT_HEAD[family], batch=2)(10 * step + n + 5 * context.rank)
                 with ours.no_sync() if n + 1 < micro else nullcontext():
-                    ours.backward(model_loss(model, batch) / micro)
+                    ours.backward(compute_model_loss(model, batch) / micro)
             ours.step()
             seen.append((ours.grad_norm, ours.skipped))
             ours.zero_grad()
@@ -157,7 +157,7 @@ def test_gradient_copies_overlap_with_the_backward_pass(overlap: bool, monkeypat
     from shardformer.zero.flat_shards import FlatShard
 
     order: list[str] = []
-    receive, end = FlatShard.receive, GradientReducer._end_backward
+    receive, end = FlatShard.receive, GradientReducer._on_backward_end
     monkeypatch.setattr(FlatShard, "receive", lambda self, *a: (order.append("down"), receive(self, *a))[1])
     monkeypatch.setattr(GradientReducer, "_end_backward", lambda self: (order.append("end"), end(self))[1])
     *_, ours = trained("cpu", data=1, stage=2, overlap=overlap)[0]

@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import shardformer
 from shardformer.comm.collectives import broadcast_object
-from shardformer.consistency.rank_divergence import get_trained_models
+from shardformer.consistency.rank_divergence import get_metadata_of_trained_models
 from shardformer.layout.sharding_metadata import ShardingMetadata, get_local_metadata, get_metadata, group_by_metadata
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
@@ -191,8 +191,8 @@ def test_optimizer_finds_only_the_models_of_its_parameters() -> None:
         params = [*two.parameters(), *one.parameters()]
         optimizer = torch.optim.SGD(params, lr=0.1)
         for _ in range(2):  # the second search uses the cache
-            assert list(get_trained_models(optimizer)) == [get_metadata(one), get_metadata(two)]
-        assert list(get_trained_models(torch.optim.SGD(one.parameters(), lr=0.1))) == [get_metadata(one)]
+            assert list(get_metadata_of_trained_models(optimizer)) == [get_metadata(one), get_metadata(two)]
+        assert list(get_metadata_of_trained_models(torch.optim.SGD(one.parameters(), lr=0.1))) == [get_metadata(one)]
         backward(one)
         optimizer.step()
         optimizer.zero_grad()
@@ -214,7 +214,7 @@ def test_zero_optimizer_belongs_to_its_model() -> None:
         models = [shardformer.shard_model(plain_model(), ToyPolicy(), context=context) for _ in range(2)]
         for model in models:
             optimizer = shardformer.shard_optimizer(model, torch.optim.AdamW(model.parameters()))
-            assert list(get_trained_models(optimizer)) == [get_metadata(model)]
+            assert list(get_metadata_of_trained_models(optimizer)) == [get_metadata(model)]
 
     run_as_threads(find, data=2)
 
@@ -233,7 +233,7 @@ def test_optimizer_is_checked_once_and_released_with_its_models() -> None:
         assert not own & vars(copy.deepcopy(optimizer)).keys()
         assert not own & optimizer.__getstate__().keys()
         optimizer.param_groups[0]["params"].clear()
-        assert list(get_trained_models(optimizer)) == []
+        assert list(get_metadata_of_trained_models(optimizer)) == []
 
     run_as_threads(step, tensor=2)
 

@@ -139,7 +139,7 @@ def test_wrapped_step_does_not_hide_the_kind_of_optimizer() -> None:
 
 
 def test_stepping_slices_of_a_matrix_would_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GradientSlot, "gather_to_owner", lambda self, axis, holders=(): None)
+    monkeypatch.setattr(GradientSlot, "assign_to_owner_rank", lambda self, axis, holders=(): None)
     job = Job(tensor=2, stage=1)
     want = plainly(job, MAKERS["LAMB"])
     weights = with_zero(job, MAKERS["LAMB"])[0]

@@ -15,7 +15,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 from shardformer.zero.shard_optimizer import shard_optimizer
@@ -188,11 +188,11 @@ def test_on_nonfinite_skips_or_ignores() -> None:
 
 def test_pipeline_scales_the_loss_only_for_the_backward_pass() -> None:
     """The reported loss is unscaled. GPT-2 over two stages, compared with one process in fp32."""
-    batches = RandomBatches(DEFAULT_HEAD["gpt2"], batch=4)
+    batches = RandomBatchFactory(DEFAULT_HEAD["gpt2"], batch=4)
 
     def build() -> Any:
         torch.manual_seed(0)
-        return SmallModel("gpt2").deeper(4)()
+        return SmallModelFactory("gpt2").with_min_layers(4)()
 
     plain = build()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)

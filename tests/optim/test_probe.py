@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardformer.local_ranks.fake_rank import enable_fake_tensors
-from shardformer.zero.elementwise_trial import can_step_separately, estimate_state_bytes, needs_full_matrices
+from shardformer.zero.elementwise_trial import can_step_params_separately, estimate_state_bytes, needs_full_matrices
 
 KINDS: dict[str, dict[str, Any]] = {
     "capturable": {"capturable": True},
@@ -22,7 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_gpu_optimizer_is_probed_on_the_cpu(kind: str) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(4, 4))], **KINDS[kind])
     assert not needs_full_matrices(optimizer)
-    assert can_step_separately(optimizer)
+    assert can_step_params_separately(optimizer)
     assert optimizer.param_groups[0]["capturable"] == KINDS[kind].get("capturable", False)
 
 
@@ -31,5 +31,5 @@ def test_probe_uses_real_tensors_under_fake_tensors() -> None:
         param = nn.Parameter(torch.ones(40, 40))
         optimizer = torch.optim.AdamW([param])
         assert not needs_full_matrices(optimizer)
-        assert can_step_separately(optimizer)
+        assert can_step_params_separately(optimizer)
         assert estimate_state_bytes(optimizer, optimizer.param_groups[0], param) == 2 * 4 * 1600

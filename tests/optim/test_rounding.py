@@ -13,7 +13,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.host import OffloadConfig
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, model_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory, compute_model_loss
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.mixed_precision import MixedPrecision, generate_random_bits, stochastic_round
 from shardformer.zero.shard_optimizer import shard_optimizer
@@ -76,14 +76,14 @@ def test_round_to_nearest_loses_small_updates(monkeypatch: pytest.MonkeyPatch) -
 def test_tensor_ranks_round_replicated_parameters_identically(masters: str) -> None:
     """Shards of an odd vocabulary differ in length, so the norms have different positions in the buckets."""
     torch.manual_seed(0)
-    models = [SmallModel("llama")() for _ in range(2)]
+    models = [SmallModelFactory("llama")() for _ in range(2)]
 
     def train(context: ParallelContext) -> dict[str, Tensor]:
         model = shard_model(models[context.rank], context=context)
         how = MixedPrecision("bf16", master_weights=masters)
         ours = shard_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), precision=how)
         for step in range(3):
-            ours.backward(model_loss(model, RandomBatches(DEFAULT_HEAD["llama"], batch=2)(step)))
+            ours.backward(compute_model_loss(model, RandomBatchFactory(DEFAULT_HEAD["llama"], batch=2)(step)))
             ours.step()
             ours.zero_grad()
         ends = [place.stop for shard in ours.shards for place in shard.places]

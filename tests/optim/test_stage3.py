@@ -23,14 +23,14 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.host import OffloadConfig
 from shardformer.pipeline.pipeline import Pipeline
-from shardformer.verify.small_models import SmallModel
+from shardformer.verify.small_models import SmallModelFactory
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero import stage3_parameters
 from shardformer.zero import stage3_parameters as units
 from shardformer.zero.gradient_view import ShardedGradient
 from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.stage3_gather_schedule import GatherScheduler
-from shardformer.zero.stage3_parameters import ParamGroup, UngatheredParameter, group_params
+from shardformer.zero.stage3_parameters import Stage3ParamGroup, UngatheredParameter, group_params_by_layer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 from tests.optim.test_zero import CLIP, SEQUENCE, STAGED, Job, Weights, check_stages, check_weights
 
@@ -320,7 +320,7 @@ def test_over_stages_and_data_ranks(reshard: bool | None) -> None:
 
 def test_evaluation_and_generation() -> None:
     """Run forward passes without gradients, and of an encoder only, between steps."""
-    model = SmallModel("t5")()
+    model = SmallModelFactory("t5")()
     start = torch.tensor([[3, 4, 5, 6], [5, 6, 7, 1]])
     want = model.generate(start, max_new_tokens=4, do_sample=False)
     with torch.no_grad():
@@ -354,7 +354,7 @@ class _Wrapped(nn.Module):
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 2}], ids=["greedy", "beams"])
 def test_data_ranks_generate_different_lengths(options: dict[str, Any], is_wrapped: bool) -> None:
     """A rank with a finished text continues until all ranks have finished. Then all train."""
-    model: Any = SmallModel("llama")().eval()
+    model: Any = SmallModelFactory("llama")().eval()
     prompts = [torch.randint(3, 60, (1, 5), generator=torch.Generator().manual_seed(seed)) for seed in (10, 11)]
 
     def generate(model: Any, rank: int) -> Tensor:
@@ -446,19 +446,19 @@ def test_communication_volume_and_gathered_memory(
     """The embedding is not gathered for the backward pass. At most two groups are gathered at a time."""
     here: Counter[int] = Counter()
     most: Counter[int] = Counter()
-    wait, free = ParamGroup.wait_for_unshard, ParamGroup.reshard
+    wait, free = Stage3ParamGroup.wait_for_unshard, Stage3ParamGroup.reshard
 
-    def waits(self: ParamGroup) -> None:
+    def waits(self: Stage3ParamGroup) -> None:
         here[id(self.where)] += 0 if self.is_gathered else sum(p.numel() for p in self.params)
         most[id(self.where)] = max(most[id(self.where)], here[id(self.where)])
         wait(self)
 
-    def frees(self: ParamGroup) -> None:
+    def frees(self: Stage3ParamGroup) -> None:
         here[id(self.where)] -= sum(p.numel() for p in self.params) if self.is_gathered else 0
         free(self)
 
-    monkeypatch.setattr(ParamGroup, "wait_for_unshard", waits)
-    monkeypatch.setattr(ParamGroup, "reshard", frees)
+    monkeypatch.setattr(Stage3ParamGroup, "wait_for_unshard", waits)
+    monkeypatch.setattr(Stage3ParamGroup, "reshard", frees)
 
     def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> tuple[int, int]:
         for step in range(3):
@@ -484,7 +484,7 @@ def test_communication_volume_and_gathered_memory(
             # the embedding and one layer are gathered again
             assert held <= table + 3 * layer + (reshard // 8 if reshard is not True else 0)
         else:
-            assert sent <= 1.02 * 8 * (most_sent[0] + len(group_params(model)))
+            assert sent <= 1.02 * 8 * (most_sent[0] + len(group_params_by_layer(model)))
 
 
 # -------------------------------------------------------------------------------------------------------------- refused
@@ -661,5 +661,5 @@ def test_missing_schedule_or_reduction_would_be_detected(monkeypatch: pytest.Mon
         patch.setattr(GatherScheduler, "_gather_up_to", alone)
         check(Case(left_out=drops))
     with monkeypatch.context() as patch, pytest.raises(AssertionError):
-        patch.setattr(ReduceScatterToShards, "start", own_gradients(ReduceScatterToShards.start))
+        patch.setattr(ReduceScatterToShards, "start", own_gradients(ReduceScatterToShards.start_reduction))
         check(Case())

@@ -14,11 +14,11 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 import shardformer
 from shardformer.comm.collectives import gather_full_tensor
 from shardformer.errors import ConfigError
-from shardformer.layout.sharding_metadata import shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import RandomBatches, SmallModel
+from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 from tests.policies.toy import ToyLM, ToyPolicy, toy_batch, toy_loss
 
 
@@ -53,7 +53,7 @@ def test_norm_and_clipped_gradients_equal_the_plain_model(norm_type: float, sequ
         model = models[context.tensor.rank]
         model = shardformer.shard_model(model, ToyPolicy(), context=context, enable_sequence_parallelism=sequence)
         got = float(clip_grad_norm_(backward(model).parameters(), 0.01, norm_type))
-        specs = shard_specs(model)
+        specs = get_shard_specs(model)
         full = {name: gather_full_tensor(g, specs[name], context.axis) for name, g in gradients(model).items()}
         return got, max(float((full[name] - expected[name]).abs().max()) for name in expected)
 
@@ -115,9 +115,9 @@ def test_other_gradients_use_the_function_of_torch(without_other_models: None) -
 def _clip_stages() -> tuple[float, float]:
     """Measure the norm of all gradients, then that of the last norm layer, which the first stage does not have."""
     torch.manual_seed(0)
-    plain = SmallModel("llama")().double().train()
+    plain = SmallModelFactory("llama")().double().train()
     model = shardformer.shard_model(copy.deepcopy(plain), context=ParallelContext.from_world({"pipe": 2}))
-    batch = RandomBatches(SmallModel("llama").head_class)(0)
+    batch = RandomBatchFactory(SmallModelFactory("llama").head_class)(0)
     plain(**batch).loss.backward()
     shardformer.Pipeline(model, micro_batches=1).step(batch)
     found = []
@@ -139,8 +139,8 @@ def test_stage_without_parameters_joins_the_norm() -> None:
     """Models of another rank, which is a thread of the same process, are ignored."""
 
     def clip(context: ParallelContext) -> float:
-        model = shardformer.shard_model(SmallModel("llama")().train(), context=context)
-        shardformer.Pipeline(model, micro_batches=1).step(RandomBatches(SmallModel("llama").head_class)(0))
+        model = shardformer.shard_model(SmallModelFactory("llama")().train(), context=context)
+        shardformer.Pipeline(model, micro_batches=1).step(RandomBatchFactory(SmallModelFactory("llama").head_class)(0))
         params = [p for name, p in model.named_parameters() if name == "model.norm.weight"]
         assert len(params) == context.pipe.rank
         return float(clip_grad_norm_(params, 1e9))

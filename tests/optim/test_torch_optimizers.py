@@ -13,13 +13,13 @@ import transformers
 import shardformer
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 
 SCALE = 2.0**10
 
 
 def plain() -> Any:
-    return SmallModel("llama")().train()
+    return SmallModelFactory("llama")().train()
 
 
 def scaled_run(model: Any, rank: int, odd: int, *, unscales: bool, step: Any = None) -> tuple[list[float], Any]:
@@ -28,7 +28,7 @@ def scaled_run(model: Any, rank: int, odd: int, *, unscales: bool, step: Any = N
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     scales = []
     for i in range(3):
-        scaler.scale(model(**RandomBatches(DEFAULT_HEAD["llama"])(i)).loss).backward()
+        scaler.scale(model(**RandomBatchFactory(DEFAULT_HEAD["llama"])(i)).loss).backward()
         if i == 1 and rank == odd:
             next(p for n, p in model.named_parameters() if "up_proj" in n).grad.view(-1)[0] = float("inf")
         if unscales:
@@ -65,7 +65,7 @@ def test_stage_without_gradients_skips_the_step_too() -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler.scale(torch.ones(()))
-        pipeline.step(RandomBatches(DEFAULT_HEAD["llama"])(0))
+        pipeline.step(RandomBatchFactory(DEFAULT_HEAD["llama"])(0))
         for p in model.parameters():
             p.grad = None if context.pipe.rank else torch.full_like(p, float("nan"))
         scaler.step(optimizer)
@@ -97,7 +97,7 @@ def test_optimizer_that_is_not_elementwise_warns(name: str, how: str) -> None:
             rest = [p for p in model.parameters() if p.dim() != 2] if name == "Muon" else []
             own = [optimizer, torch.optim.SGD(rest, 0.1)] if rest else optimizer
             optimizer = shardformer.shard_optimizer(model, own)
-        model(**RandomBatches(DEFAULT_HEAD["llama"])(0)).loss.backward()
+        model(**RandomBatchFactory(DEFAULT_HEAD["llama"])(0)).loss.backward()
         optimizer.step()
         optimizer.step()
 

@@ -22,7 +22,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.host import OffloadConfig
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, model_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory, compute_model_loss
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
@@ -51,13 +51,13 @@ class Job:
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
-        return SmallModel(self.family)().double()
+        return SmallModelFactory(self.family)().double()
 
     def loss(self, model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
         """Return the loss of one data rank. Each rank has its own samples."""
-        batch = RandomBatches(DEFAULT_HEAD[self.family], batch=3)(100 * step + 10 * micro + rank)
+        batch = RandomBatchFactory(DEFAULT_HEAD[self.family], batch=3)(100 * step + 10 * micro + rank)
         batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
-        return model_loss(model, batch) / self.micro
+        return compute_model_loss(model, batch) / self.micro
 
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -339,7 +339,7 @@ def test_schedulers_closures_and_saved_states() -> None:
 # ------------------------------------------------------------------------------------------------------------ pipelines
 
 
-STAGED = RandomBatches(DEFAULT_HEAD["gpt2"], batch=4)
+STAGED = RandomBatchFactory(DEFAULT_HEAD["gpt2"], batch=4)
 
 
 def check_stages(trained_by: Callable[[nn.Module, ParallelContext], Any]) -> list[Any]:
@@ -351,7 +351,7 @@ def check_stages(trained_by: Callable[[nn.Module, ParallelContext], Any]) -> lis
 
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return SmallModel("gpt2").deeper(4)().double()
+        return SmallModelFactory("gpt2").with_min_layers(4)().double()
 
     plain = build()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)

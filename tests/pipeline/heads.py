@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.gradient_accumulation.micro_batch_loss import LossWeights
-from shardformer.verify.small_models import FAMILY_OF, RandomBatches, SmallModel
+from shardformer.gradient_accumulation.micro_batch_loss import MicroBatchLossScaler
+from shardformer.verify.small_models import FAMILY_OF, RandomBatchFactory, SmallModelFactory
 
 SIZES = (3, 2, 2, 1)
 Batch = dict[str, Any]
@@ -21,25 +21,25 @@ BATCH_NORM = ("BeitForSemanticSegmentation",)
 
 
 @contextmanager
-def weighing(weights: LossWeights, index: int) -> Iterator[None]:
+def weighing(weights: MicroBatchLossScaler, index: int) -> Iterator[None]:
     """Scale the mean losses of micro-batch ``index`` to their share of the full batch."""
-    weights.start(index)
+    weights.start_recording(index)
     try:
         yield
     finally:
-        weights.stop()
+        weights.stop_recording()
 
 
 def model_of(head: str, **changes: Any) -> nn.Module:
     torch.manual_seed(0)
-    model = SmallModel(FAMILY_OF[head], head, changes)().double()
+    model = SmallModelFactory(FAMILY_OF[head], head, changes)().double()
     return model.eval() if head in BATCH_NORM else model.train()
 
 
 def batch_of(head: str, nothing_in: Sequence[int] = (3, 4), **changes: Any) -> Batch:
     """A batch of 8 rows. All labels of the rows ``nothing_in`` are ignored, if labels can be ignored."""
     num_labels = 2 if head == "AlbertForPreTraining" else 3
-    batch = RandomBatches(head, batch=sum(SIZES), num_labels=num_labels, **changes)(0)
+    batch = RandomBatchFactory(head, batch=sum(SIZES), num_labels=num_labels, **changes)(0)
     batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
     labels = batch.get("labels")
     if labels is not None and labels.dim() > 1 and not labels.is_floating_point():
@@ -82,7 +82,7 @@ def at_once(model: nn.Module, batch: Batch, loss_of: LossOf = own_loss) -> tuple
 
 
 def in_parts(
-    model: nn.Module, weights: LossWeights, parts: Sequence[Batch], loss_of: LossOf = own_loss
+    model: nn.Module, weights: MicroBatchLossScaler, parts: Sequence[Batch], loss_of: LossOf = own_loss
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Run each backward pass before the next forward pass, as the last stage of 1F1B does."""
     losses = []
@@ -92,7 +92,7 @@ def in_parts(
         loss = weights.scale_loss(index, loss)
         loss.backward()
         losses.append(loss.detach())
-    weights.finish()
+    weights.run_deferred_checks()
     return torch.stack(losses).sum(), gradients(model)
 
 

@@ -15,7 +15,7 @@ from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import SmallModel
+from shardformer.verify.small_models import SmallModelFactory
 from tests.policies.toy import VOCAB, ToyLM, ToyPolicy
 
 Batch = dict[str, Tensor]
@@ -104,7 +104,7 @@ def test_rank_without_label_count_does_not_block_other_ranks() -> None:
 
 def _over_a_grid() -> tuple[float, float]:
     torch.manual_seed(0)
-    plain: nn.Module = SmallModel("gpt2", changes={"n_layer": 4})().double()
+    plain: nn.Module = SmallModelFactory("gpt2", changes={"n_layer": 4})().double()
     context = ParallelContext.from_world({"pipe": 2, "data": 2})
     model = shardformer.shard_model(copy.deepcopy(plain), context=context)
     batches = [{"input_ids": b["ids"], "labels": b["labels"]} for b in BATCHES]

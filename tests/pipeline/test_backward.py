@@ -475,7 +475,7 @@ def test_gradients_are_all_reduced_once() -> None:
     ends: list[int] = []
 
     class Counted(GradientReducer):
-        def _end_backward(self) -> None:
+        def _on_backward_end(self) -> None:
             ends.append(1)  # no other rank to average with
 
     quarter = GradientReduction(divisor=0.25)

@@ -15,10 +15,10 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, StackDescription, owner_layers, owner_stages
 from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward, StageForwardState
 from shardformer.shard_model_api import resolve_policy
-from shardformer.verify.small_models import RandomBatches, SmallModel
+from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 
 
-def chain_of(sample: SmallModel) -> tuple[nn.Module, LayerSequence]:
+def chain_of(sample: SmallModelFactory) -> tuple[nn.Module, LayerSequence]:
     model = sample()
     policy, _ = resolve_policy(model, None)
     policy.set_model(model)
@@ -26,31 +26,31 @@ def chain_of(sample: SmallModel) -> tuple[nn.Module, LayerSequence]:
     return model, policy.layer_sequence()
 
 
-def home_of(sample: SmallModel) -> dict[str, frozenset[int]]:
+def home_of(sample: SmallModelFactory) -> dict[str, frozenset[int]]:
     return owner_layers(*chain_of(sample))
 
 
 def test_layer_calls_are_in_execution_order() -> None:
-    _, chain = chain_of(SmallModel("whisper"))
+    _, chain = chain_of(SmallModelFactory("whisper"))
     assert [unit.split(".")[-3] for unit in chain.layer_calls] == ["encoder", "encoder", "decoder", "decoder"]
     assert chain.starts == (0, 2)
-    _, albert = chain_of(SmallModel("albert", changes={"num_hidden_layers": 5, "num_hidden_groups": 2}))
+    _, albert = chain_of(SmallModelFactory("albert", changes={"num_hidden_layers": 5, "num_hidden_groups": 2}))
     assert [unit[-1] for unit in albert.layer_calls] == list("00011"), (
         "groups of the five layers, as the model calls them"
     )
 
 
 def test_received_states_depend_on_first_layer_of_stage() -> None:
-    _, chain = chain_of(SmallModel("t5"))
+    _, chain = chain_of(SmallModelFactory("t5"))
     assert [chain.list_received_states(unit) for unit in range(4)] == [
         (),
         ("hidden",),
         ("context",),
         ("hidden", "context"),
     ]
-    _, swin = chain_of(SmallModel("swin"))
+    _, swin = chain_of(SmallModelFactory("swin"))
     assert {swin.list_received_states(unit) for unit in range(1, 3)} == {("hidden",)}
-    _, blip = chain_of(SmallModel("blip-2"))
+    _, blip = chain_of(SmallModelFactory("blip-2"))
     handed = [chain_.list_received_states(unit) for chain_ in [blip] for unit in range(6)]
     assert handed == [(), ("hidden",), ("context",), ("hidden", "context"), ("context",), ("hidden", "context")]
 
@@ -67,34 +67,36 @@ def test_received_states_depend_on_first_layer_of_stage() -> None:
     ],
 )  # fmt: skip
 def test_embeddings_belong_to_first_layer_and_head_to_last(family: str, first: list[str], last: list[str]) -> None:
-    model, chain = chain_of(SmallModel(family))
+    model, chain = chain_of(SmallModelFactory(family))
     home = owner_layers(model, chain)
     assert {home[name] for name in first} == {frozenset({0})}
     assert {home[name] for name in last} == {frozenset({len(chain.layer_calls) - 1})}
 
 
 def test_modules_between_stacks_belong_to_adjacent_stack() -> None:
-    whisper = home_of(SmallModel("whisper"))
+    whisper = home_of(SmallModelFactory("whisper"))
     assert whisper["model.encoder.conv1.weight"] == {0}
     assert whisper["model.encoder.layer_norm.weight"] == {1}
     assert whisper["model.decoder.embed_tokens.weight"] == {2}
     assert whisper["proj_out.weight"] == {3}
-    swin = home_of(SmallModel("swin"))
+    swin = home_of(SmallModelFactory("swin"))
     assert swin["swin.encoder.layers.0.downsample.reduction.weight"] == {1}
-    blip = home_of(SmallModel("blip-2"))
+    blip = home_of(SmallModelFactory("blip-2"))
     assert blip["query_tokens"] == {2}
     assert blip["vision_model.post_layernorm.weight"] == {1}
     assert blip["language_projection.weight"] == {4}
 
 
 def test_modules_read_by_all_layers_are_on_every_stage() -> None:
-    t5 = home_of(SmallModel("t5"))
+    t5 = home_of(SmallModelFactory("t5"))
     assert t5["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] == {0, 1}
     assert t5["decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] == {2, 3}
-    albert = home_of(SmallModel("albert"))
+    albert = home_of(SmallModelFactory("albert"))
     assert albert["albert.encoder.albert_layer_groups.0.albert_layers.0.ffn.weight"] == {0, 1}
     beit = home_of(
-        SmallModel("beit", changes={"use_relative_position_bias": False, "use_shared_relative_position_bias": True})
+        SmallModelFactory(
+            "beit", changes={"use_relative_position_bias": False, "use_shared_relative_position_bias": True}
+        )
     )
     shared = [name for name in beit if "shared_position_bias" in name or name.startswith("beit.relative_position_bias")]
     assert shared
@@ -102,7 +104,7 @@ def test_modules_read_by_all_layers_are_on_every_stage() -> None:
 
 
 def test_every_parameter_belongs_to_a_stage() -> None:
-    model, chain = chain_of(SmallModel("blip-2"))
+    model, chain = chain_of(SmallModelFactory("blip-2"))
     held = owner_stages(owner_layers(model, chain), chain.get_stage_ranges([0, 1, 5, 6]))
     assert all(held[name] for name, _ in model.named_parameters())
     assert {stage for stages in held.values() for stage in stages} == {0, 1, 2}
@@ -120,8 +122,8 @@ def make_stage(model: nn.Module, chain: LayerSequence, span: LayerRange) -> Stag
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_stages_in_sequence_equal_the_model(cut: int) -> None:
-    model, chain = chain_of(SmallModel("llama", changes={"num_hidden_layers": 4}))
-    batch = RandomBatches("LlamaForCausalLM")(0)
+    model, chain = chain_of(SmallModelFactory("llama", changes={"num_hidden_layers": 4}))
+    batch = RandomBatchFactory("LlamaForCausalLM")(0)
     expected = model.eval()(**batch).loss
     first, second = copy.deepcopy(model), copy.deepcopy(model)
     head, tail = make_stage(first, chain, LayerRange(0, cut)), make_stage(second, chain, LayerRange(cut, 4))
@@ -135,15 +137,15 @@ def test_stages_in_sequence_equal_the_model(cut: int) -> None:
 
 
 def test_missing_received_states_give_nan() -> None:
-    model, chain = chain_of(SmallModel("llama"))
-    batch = RandomBatches("LlamaForCausalLM")(0)
+    model, chain = chain_of(SmallModelFactory("llama"))
+    batch = RandomBatchFactory("LlamaForCausalLM")(0)
     stage = make_stage(model, chain, LayerRange(1, 2))
     output, _ = stage.run(model, StageForwardState(LayerRange(1, 2), {}), partial(model, **batch))
     assert output.loss.isnan()
 
 
 def test_placeholders_keep_names_and_need_no_memory() -> None:
-    model, chain = chain_of(SmallModel("gpt2"))
+    model, chain = chain_of(SmallModelFactory("gpt2"))
     before = dict(model.named_parameters())
     make_stage(model, chain, LayerRange(1, 2))
     assert set(dict(model.named_parameters())) < {*before, "lm_head.weight"}
@@ -153,7 +155,7 @@ def test_placeholders_keep_names_and_need_no_memory() -> None:
 
 
 def test_placeholders_follow_dtype_conversion() -> None:
-    model, chain = chain_of(SmallModel("gpt2"))
+    model, chain = chain_of(SmallModelFactory("gpt2"))
     stage = make_stage(model, chain, LayerRange(1, 2))
     for dtype in (torch.float64, torch.bfloat16):
         model.to(dtype)
@@ -165,7 +167,7 @@ def test_placeholders_follow_dtype_conversion() -> None:
 
 
 def test_copying_a_stage_raises() -> None:
-    model, chain = chain_of(SmallModel("gpt2"))
+    model, chain = chain_of(SmallModelFactory("gpt2"))
     make_stage(model, chain, LayerRange(0, 2))
     with pytest.raises(ConfigError, match="cannot be copied"):
         copy.deepcopy(model)

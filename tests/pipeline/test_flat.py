@@ -12,7 +12,7 @@ from torch import Tensor
 from shardformer.errors import InputError
 from shardformer.gradient_accumulation import micro_batches as flat
 from shardformer.gradient_accumulation.micro_batches import get_batch_size, split_batch
-from shardformer.training.sample_order import DataShard, StreamedSource
+from shardformer.training.sample_order import ShardPosition, StreamedDataSource
 
 IMAGE, VIDEO = 90, 91
 GRID = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 2, 2]])
@@ -45,7 +45,7 @@ def test_image_split_doctests() -> None:
 def test_each_sample_keeps_its_images(images: list[list[int]]) -> None:
     batch = batch_of(images)
     assert get_batch_size(batch) == len(images)
-    parts = split_batch(batch, [1] * len(images), ids={"image_token_id": IMAGE})
+    parts = split_batch(batch, [1] * len(images), media_token_ids={"image_token_id": IMAGE})
     assert [images_in(part) for part in parts] == images
     assert [len(part["input_ids"]) for part in parts] == [1] * len(images)
 
@@ -118,8 +118,7 @@ def test_tensor_with_unexplained_rows_raises(batch: dict[str, Tensor], words: st
 
 def test_data_loader_batches_are_split_by_images() -> None:
     batches = [batch_of([[0, 1], [2]])]
-    parts = [
-        part for rank in range(2)
-        for _, part in StreamedSource(batches, None).batches(0, 0, None, DataShard(rank, 2), 0, False, False)
-    ]  # fmt: skip
+    source = StreamedDataSource(batches, None)
+    shards = [ShardPosition(rank, 2) for rank in range(2)]
+    parts = [part for s in shards for _, part in source.iterate_batch_shards(0, 0, None, s, 0, False, False)]
     assert [images_in(part) for part in parts] == [[0, 1], [2]]

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from shardformer.errors import ConfigError
-from shardformer.gradient_accumulation.micro_batch_loss import LossWeights
+from shardformer.gradient_accumulation.micro_batch_loss import MicroBatchLossScaler
 from shardformer.layout.shard_spec import get_even_bounds
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
-from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, shard_logits
+from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, wrap_local_logits
 from shardformer.verify.small_models import HEAD_CLASSES
 from tests.pipeline.heads import (
     SIZES,
@@ -67,7 +67,7 @@ def assert_same(
 def test_every_head_trains_as_on_the_full_batch(head: str) -> None:
     model, batch = model_of(head), batch_of(head)
     parts = cut(batch)
-    ours = in_parts(model, LossWeights(parts, SIZES), parts)
+    ours = in_parts(model, MicroBatchLossScaler(parts, SIZES), parts)
     assert_same(ours, at_once(model, batch), 1e-9 if head.startswith(IN_FP32) else 1e-12)
 
 
@@ -91,7 +91,7 @@ def test_regression_and_multi_label_losses(problem_type: str, num_labels: int, l
     model = model_of(head, problem_type=problem_type, num_labels=num_labels)
     batch = {**batch_of(head), "labels": labels}
     parts = cut(batch)
-    assert_same(in_parts(model, LossWeights(parts, SIZES), parts), at_once(model, batch))
+    assert_same(in_parts(model, MicroBatchLossScaler(parts, SIZES), parts), at_once(model, batch))
 
 
 @pytest.mark.parametrize("nothing_in", [(0, 1, 2), (7,), (3, 4, 5, 6)])
@@ -99,7 +99,7 @@ def test_regression_and_multi_label_losses(problem_type: str, num_labels: int, l
 def test_micro_batch_without_labels_adds_zero(head: str, nothing_in: tuple[int, ...]) -> None:
     model, batch = model_of(head), batch_of(head, nothing_in)
     parts = cut(batch)
-    assert_same(in_parts(model, LossWeights(parts, SIZES), parts), at_once(model, batch))
+    assert_same(in_parts(model, MicroBatchLossScaler(parts, SIZES), parts), at_once(model, batch))
 
 
 @pytest.mark.parametrize(
@@ -117,29 +117,29 @@ def test_recording_the_head_only_is_sufficient(head: str, last_layer: str) -> No
     model, batch = model_of(head), batch_of(head, nothing_in=(0, 1, 2))
     whole = at_once(model, batch)
     parts = cut(batch)
-    weights, losses, running = LossWeights(parts, SIZES), [], [0]
-    model.get_submodule(last_layer).register_forward_hook(lambda *_: weights.start(running[0]))
+    weights, losses, running = MicroBatchLossScaler(parts, SIZES), [], [0]
+    model.get_submodule(last_layer).register_forward_hook(lambda *_: weights.start_recording(running[0]))
     for running[0], part in enumerate(parts):
         assert weights._recorder is None
         loss = own_loss(model, part)
-        weights.stop()
+        weights.stop_recording()
         loss = weights.scale_loss(running[0], loss)
         loss.backward()
         losses.append(loss.detach())
-    weights.finish()
+    weights.run_deferred_checks()
     assert_same((torch.stack(losses).sum(), gradients(model)), whole)
 
 
 def test_batch_without_labels_has_nan_loss() -> None:
     model, batch = model_of("LlamaForCausalLM"), batch_of("LlamaForCausalLM", range(8))
     parts = cut(batch)
-    assert in_parts(model, LossWeights(parts, SIZES), parts)[0].isnan() and own_loss(model, batch).isnan()
+    assert in_parts(model, MicroBatchLossScaler(parts, SIZES), parts)[0].isnan() and own_loss(model, batch).isnan()
 
 
 def test_first_forward_can_be_any_micro_batch() -> None:
     model, batch = model_of("LlamaForCausalLM"), batch_of("LlamaForCausalLM")
     parts = cut(batch)
-    weights = LossWeights(parts, SIZES)
+    weights = MicroBatchLossScaler(parts, SIZES)
     losses = []
     for index in (2, 0, 3, 1):
         with weighing(weights, index):
@@ -163,7 +163,7 @@ def test_micro_batches_of_different_lengths(head: str, copied: bool) -> None:
     given = [dict(part) for part in parts]
     if copied:
         parts = [{name: x.clone() for name, x in part.items()} for part in parts]
-    assert_same(in_parts(model, LossWeights(given, 2 * SIZES), parts), at_once(model, padded))
+    assert_same(in_parts(model, MicroBatchLossScaler(given, 2 * SIZES), parts), at_once(model, padded))
 
 
 def test_positions_outside_texts_are_ignored() -> None:
@@ -179,7 +179,7 @@ def test_positions_outside_texts_are_ignored() -> None:
             counts.append(int(inside.sum()))
         assert sum(counts) < 16 or name == "end"
         expected += torch.stack(sums).sum().item() / sum(counts) / 2
-    loss, _ = in_parts(model, LossWeights(parts, sizes_of(parts)), parts)
+    loss, _ = in_parts(model, MicroBatchLossScaler(parts, sizes_of(parts)), parts)
     assert float(loss) == pytest.approx(expected, rel=1e-12)
 
 
@@ -262,12 +262,12 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_common_user_losses_equal_full_batch(name: str) -> None:
     model, batch, parts = tagged(LOSSES[name])
-    assert_same(in_parts(model, LossWeights(parts, SIZES), parts, run), at_once(model, batch, run))
+    assert_same(in_parts(model, MicroBatchLossScaler(parts, SIZES), parts, run), at_once(model, batch, run))
 
 
 def test_labels_selected_by_batch_mask() -> None:
     model, batch, parts = tagged(lambda x, labels, mask: F.cross_entropy(x[mask], labels[mask]), mask=MASK)
-    assert_same(in_parts(model, LossWeights(parts, SIZES), parts, run), at_once(model, batch, run))
+    assert_same(in_parts(model, MicroBatchLossScaler(parts, SIZES), parts, run), at_once(model, batch, run))
 
 
 FORMS: dict[str, Callable[..., Tensor]] = {
@@ -289,7 +289,7 @@ def test_copied_labels_are_found_by_content(name: str) -> None:
         batch["labels"].abs_()
         parts = cut(batch)
     given = [{key: x.clone() for key, x in part.items()} for part in parts]
-    assert_same(in_parts(model, LossWeights(given, SIZES), parts, run), at_once(model, batch, run))
+    assert_same(in_parts(model, MicroBatchLossScaler(given, SIZES), parts, run), at_once(model, batch, run))
 
 
 def test_label_names_are_preferred_among_equal_tensors() -> None:
@@ -301,7 +301,7 @@ def test_label_names_are_preferred_among_equal_tensors() -> None:
     batch = {"ids": batch["ids"], "tokens": batch["labels"].abs() % 5, "labels": batch["labels"]}
     parts = cut(batch)
     given = [{key: x.clone() for key, x in part.items()} for part in parts]
-    assert_same(in_parts(model, LossWeights(given, SIZES), parts, run), at_once(model, batch, run))
+    assert_same(in_parts(model, MicroBatchLossScaler(given, SIZES), parts, run), at_once(model, batch, run))
 
 
 def test_unused_tensors_are_preferred_among_equal_tensors() -> None:
@@ -310,7 +310,7 @@ def test_unused_tensors_are_preferred_among_equal_tensors() -> None:
     assert torch.equal(batch["start_positions"][:3], batch["end_positions"][:3])
     parts = cut(batch)
     given = [{key: x.clone() for key, x in part.items()} for part in parts]
-    assert_same(in_parts(model, LossWeights(given, SIZES), parts), at_once(model, batch))
+    assert_same(in_parts(model, MicroBatchLossScaler(given, SIZES), parts), at_once(model, batch))
 
 
 def test_predictions_do_not_modify_labels() -> None:
@@ -320,7 +320,7 @@ def test_predictions_do_not_modify_labels() -> None:
 
     model, batch, parts = tagged(loss)
     parts = [{key: x.clone() for key, x in part.items()} for part in parts]
-    weights = LossWeights(parts, SIZES)
+    weights = MicroBatchLossScaler(parts, SIZES)
     with weighing(weights, 0):
         run(model, parts[0])
     assert torch.equal(parts[1]["labels"], batch["labels"][3:5])
@@ -331,14 +331,15 @@ def test_earlier_label_form_resolves_ambiguity() -> None:
     model, batch, parts = tagged(FORMS["shifted"], mask=MASK)
     found: dict[int, Any] = {}
     given = [{key: x.clone() for key, x in part.items()} for part in parts]
-    in_parts(model, LossWeights(given, SIZES, label_transforms=found), parts, run)
+    in_parts(model, MicroBatchLossScaler(given, SIZES, label_transforms=found), parts, run)
     batch["labels"][:3] = -100  # shifted or not, all the same
     given = [{key: x.clone() for key, x in part.items()} for part in parts]
     assert_same(
-        in_parts(model, LossWeights(given, SIZES, label_transforms=found), parts, run), at_once(model, batch, run)
+        in_parts(model, MicroBatchLossScaler(given, SIZES, label_transforms=found), parts, run),
+        at_once(model, batch, run),
     )
     with pytest.raises(ConfigError, match="instead of the predicted"):
-        in_parts(model, LossWeights(given, SIZES), parts, run)
+        in_parts(model, MicroBatchLossScaler(given, SIZES), parts, run)
 
 
 # Sums, and what is refused.
@@ -349,7 +350,7 @@ def test_sum_over_num_items_in_batch_is_unchanged() -> None:
     batch["num_items_in_batch"] = (batch["labels"][:, 1:] != -100).sum()
     parts = cut(batch)
     whole = at_once(model, batch)
-    assert_same(in_parts(model, LossWeights(parts, SIZES), parts), whole)
+    assert_same(in_parts(model, MicroBatchLossScaler(parts, SIZES), parts), whole)
     del batch["num_items_in_batch"]
     assert_same(at_once(model, batch), whole)
 
@@ -405,12 +406,12 @@ def test_loss_other_than_sum_of_means_raises(name: str, later: bool, monkeypatch
     model, _, parts = tagged(loss)
     if later:
         monkeypatch.setattr(
-            LossWeights,
+            MicroBatchLossScaler,
             "_check_or_defer",
             lambda self, valid, describe: self._deferred_checks.append((valid, describe)),
         )
     with pytest.raises(ConfigError, match=what) as error:
-        in_parts(model, LossWeights(parts, SIZES), parts, run)
+        in_parts(model, MicroBatchLossScaler(parts, SIZES), parts, run)
     assert "loss_weight" in error.value.remedy
 
 
@@ -418,7 +419,7 @@ def test_manual_mean_with_equal_counts_raises() -> None:
     model, batch, _ = tagged(mean_by_hand)
     parts = cut({**batch, "labels": batch["labels"].abs() % 5}, (2, 2, 2, 2))
     with pytest.raises(ConfigError, match="the number of labels in micro-batch 0"):
-        in_parts(model, LossWeights(parts, (2, 2, 2, 2)), parts, run)
+        in_parts(model, MicroBatchLossScaler(parts, (2, 2, 2, 2)), parts, run)
 
 
 @pytest.mark.parametrize("head", MASKED_IMAGES)
@@ -429,9 +430,9 @@ def test_manual_mean_works_with_loss_weight(head: str) -> None:
     batch["bool_masked_pos"] = order < num_masked
     parts = cut(batch)
     with pytest.raises(ConfigError, match="reduction='none'"):
-        in_parts(model, LossWeights(parts, SIZES), parts)
+        in_parts(model, MicroBatchLossScaler(parts, SIZES), parts)
     model.zero_grad()
-    weights = LossWeights(parts, SIZES, loss_weight=lambda part: int(part["bool_masked_pos"].sum()))
+    weights = MicroBatchLossScaler(parts, SIZES, loss_weight=lambda part: int(part["bool_masked_pos"].sum()))
     # transformers adds 1e-5 to what it divides by
     assert_same(in_parts(model, weights, parts), at_once(model, batch), 1e-5)
 
@@ -439,32 +440,34 @@ def test_manual_mean_works_with_loss_weight(head: str) -> None:
 def test_micro_batch_with_zero_weight_adds_zero() -> None:
     model, batch, parts = tagged(LOSSES["filled"])
     batch["labels"][3:5] = -100
-    weights = LossWeights(parts, SIZES, lambda part: int(((part["labels"] != -100) & (part["labels"] != 3)).sum()))
+    weights = MicroBatchLossScaler(
+        parts, SIZES, lambda part: int(((part["labels"] != -100) & (part["labels"] != 3)).sum())
+    )
     assert_same(in_parts(model, weights, parts, run), at_once(model, batch, run))
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
 def test_invalid_loss_weights_raise(weight: float) -> None:
     with pytest.raises(ConfigError, match="loss_weight returned"):
-        LossWeights([{}, {}], (1, 1), lambda part: weight)
+        MicroBatchLossScaler([{}, {}], (1, 1), lambda part: weight)
 
 
 def test_single_micro_batch_keeps_its_loss() -> None:
     model, batch, _ = tagged(lambda x, labels: x.square().mean())
-    assert_same(in_parts(model, LossWeights([batch], [8]), [batch], run), at_once(model, batch, run))
+    assert_same(in_parts(model, MicroBatchLossScaler([batch], [8]), [batch], run), at_once(model, batch, run))
 
 
 def test_recording_stops_after_error_and_restarts() -> None:
     model, batch, parts = tagged(LOSSES["filled"])
-    weights = LossWeights(parts, SIZES)
+    weights = MicroBatchLossScaler(parts, SIZES)
     with pytest.raises(ZeroDivisionError), weighing(weights, 0):
         run(model, parts[0])
         raise ZeroDivisionError
-    weights.stop()
+    weights.stop_recording()
     assert weights._recorder is None and not _get_current_function_mode_stack()
-    weights.start(0)
-    weights.start(0)
-    weights.stop()
+    weights.start_recording(0)
+    weights.start_recording(0)
+    weights.stop_recording()
     assert not _get_current_function_mode_stack()
     assert_same(in_parts(model, weights, parts, run), at_once(model, batch, run))
 
@@ -472,13 +475,13 @@ def test_recording_stops_after_error_and_restarts() -> None:
 def test_loss_is_equal_without_gradients() -> None:
     model, batch = model_of("BertForPreTraining"), batch_of("BertForPreTraining")
     parts = cut(batch)
-    weights, total = LossWeights(parts, SIZES), 0.0
+    weights, total = MicroBatchLossScaler(parts, SIZES), 0.0
     with torch.no_grad():
         for index, part in enumerate(parts):
             with weighing(weights, index):
                 loss = own_loss(model, part)
             total += float(weights.scale_loss(index, loss))
-        weights.finish()
+        weights.run_deferred_checks()
         assert total == pytest.approx(float(own_loss(model, batch)), rel=1e-12)
 
 
@@ -494,9 +497,9 @@ def _cut_vocabulary(upcast: bool) -> None:
     expected.backward()
     local = plain.detach()[..., bounds[axis.rank] : bounds[axis.rank + 1]].clone().requires_grad_()
     parts = cut({"labels": labels})
-    weights, total, at = LossWeights(parts, SIZES), 0.0, 0
+    weights, total, at = MicroBatchLossScaler(parts, SIZES), 0.0, 0
     for index, size in enumerate(SIZES):
-        logits = shard_logits(local[at : at + size] * 1, axis, bounds)
+        logits = wrap_local_logits(local[at : at + size] * 1, axis, bounds)
         assert isinstance(logits, VocabParallelLogits)
         at += size
         with weighing(weights, index):
@@ -506,7 +509,7 @@ def _cut_vocabulary(upcast: bool) -> None:
         loss = weights.scale_loss(index, loss)
         loss.backward()
         total += float(loss)
-    weights.finish()
+    weights.run_deferred_checks()
     bound = 1e-6 if upcast else 1e-12
     assert total == pytest.approx(float(expected), rel=bound)
     assert plain.grad is not None and local.grad is not None

@@ -20,7 +20,7 @@ from shardformer.gradient_accumulation import micro_batches as microbatches
 from shardformer.gradient_accumulation.micro_batches import (
     compute_micro_batch_sizes,
     get_batch_size,
-    merge_outputs,
+    merge_micro_batch_outputs,
     split_batch,
 )
 
@@ -135,7 +135,7 @@ class Output:
 def test_merged_outputs_equal_outputs_of_batch() -> None:
     x = torch.arange(10).view(5, 2)
     parts = [Output(torch.tensor(1.0), x[:3], (x[:3], None, [7])), Output(torch.tensor(2.0), x[3:], (x[3:], None, [7]))]
-    whole = merge_outputs(parts, [3, 2])
+    whole = merge_micro_batch_outputs(parts, [3, 2])
     assert isinstance(whole, Output) and whole.loss is None and torch.equal(whole.logits, x)
     assert whole.more is not None and torch.equal(whole.more[0], x) and whole.more[1:] == (None, [7])
 
@@ -145,7 +145,7 @@ def test_merge_inverts_split(sizes: list[int], kind: Any) -> None:
     total = sum(sizes)
     x = torch.arange(2 * total).view(total, 2)
     batch = {"x": x, "deep": kind(y=[x, Pair(x, 3)], z="same"), "n": 4, "none": None}
-    whole = merge_outputs(split_batch(batch, sizes, "x"), sizes)
+    whole = merge_micro_batch_outputs(split_batch(batch, sizes, "x"), sizes)
     assert torch.equal(whole["x"], x) and whole["n"] == 4 and whole["none"] is None
     assert type(whole["deep"]) is kind and whole["deep"]["z"] == "same" and torch.equal(whole["deep"]["y"][0], x)
     assert isinstance(whole["deep"]["y"][1], Pair) and torch.equal(whole["deep"]["y"][1].a, x)
@@ -159,7 +159,7 @@ def test_model_output_type_is_kept() -> None:
         CausalLMOutputWithPast(loss=torch.tensor(1.0), logits=x[a:b], hidden_states=(x[a:b], x[a:b] * 2))
         for a, b in ((0, 2), (2, 3))
     ]
-    whole = merge_outputs(parts, [2, 1])
+    whole = merge_micro_batch_outputs(parts, [2, 1])
     assert isinstance(whole, CausalLMOutputWithPast) and list(whole.keys()) == ["logits", "hidden_states"]
     assert torch.equal(whole.logits, x) and whole.loss is None and torch.equal(whole.hidden_states[1], x * 2)
 
@@ -168,12 +168,12 @@ def test_different_values_without_rows_become_none() -> None:
     table = torch.ones(7)
     one = {"a": 1, "same": table, "other": table, "list": [1], "array": table.numpy()}
     two = {"a": 2, "same": table, "other": table * 2, "list": [1, 2], "array": table.numpy() * 2}
-    whole = merge_outputs([one, two], [2, 3])
+    whole = merge_micro_batch_outputs([one, two], [2, 3])
     assert torch.equal(whole.pop("same"), table)
     assert whole == {"a": None, "other": None, "list": None, "array": None}
 
 
 def test_gradients_flow_through_merge() -> None:
     parts = [torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)]
-    merge_outputs(parts, [2, 1]).sum().backward()
+    merge_micro_batch_outputs(parts, [2, 1]).sum().backward()
     assert all(part.grad is not None for part in parts)

@@ -17,7 +17,7 @@ from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.schedules import Action, ActionKind, make_schedule, simulate
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import RandomBatches, SmallModel
+from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 from tests.scripts import SHARDFORMER
 
 pytestmark = pytest.mark.slow
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.slow
 DYING = """
 import os, signal, sys
 import shardformer
-from shardformer.verify.small_models import RandomBatches, SmallModel
+from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 
 context = shardformer.launch_from_torch(pipe=2, seed=0)
-model = shardformer.shard_model(SmallModel("gpt2")(), context=context)
+model = shardformer.shard_model(SmallModelFactory("gpt2")(), context=context)
 seen = []
 
 def die(*_):
@@ -42,7 +42,7 @@ model.transformer.h[1].register_forward_pre_hook(die)
 pipeline = shardformer.Pipeline(model, micro_batches=4)
 for step in range(3):
     try:
-        pipeline.step(RandomBatches("GPT2LMHeadModel", batch=4)(step))
+        pipeline.step(RandomBatchFactory("GPT2LMHeadModel", batch=4)(step))
     except Exception as error:
         if sys.argv[1] != "caught":
             raise
@@ -71,10 +71,10 @@ def test_lost_stage_ends_others_with_waiting_action(tmp_path: Path, how: str) ->
 def _trace(schedule: str, micro_batches: int) -> tuple[list[Action], int, bool]:
     manager = PipelineStageManager(ParallelContext.from_world({"pipe": 2}), schedule)
     torch.manual_seed(0)
-    model = SmallModel("gpt2", changes={"n_layer": 4})()
+    model = SmallModelFactory("gpt2", changes={"n_layer": 4})()
     model = shard_model(model, config=ShardConfig(pipeline_stage_manager=manager))
     pipeline = Pipeline(model, micro_batches=micro_batches)
-    batch: Any = RandomBatches("GPT2LMHeadModel", batch=8)(0)
+    batch: Any = RandomBatchFactory("GPT2LMHeadModel", batch=8)(0)
     with pipeline.trace() as trace:
         pipeline.step(batch)
     in_order = all(a[2] <= b[1] for a, b in zip(trace.spans, trace.spans[1:], strict=False))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.comm.collectives import all_gather_objects, checksum
+from shardformer.comm.collectives import all_gather_objects, compute_numel_and_hash
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, InputError, PolicyError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
@@ -30,9 +30,9 @@ from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 from shardformer.shard_model_api import ModelSharder, ShardFormer, resolve_policy, shard_model
-from shardformer.sharding.checks import find_referenced_parameters
+from shardformer.sharding.checks import find_externally_referenced_ids
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, model_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory, compute_model_loss
 from tests.ops import seeing_parts
 from tests.policies.toy import HEADS, HIDDEN, VOCAB, Layer, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
 
@@ -109,7 +109,7 @@ def test_parametrized_weight_is_not_sharded() -> None:
 
 def test_hooks_of_an_embedding_are_kept() -> None:
     def make() -> nn.Module:
-        model: Any = SmallModel("llama")()
+        model: Any = SmallModelFactory("llama")()
         model.enable_input_require_grads()
         frozen: nn.Module = model.requires_grad_(False)
         return frozen
@@ -233,7 +233,7 @@ def test_second_derivative_raises() -> None:
 def draws_same_numbers(name: str) -> bool:
     context = launch_from_torch()
     torch.manual_seed(context.tensor.rank)
-    model = shard_model(SmallModel(name)(), context=context)
+    model = shard_model(SmallModelFactory(name)(), context=context)
     numbers = torch.rand(3)
     assert model is not None
     return all(torch.equal(numbers, other) for other in all_gather_objects(numbers, context.tensor))
@@ -272,9 +272,9 @@ def after_a_broken_forward() -> bool:
     torch.manual_seed(0)
     dropouts = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
     model = shard_model(
-        SmallModel("gpt2", changes=dropouts)(), context=context, enable_sequence_parallelism=True
+        SmallModelFactory("gpt2", changes=dropouts)(), context=context, enable_sequence_parallelism=True
     ).train()
-    batch = RandomBatches("GPT2LMHeadModel")(0)
+    batch = RandomBatchFactory("GPT2LMHeadModel")(0)
 
     @seeing_parts
     def fail(module: nn.Module, args: Any) -> None:
@@ -283,11 +283,11 @@ def after_a_broken_forward() -> bool:
     broken = model.get_submodule("transformer.h.1.mlp.act")
     hook = broken.register_forward_pre_hook(fail)
     with pytest.raises(torch.OutOfMemoryError):
-        model_loss(model, batch)
+        compute_model_loss(model, batch)
     hook.remove()
     seen: list[Tensor] = []
     model.get_submodule("transformer.drop").register_forward_hook(lambda module, args, out: seen.append(out.detach()))
-    model_loss(model, batch).backward()
+    compute_model_loss(model, batch).backward()
     return all(torch.equal(seen[0], other) for other in all_gather_objects(seen[0], context.tensor))
 
 
@@ -303,16 +303,16 @@ def test_failed_forward_inside_a_block_leaves_no_state(pool2: WorkerPool) -> Non
 def test_checksum_covers_every_element(kind: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x = (10 * torch.randn(shape)).to(kind)
-    assert checksum(x) == checksum(x.clone())
+    assert compute_numel_and_hash(x) == compute_numel_and_hash(x.clone())
     for place in (0, x.numel() // 2, x.numel() - 1):
         other = x.clone()
         other.view(-1)[place] = 1 - other.view(-1)[place].to(torch.int64)
-        assert checksum(other) != checksum(x)
+        assert compute_numel_and_hash(other) != compute_numel_and_hash(x)
 
 
 def test_checksum_depends_on_the_order_of_chunks() -> None:
     x = torch.randn(3, 1024)
-    assert checksum(x) != checksum(x[[1, 0, 2]])
+    assert compute_numel_and_hash(x) != compute_numel_and_hash(x[[1, 0, 2]])
 
 
 def test_optimizer_created_before_sharding_is_refused() -> None:
@@ -336,19 +336,19 @@ def test_no_search_if_only_the_model_refers_to_its_parameters(family: str, monke
         raise AssertionError("the collector is asked")
 
     monkeypatch.setattr(gc, "get_referrers", refuse)
-    run_as_threads(lambda context: bool(shard_model(SmallModel(family)(), context=context)), tensor=2)
+    run_as_threads(lambda context: bool(shard_model(SmallModelFactory(family)(), context=context)), tensor=2)
 
 
 def test_parameter_referenced_elsewhere_is_detected() -> None:
     model = ToyLM(tied=True)
-    assert find_referenced_parameters(model) == set()
+    assert find_externally_referenced_ids(model) == set()
     kept = [model.head.weight, model.norm.weight]
-    assert find_referenced_parameters(model) == {id(p) for p in kept}
+    assert find_externally_referenced_ids(model) == {id(p) for p in kept}
     del kept
     optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
-    assert find_referenced_parameters(model) == {id(p) for p in model.layers.parameters()}
+    assert find_externally_referenced_ids(model) == {id(p) for p in model.layers.parameters()}
     del optimizer
-    assert find_referenced_parameters(model) == set()
+    assert find_externally_referenced_ids(model) == set()
 
 
 def test_parameters_added_after_sharding_are_refused() -> None:
@@ -363,7 +363,7 @@ def test_parameters_added_after_sharding_are_refused() -> None:
 
 def test_write_error_of_the_first_rank_is_raised_on_all(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    models = [SmallModel("llama")(), SmallModel("llama")()]
+    models = [SmallModelFactory("llama")(), SmallModelFactory("llama")()]
 
     def save(context: ParallelContext) -> str:
         model: Any = shard_model(models[context.tensor.rank], context=context)
@@ -384,7 +384,7 @@ def saved_by_one(folder: str) -> str:
         parallel_context.ASK_EVERY_S,
     ) = 0.2, 0.1, 0.1, 0.1
     context = launch_from_torch()
-    model: Any = shard_model(SmallModel("llama")(), context=context)
+    model: Any = shard_model(SmallModelFactory("llama")(), context=context)
     if context.tensor.rank == 0:
         try:
             model.save_pretrained(folder)
@@ -403,7 +403,7 @@ def test_saving_on_one_rank_only_is_refused(pool2: WorkerPool, tmp_path: Path) -
 
 
 def test_outputs_of_an_unsharded_model_are_unchanged() -> None:
-    models = [SmallModel("llama", changes={"attn_implementation": "eager"})() for _ in range(2)]
+    models = [SmallModelFactory("llama", changes={"attn_implementation": "eager"})() for _ in range(2)]
 
     def run(context: ParallelContext) -> int:
         model = shard_model(models[context.tensor.rank], context=context, enable_tensor_parallelism=False)
@@ -418,8 +418,8 @@ def test_outputs_of_an_unsharded_model_are_unchanged() -> None:
 def left_over(family: str) -> int:
     """Return the number of parameters that outlive a trained model."""
     context = launch_from_torch(tensor=2)
-    model = shard_model(SmallModel(family)(), context=context, enable_sequence_parallelism=True)
-    model_loss(model, RandomBatches(DEFAULT_HEAD[family])(0)).backward()
+    model = shard_model(SmallModelFactory(family)(), context=context, enable_sequence_parallelism=True)
+    compute_model_loss(model, RandomBatchFactory(DEFAULT_HEAD[family])(0)).backward()
     refs = [weakref.ref(p) for p in model.parameters()]
     del model
     gc.collect()
@@ -434,12 +434,12 @@ def test_unreferenced_model_is_freed(pool2: WorkerPool, family: str) -> None:
 def part_alone() -> list[tuple[int, int]]:
     """Return checksums of the gradients of a submodule whose model was freed, with different data per rank."""
     context = launch_from_torch(tensor=1, data=2)
-    model: Any = shard_model(SmallModel("llama")(), context=context)
+    model: Any = shard_model(SmallModelFactory("llama")(), context=context)
     part = model.model
     del model
     gc.collect()
     part(input_ids=torch.arange(6).view(1, 6) + context.data.rank).last_hidden_state.square().sum().backward()
-    return [checksum(p.grad) for p in part.parameters()]
+    return [compute_numel_and_hash(p.grad) for p in part.parameters()]
 
 
 def test_submodule_keeps_synchronizing_its_gradients(pool2: WorkerPool) -> None:
@@ -479,7 +479,7 @@ def test_rule_that_splits_heads_is_refused() -> None:
 )
 def test_uneven_kv_heads_in_a_fused_projection_are_refused(family: str, heads: dict[str, int]) -> None:
     """The second of three ranks has query heads 3, 4 and 5: one on the first KV head and two on the second."""
-    models = [SmallModel(family, changes=heads)() for _ in range(3)]
+    models = [SmallModelFactory(family, changes=heads)() for _ in range(3)]
     with pytest.raises(ConfigError, match=r"tensor size of 3 splits the 2 KV heads of .* unevenly"):
         run_as_threads(lambda context: shard_model(models[context.tensor.rank], context=context), tensor=3)
 

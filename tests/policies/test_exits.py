@@ -17,7 +17,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.models.gpt import GPTJPolicy
 from shardformer.policies.roles import MLP, LayerStack
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, model_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory, compute_model_loss
 
 assert isinstance(GPTJPolicy.stack, LayerStack) and isinstance(GPTJPolicy.stack.blocks[1], MLP)
 MLP_ROLE = GPTJPolicy.stack.blocks[1]
@@ -26,12 +26,12 @@ PARALLEL = {"gptj": {}, "falcon": {}, "falcon of one KV head": {"new_decoder_arc
 
 def collectives(family: str, changes: dict[str, Any], training: bool = True, **options: bool) -> Counter[str]:
     """Return the collectives of the blocks in one forward pass."""
-    models: list[nn.Module] = [SmallModel(family, changes=changes)().train(training) for _ in range(2)]
+    models: list[nn.Module] = [SmallModelFactory(family, changes=changes)().train(training) for _ in range(2)]
 
     def forward(context: ParallelContext) -> Counter[str]:
         model = shard_model(models[context.tensor.rank], context=context, **options)
         with CollectiveRecorder(context) as recorder:
-            model_loss(model, RandomBatches(DEFAULT_HEAD[family])(0))
+            compute_model_loss(model, RandomBatchFactory(DEFAULT_HEAD[family])(0))
         return Counter(call.op for call in recorder.calls if call.purpose == "block")
 
     return run_as_threads(forward, tensor=2)[0]
@@ -61,6 +61,6 @@ def test_a_shared_exit_that_is_no_linear_layer_is_named(path: str) -> None:
     class Misnamed(GPTJPolicy):
         stack = replace(GPTJPolicy.stack, blocks=[GPTJPolicy.stack.blocks[0], replace(MLP_ROLE, shared_exit=path)])
 
-    models = [SmallModel("gptj")() for _ in range(2)]
+    models = [SmallModelFactory("gptj")() for _ in range(2)]
     with pytest.raises(PolicyError, match=rf"transformer\.h\.\*\.+{re.escape(path.strip('.'))}"):
         run_as_threads(lambda context: shard_model(models[context.rank], Misnamed, context=context), tensor=2)

@@ -17,7 +17,7 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.policies.legacy import Argument, Col_Layer, Layer, Row_Layer
 from shardformer.policies.policy import Policy
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row, VocabParallelEmbedding1D
-from shardformer.verify.small_models import SmallModel
+from shardformer.verify.small_models import SmallModelFactory
 from tests.policies.toy import ToyLM, check_sample, toy_batch, toy_loss
 from tests.scripts import SHARDFORMER
 
@@ -141,11 +141,11 @@ class FirstGPT2(Policy):
 
 @pytest.mark.parametrize("policy", [FirstBert, FirstBertDefaults])
 def test_bert_trains_with_a_legacy_policy(pool2: WorkerPool, policy: type[Policy]) -> None:
-    check_sample(SmallModel("bert"), policy, pool2)
+    check_sample(SmallModelFactory("bert"), policy, pool2)
 
 
 def test_gpt2_trains_with_a_legacy_policy(pool2: WorkerPool) -> None:
-    check_sample(SmallModel("gpt2"), FirstGPT2, pool2)
+    check_sample(SmallModelFactory("gpt2"), FirstGPT2, pool2)
 
 
 class Bound(Policy):

@@ -32,7 +32,7 @@ from shardformer.tensor_parallel.layers import (
     VocabParallelLMHead1D,
 )
 from shardformer.verify.report import Report
-from shardformer.verify.small_models import RandomBatches, SmallModel
+from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 from tests.policies.toy import HIDDEN, ToyLM, ToyPolicy, check_sample, check_toy, toy_batch, toy_loss
 from tests.pools import WorkerPools
 
@@ -121,7 +121,7 @@ class MyGPT2(RolePolicy):
 
 
 def test_roles_shard_gpt2(pool2: WorkerPool) -> None:
-    check_sample(SmallModel("gpt2"), MyGPT2, pool2, SEQUENCE)
+    check_sample(SmallModelFactory("gpt2"), MyGPT2, pool2, SEQUENCE)
 
 
 def test_disabled_tensor_parallelism_replicates_the_model(pool2: WorkerPool) -> None:
@@ -202,7 +202,7 @@ class MyBertByQualifiedName(MyBert):
 @pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize("policy", [MyBert, MyBertByClass, MyBertByPath, MyBertByQualifiedName])
 def test_module_policy_shards_bert(pool2: WorkerPool, policy: type[Policy]) -> None:
-    check_sample(SmallModel("bert"), policy, pool2)
+    check_sample(SmallModelFactory("bert"), policy, pool2)
 
 
 class MyBertInBlocks(MyBert):
@@ -223,14 +223,14 @@ class MyBertInBlocks(MyBert):
 
 
 def test_block_merges_three_collectives(pool2: WorkerPool) -> None:
-    alone = check_sample(SmallModel("bert"), MyBert, pool2)
-    blocks = check_sample(SmallModel("bert"), MyBertInBlocks, pool2)
+    alone = check_sample(SmallModelFactory("bert"), MyBert, pool2)
+    blocks = check_sample(SmallModelFactory("bert"), MyBertInBlocks, pool2)
 
     def count(report: Report) -> int:
         return sum(n for name, (n, _) in report.collectives.items() if "all_reduce" in name and "block" in name)
 
     assert count(alone) - count(blocks) == 2 * 2  # two layers, in which q, k and v share one collective
-    check_sample(SmallModel("bert"), MyBertInBlocks, pool2, SEQUENCE)
+    check_sample(SmallModelFactory("bert"), MyBertInBlocks, pool2, SEQUENCE)
 
 
 class Doubled(nn.Module):
@@ -322,7 +322,7 @@ def _quick_start() -> list[str]:
     from shardformer.compat import ShardConfig, ShardFormer
 
     shardformer.launch_from_torch(config={})
-    model = SmallModel("bert")()
+    model = SmallModelFactory("bert")()
     group = torch.distributed.new_group([0, 1])
     shard_config = ShardConfig(
         tensor_parallel_process_group=group,
@@ -339,13 +339,13 @@ def _quick_start() -> list[str]:
     shard_former = ShardFormer(shard_config=shard_config)
     sharded_model, shared_params = shard_former.optimize(model).to("cpu")
     assert isinstance(sharded_model, transformers.BertForMaskedLM) and shared_params == []
-    sharded_model(**RandomBatches("BertForMaskedLM")(0)).loss.backward()
+    sharded_model(**RandomBatchFactory("BertForMaskedLM")(0)).loss.backward()
 
-    ours, shared_params = shard_former.optimize(SmallModel("bert")(), MyBertInBlocks())
+    ours, shared_params = shard_former.optimize(SmallModelFactory("bert")(), MyBertInBlocks())
     assert shared_params == []
-    by_hand = SmallModel("bert")()
+    by_hand = SmallModelFactory("bert")()
     assert ModelSharder(by_hand, ShardConfig(), MyBert()).shard() == []
-    first_form = SmallModel("bert")()
+    first_form = SmallModelFactory("bert")()
     ModelSharder(first_form, MyBert).shard()
     return [str(shardformer.describe_sharding(m)).splitlines()[0] for m in (sharded_model, ours, by_hand, first_form)]
 

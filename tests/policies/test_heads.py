@@ -12,7 +12,7 @@ from shardformer.discovery.validation import validate_policy
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import HeadLayout
 from shardformer.policies.models.llama import LlamaPolicy
-from shardformer.verify.small_models import SmallModel
+from shardformer.verify.small_models import SmallModelFactory
 
 LAYOUTS = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4), st.integers(1, 8))
 
@@ -27,13 +27,13 @@ def test_each_query_head_is_on_one_rank_with_its_kv_head(sizes: tuple[int, int, 
     assert set(layout.get_kv_split().multiplicity) >= {1} or num_kv_heads < ranks
     assert layout.get_kv_split().full == num_kv_heads * head_dim
     for rank in range(ranks):
-        heads = layout.get_query_split().length(rank) // head_dim
-        assert heads == layout.count_query_heads(rank) == layout.get_query_split(1).length(rank) >= 1
+        heads = layout.get_query_split().get_local_length(rank) // head_dim
+        assert heads == layout.count_query_heads(rank) == layout.get_query_split(1).get_local_length(rank) >= 1
         # The forward pass repeats each KV head for the same number of query heads, in order.
-        held, expand = layout.get_stored_kv_heads(rank), layout.map_local_kv_heads(rank)
+        held, expand = layout.get_stored_kv_heads(rank), layout.get_local_kv_head_per_query(rank)
         seen = held if expand is None else [held[i] for i in expand]
         values = layout.get_local_attr_values(rank)
-        assert len(seen) == layout.count_kv_heads(rank) == values["kv_heads"]
+        assert len(seen) == layout.count_used_kv_heads(rank) == values["kv_heads"]
         first = sum(layout.count_query_heads(r) for r in range(rank))
         assert [seen[h // values["groups"]] for h in range(heads)] == [(first + h) // group for h in range(heads)]
         assert values["width"] == heads * head_dim and values["heads"] == heads
@@ -43,7 +43,7 @@ def test_example_of_the_docstring() -> None:
     layout = HeadLayout(6, 2, head_dim=8, ranks=4)
     assert [layout.get_stored_kv_heads(rank) for rank in range(4)] == [[0], [0, 1], [1], [1]]
     assert [layout.count_query_heads(rank) for rank in range(4)] == [2, 2, 1, 1]
-    assert layout.map_local_kv_heads(1) is None  # 0 1 for heads 2 and 3: one each
+    assert layout.get_local_kv_head_per_query(1) is None  # 0 1 for heads 2 and 3: one each
     assert layout.get_kv_split().multiplicity == (2,) * 8 + (3,) * 8
 
 
@@ -58,11 +58,11 @@ def test_each_partition_is_split_the_same_way() -> None:
     assert layout.get_query_split(1).parts == (((0, 4), (6, 10)), ((4, 6), (10, 12)))
     assert layout.get_kv_split(1).parts == (((0, 2), (3, 5)), ((2, 3), (5, 6)))
     assert layout.get_local_attr_values(0) == {"heads": 8, "kv_heads": 4, "groups": 2, "width": 16}
-    assert HeadLayout(12, 4, 2, ranks=4, partitions=2).map_local_kv_heads(1) is None
+    assert HeadLayout(12, 4, 2, ranks=4, partitions=2).get_local_kv_head_per_query(1) is None
     shared = HeadLayout(
         20, 4, 2, ranks=3, partitions=2
     )  # per partition: ten heads on two KV heads, split into 4, 3 and 3
-    assert shared.map_local_kv_heads(1) == [0, 1, 1, 2, 3, 3]
+    assert shared.get_local_kv_head_per_query(1) == [0, 1, 1, 2, 3, 3]
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
@@ -71,9 +71,9 @@ def test_llama_with_shared_kv_heads_equals_one_process(ranks: int, kernel: str) 
     """Six query heads on two KV heads. The eager kernel repeats KV heads by num_key_value_groups."""
     torch.manual_seed(0)
     changes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "attn_implementation": kernel}
-    model = SmallModel("llama", changes=changes)().double()
+    model = SmallModelFactory("llama", changes=changes)().double()
     ids = torch.arange(3, 17).view(2, 7)
-    reference = ReferenceGradients.of(model, lambda model: model(input_ids=ids, use_cache=False).logits)
+    reference = ReferenceGradients.from_model(model, lambda model: model(input_ids=ids, use_cache=False).logits)
     assert validate_policy(reference, LlamaPolicy, ranks) is None
 
 

@@ -30,7 +30,7 @@ from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 from shardformer.shard_model_api import shard_model
 from shardformer.tensor_parallel.layers import Linear1D_Col
-from shardformer.verify.small_models import LIBRARIES, SMALL_CONFIGS, SmallModel
+from shardformer.verify.small_models import LIBRARIES, SMALL_CONFIGS, SmallModelFactory
 from tests.policies.toy import SelfAttention, ToyLM, ToyPolicy
 from tests.test_bad_input import refusal_of, refused
 
@@ -164,7 +164,7 @@ def test_policy_with_a_wrong_type_is_refused_at_planning(policy: type[Policy], w
 @pytest.mark.parametrize("family", sorted(name for name in SMALL_CONFIGS if name not in LIBRARIES))
 def test_shipped_descriptions_have_valid_types(family: str) -> None:
     """The descriptions of the package are not checked when a model is sharded."""
-    model = SmallModel(family)()
+    model = SmallModelFactory(family)()
     known = find_registered_policy(model)
     assert known is not None
     policy: Any = known[0]
@@ -183,7 +183,7 @@ def test_changed_instance_of_a_shipped_policy_is_checked() -> None:
     policy = LlamaPolicy()
     policy.num_heads = 5.0  # type: ignore[assignment]
     with pytest.raises(PolicyError, match=r"num_heads=5\.0"):
-        policy.set_model(SmallModel("llama")())
+        policy.set_model(SmallModelFactory("llama")())
 
 
 def test_lists_and_tuples_are_interchangeable() -> None:

@@ -110,7 +110,7 @@ def changed(**changes: Any) -> type[RolePolicy]:
 
 def reference(norm: bool = False) -> ReferenceGradients:
     x = torch.randn(B, S, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return ReferenceGradients.of(Model(norm).double(), lambda model: model(x))
+    return ReferenceGradients.from_model(Model(norm).double(), lambda model: model(x))
 
 
 MODES: dict[str, dict[str, bool]] = {

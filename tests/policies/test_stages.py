@@ -87,7 +87,7 @@ class Misnamed(StagedPolicy):
 def reference() -> ReferenceGradients:
     torch.manual_seed(0)
     x = torch.randn(2, 5, 6, dtype=torch.float64)
-    return ReferenceGradients.of(Staged().double(), lambda model: model(x))
+    return ReferenceGradients.from_model(Staged().double(), lambda model: model(x))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -17,7 +17,7 @@ from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
 from shardformer.verify.report import Report
-from shardformer.verify.small_models import RandomBatches, SmallModel
+from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 from shardformer.verify.verification import verify
 
 B, S, HIDDEN, HEADS, WIDTH, VOCAB = 4, 9, 30, 5, 41, 101
@@ -120,9 +120,15 @@ def check_toy(
     return report
 
 
-def check_sample(sample: SmallModel, policy: type[Policy], pool: WorkerPool, config: Any = None) -> Report:
+def check_sample(sample: SmallModelFactory, policy: type[Policy], pool: WorkerPool, config: Any = None) -> Report:
     report = verify(
-        sample, RandomBatches(sample.head_class), pool.num_workers, policy=policy, config=config, pool=pool, steps=2
+        sample,
+        RandomBatchFactory(sample.head_class),
+        pool.num_workers,
+        policy=policy,
+        config=config,
+        pool=pool,
+        steps=2,
     )
     assert report.passed, report
     assert "all_reduce" in " ".join(report.collectives)  # the model was sharded

@@ -27,8 +27,8 @@ from shardformer.mesh.parallel_context import ParallelContext, reshape_sequence_
 from shardformer.mesh.rank_grid import count_ranks
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import averages_loss_over_samples, model_loss, num_samples
-from shardformer.verify.train_both import ForceFp64, PrecomputedForward, _gather_full_tensors, _get_full_gradient
+from shardformer.verify.small_models import averages_loss_over_samples, compute_model_loss, count_samples
+from shardformer.verify.train_both import ForceFp64Mode, PrecomputedForward, _gather_full_tensors, _get_full_gradient
 from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 from shardformer.zero.shard_optimizer import shard_optimizer
 
@@ -108,15 +108,15 @@ class Reference:
             exact = copy.deepcopy(self.model).to(entry.of_inputs).double()
             if getattr(config := getattr(exact, "config", None), "_experts_implementation", None):
                 config._experts_implementation = "eager"  # type: ignore[union-attr]  # the others have no fp64
-            with ForceFp64():
-                loss = model_loss(exact, floats_in(floats_in(self.batch, entry.of_inputs), torch.float64))
+            with ForceFp64Mode():
+                loss = compute_model_loss(exact, floats_in(floats_in(self.batch, entry.of_inputs), torch.float64))
                 loss.backward()
             self._known[key] = Found(float(loss.detach()), _gradients(exact)), narrow
         return self._known[key]
 
     def _plain(self, model: nn.Module, entry: Entry) -> Found:
         with entry.autocast():
-            loss = model_loss(model, floats_in(self.batch, entry.of_inputs))
+            loss = compute_model_loss(model, floats_in(self.batch, entry.of_inputs))
         (loss * entry.scale).backward()
         return Found(float(loss.detach()), {n: g / entry.scale for n, g in _gradients(model).items()})
 
@@ -124,7 +124,7 @@ class Reference:
         """Shard the model. Raises the error of an unsupported combination."""
 
         def shard(model: nn.Module, parallel: ParallelConfig, context: ParallelContext) -> None:
-            model = shard_model(model, config=parallel.shard_config(context))
+            model = shard_model(model, config=parallel.make_shard_config(context))
             if context.pipe.size > 1:
                 Pipeline(model, parallel.micro_batches or 2)
 
@@ -171,7 +171,7 @@ class _Rank:
             return self._engine(model, batch)
         if entry.kind == "converted":
             model = model.to(entry.dtype)
-        model = shard_model(model, config=self.parallel.shard_config(self.context))
+        model = shard_model(model, config=self.parallel.make_shard_config(self.context))
         if entry.checkpointing:
             model.gradient_checkpointing_enable()
         if entry.kind == "converted later":
@@ -189,7 +189,7 @@ class _Rank:
                 loss = self._pipeline(model, scale).step(batch) / scale
         else:
             with entry.autocast():
-                loss = model_loss(model, batch)
+                loss = compute_model_loss(model, batch)
             scale = 1.0 if keeps else entry.scale
             optimizer.backward(loss) if keeps else (loss * scale).backward()
         return self._found(model, optimizer, loss, scale)
@@ -199,8 +199,8 @@ class _Rank:
         parallel = replace(self.parallel, **self.entry.options, precision=self.entry.asked)
         own: dict[str, Any] = {}
         if averages_loss_over_samples(self.of.head):  # it gives no loss
-            own["loss_fn"] = lambda out, part: model_loss(PrecomputedForward(model, out, part), part)
-            own["loss_weight"] = num_samples
+            own["loss_fn"] = lambda out, part: compute_model_loss(PrecomputedForward(model, out, part), part)
+            own["loss_weight"] = count_samples
         engine = shardformer.initialize(model, optimizer, parallel=parallel, context=self.context, **own)
         if self.entry.checkpointing:
             engine.model.gradient_checkpointing_enable()
@@ -211,11 +211,11 @@ class _Rank:
     def _pipeline(self, model: nn.Module, scale: float) -> Pipeline:
         """Return a pipeline that multiplies the loss by ``scale``, for loops in which no optimizer does."""
         count = self.parallel.micro_batches or 2
-        weight = num_samples if averages_loss_over_samples(self.of.head) else None
+        weight = count_samples if averages_loss_over_samples(self.of.head) else None
         return Pipeline(
             model,
             count,
-            loss_fn=lambda out, part: model_loss(PrecomputedForward(model, out, part), part) * scale,
+            loss_fn=lambda out, part: compute_model_loss(PrecomputedForward(model, out, part), part) * scale,
             loss_weight=weight,
         )
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from shardformer.discovery.reduced_model import disable_dropout
-from shardformer.verify.small_models import DEFAULT_HEAD, SMALL_CONFIGS, RandomBatches, SmallModel
+from shardformer.verify.small_models import DEFAULT_HEAD, SMALL_CONFIGS, RandomBatchFactory, SmallModelFactory
 from tests.precision.crossing import Entry, Reference, assert_as_exact
 from tests.verify.deep import deep
 
@@ -62,16 +62,16 @@ CHANGES: Mapping[str, dict[str, Any]] = {
 
 @cache
 def reference(family: str, *, is_deep: bool) -> Reference:
-    sample = deep(family) if is_deep else SmallModel(family)
+    sample = deep(family) if is_deep else SmallModelFactory(family)
     torch.manual_seed(0)
     changes = dict(sample.changes)
     for name, value in CHANGES.get(family, {}).items():
         inside = changes.get(name, SMALL_CONFIGS[family].get(name, {}))
         changes[name] = {**inside, **value} if isinstance(value, dict) else value
-    model = SmallModel(family, changes=changes)().float().train()
+    model = SmallModelFactory(family, changes=changes)().float().train()
     disable_dropout(model)
     head = DEFAULT_HEAD[family]
-    return Reference(model, RandomBatches(head)(0), head)
+    return Reference(model, RandomBatchFactory(head)(0), head)
 
 
 # Each family and each entry point is combined with each layout. Swin V2 is omitted: its position bias uses ReLU.
@@ -113,7 +113,7 @@ def derived(family: str) -> Reference:
     else:
         config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=4)
         model = transformers.MixtralForCausalLM(config)
-    return Reference(model.train(), RandomBatches("LlamaForCausalLM")(0), "LlamaForCausalLM")
+    return Reference(model.train(), RandomBatchFactory("LlamaForCausalLM")(0), "LlamaForCausalLM")
 
 
 @pytest.mark.slow

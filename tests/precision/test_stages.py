@@ -17,7 +17,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 from shardformer.verify.train_both import _gather_full_tensors
 from tests.precision.crossing import floats_in
 from tests.verify.deep import deep
@@ -61,7 +61,7 @@ def autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
 
 
-def sample_of(family: str) -> SmallModel:
+def sample_of(family: str) -> SmallModelFactory:
     if family == "falcon with ALiBi":
         return deep("falcon", **VARIANTS["falcon of groups with ALiBi"].changes)
     return deep(family)
@@ -84,7 +84,7 @@ def test_conversion_after_sharding_is_bitwise_exact(family: str, conversion: str
     model = sample().float().train()
     plain = convert(copy.deepcopy(model))
     batch = floats_in(
-        RandomBatches(DEFAULT_HEAD[sample.family])(0),
+        RandomBatchFactory(DEFAULT_HEAD[sample.family])(0),
         torch.float32 if dtype is not None else next(plain.parameters()).dtype,
     )
     with autocast(dtype):
@@ -113,7 +113,7 @@ def test_model_may_change_between_steps() -> None:
     """Stages remember the shapes of the tensors that they exchange, separately for each dtype."""
     torch.manual_seed(0)
     model = deep("llama")().float().train()
-    batch = RandomBatches(DEFAULT_HEAD["llama"])(0)
+    batch = RandomBatchFactory(DEFAULT_HEAD["llama"])(0)
     changes: list[tuple[Convert, torch.dtype | None]] = [
         (nn.Module.float, None),
         (nn.Module.float, torch.bfloat16),
@@ -148,7 +148,7 @@ def test_tied_weights_with_different_dtypes_raise_on_all_stages() -> None:
     """Converting the embedding also converts the tied head on one device, but not the head on the last stage."""
     torch.manual_seed(0)
     model = deep("bloom")().float().train()
-    batch = RandomBatches(DEFAULT_HEAD["bloom"])(0)
+    batch = RandomBatchFactory(DEFAULT_HEAD["bloom"])(0)
 
     def train(context: ParallelContext) -> None:
         ours = cut(model, context)
@@ -163,7 +163,7 @@ def test_tied_weights_with_different_dtypes_raise_on_all_stages() -> None:
 def test_different_autocast_settings_raise_on_all_stages() -> None:
     torch.manual_seed(0)
     model = deep("llama")().float().train()
-    batch = RandomBatches(DEFAULT_HEAD["llama"])(0)
+    batch = RandomBatchFactory(DEFAULT_HEAD["llama"])(0)
 
     def train(context: ParallelContext) -> None:
         pipeline = Pipeline(cut(model, context), 2)
@@ -181,7 +181,7 @@ def test_backward_pass_runs_outside_autocast(schedule: str) -> None:
     """Tensors that a forward pass computes in fp32 without autocast are returned in fp32."""
     torch.manual_seed(0)
     model = deep("llama")().float().train()
-    batch = RandomBatches(DEFAULT_HEAD["llama"])(0)
+    batch = RandomBatchFactory(DEFAULT_HEAD["llama"])(0)
 
     def widen(model: Any) -> Any:
         for layer in model.model.layers:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.comm.collectives import all_gather
-from shardformer.gradients.buckets import ALIGNMENT_ELEMENTS, Bucket, GradientSlot, ReduceScatterToShards
+from shardformer.gradients.buckets import ALIGNMENT_ELEMENTS, GradientBucket, GradientSlot, ReduceScatterToShards
 from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.shard_spec import ShardSpec, Split
 from shardformer.layout.sharding_metadata import GradientReduction, ParamEntry
@@ -74,7 +74,7 @@ def _simple(case: str) -> float:
         model(mine * 2).backward()
         return _worst(model, _want(plain, [plain(x) + plain(x * 2) for x in both]))
     if case == "first paused":
-        with reducer.paused():
+        with reducer.no_sync():
             model(mine).backward()
         model(mine * 2).backward()
         return _worst(model, _want(plain, [plain(x) + plain(x * 2) for x in both]))
@@ -87,13 +87,13 @@ def _simple(case: str) -> float:
         losses = [plain(x) + plain(x * 2, use_b=i == 0) for i, x in enumerate(both)]
         return _worst(model, _want(plain, losses))
     if case == "first paused, unused on one rank later":
-        with reducer.paused():
+        with reducer.no_sync():
             model(mine, use_b=axis.rank == 1).backward()
         model(mine * 2, use_b=axis.rank == 0).backward()
         losses = [plain(x, use_b=i == 1) + plain(x * 2, use_b=i == 0) for i, x in enumerate(both)]
         return _worst(model, _want(plain, losses))
     if case == "paused, then thrown away":
-        with reducer.paused():
+        with reducer.no_sync():
             model(mine).backward()
         model.zero_grad()
         model(mine, use_b=False).backward()
@@ -130,7 +130,7 @@ def _unfrozen() -> tuple[float, float]:
     for net in (model, plain):
         net.b.requires_grad_(True)
         net.zero_grad()
-    reducer.refresh()
+    reducer.prepare_for_backward()
     model(both[axis.rank]).backward()
     return frozen, _worst(model, _want(plain, [plain(x) for x in both]))
 
@@ -143,7 +143,7 @@ def _frozen_for_a_reference() -> float:
     loss = model(_data(axis.rank))
     with torch.no_grad():
         model.b.requires_grad_(False)
-        reducer.refresh()
+        reducer.prepare_for_backward()
         model(_data(axis.rank), use_b=False)
         model.b.requires_grad_(True)
     loss.backward()
@@ -178,7 +178,7 @@ def _goes_on(bucket_bytes: int, copied: bool) -> float:
     if copied:
         holder = deepcopy(holder)
     holder.net.zero_grad()
-    holder.reducer.refresh()
+    holder.reducer.prepare_for_backward()
     holder.net(both[axis.rank]).backward()
     return _worst(holder.net, _want(plain, [plain(x) for x in both]))
 
@@ -251,7 +251,7 @@ def _handed_over(bucket_bytes: int) -> tuple[float, bool]:
     axis, model, plain = Axis.of(None), _Net(), _Net()
     got: list[tuple[list[Tensor], Tensor, Tensor]] = []
 
-    def receive(bucket: Bucket, shard: Tensor, had: Tensor) -> None:
+    def receive(bucket: GradientBucket, shard: Tensor, had: Tensor) -> None:
         got.append(([g.param for g in bucket.gradients], shard, had))
 
     gradients = [_gradient(p, axis, axis.size) for p in model.parameters()]

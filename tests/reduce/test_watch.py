@@ -21,7 +21,7 @@ from shardformer.layout.sharding_metadata import get_metadata
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 
 STEPS, AT = 4, 2
 Change = Callable[["Run"], None]
@@ -33,7 +33,7 @@ class Run:
     def __init__(self, context: ParallelContext, *, zero_stage: int | None = None, **options: Any) -> None:
         torch.manual_seed(0)
         self.context = context
-        self.model: Any = shardformer.shard_model(SmallModel("llama")().train(), context=context, **options)
+        self.model: Any = shardformer.shard_model(SmallModelFactory("llama")().train(), context=context, **options)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         if zero_stage is not None:
             self.optimizer = shardformer.shard_optimizer(self.model, self.optimizer, stage=zero_stage)
@@ -41,7 +41,7 @@ class Run:
         self.skips = False
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        return RandomBatches(DEFAULT_HEAD["llama"])(10 * step + self.context.data.rank)
+        return RandomBatchFactory(DEFAULT_HEAD["llama"])(10 * step + self.context.data.rank)
 
     def step(self, batch: dict[str, Tensor]) -> None:
         if self.pipeline is not None:
@@ -54,7 +54,7 @@ class Run:
 
 
 def other_batch(run: Run) -> None:
-    run.batch = lambda step: RandomBatches(DEFAULT_HEAD["llama"])(999)  # type: ignore[method-assign]
+    run.batch = lambda step: RandomBatchFactory(DEFAULT_HEAD["llama"])(999)  # type: ignore[method-assign]
 
 
 def eval_mode(run: Run) -> None:
@@ -163,7 +163,7 @@ def test_stages_may_use_different_optimizer_classes() -> None:
 def test_engine_may_use_optimizers_with_different_options_per_stage() -> None:
     def do(context: ParallelContext) -> int:
         torch.manual_seed(0)
-        model = SmallModel("llama")().train()
+        model = SmallModelFactory("llama")().train()
         parts: tuple[list[Any], list[Any]] = ([], [])
         for name, param in model.named_parameters():
             parts[any(part in name for part in ("layers.1.", "model.norm", "lm_head"))].append(param)
@@ -172,7 +172,7 @@ def test_engine_may_use_optimizers_with_different_options_per_stage() -> None:
             model, optimizers, parallel=shardformer.ParallelConfig(pipe=2, micro_batches=2), context=context
         )
         for step in range(3):
-            engine.backward(engine(RandomBatches(DEFAULT_HEAD["llama"])(step)))
+            engine.backward(engine(RandomBatchFactory(DEFAULT_HEAD["llama"])(step)))
             engine.step()
         return engine.steps
 
@@ -234,7 +234,7 @@ def sampled() -> list[int]:
     """Generate a text on each rank with its own random seed."""
     context = ParallelContext.from_world({"tensor": 2})
     torch.manual_seed(0)
-    model: Any = shardformer.shard_model(SmallModel("llama")(), context=context).eval()
+    model: Any = shardformer.shard_model(SmallModelFactory("llama")(), context=context).eval()
     torch.manual_seed(context.rank)
     text: list[int] = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=True)[0].tolist()
     return text
@@ -255,7 +255,7 @@ def test_consistency_check_can_be_disabled() -> None:
 def test_different_options_on_ranks_raise() -> None:
     def do(context: ParallelContext) -> None:
         with pytest.raises(shardformer.ShardFormerError, match="check_consistency="):
-            shardformer.shard_model(SmallModel("llama")(), context=context, check_consistency=context.rank == 0)
+            shardformer.shard_model(SmallModelFactory("llama")(), context=context, check_consistency=context.rank == 0)
 
     run_as_threads(do, tensor=2)
 

@@ -14,7 +14,7 @@ import shardformer
 from shardformer.errors import InputError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import SmallModel
+from shardformer.verify.small_models import SmallModelFactory
 
 STEPS = 3
 Optimizers = list[torch.optim.Optimizer]
@@ -22,7 +22,7 @@ Optimizers = list[torch.optim.Optimizer]
 
 def llama() -> Any:
     torch.manual_seed(0)
-    return SmallModel("llama")().double().train()
+    return SmallModelFactory("llama")().double().train()
 
 
 def ids(step: int) -> torch.Tensor:

@@ -42,7 +42,9 @@ def overfitted(where: Path, steps: int = STEPS, **tables: Any) -> TrainConfig:
 
 
 def best_step(made: TrainConfig) -> int:
-    losses = {r.step: r.values["validation/loss"] for r in read_records(made.path) if "validation/loss" in r.values}
+    losses = {
+        r.step: r.values["validation/loss"] for r in read_records(made.output_folder) if "validation/loss" in r.values
+    }
     step = min(losses, key=lambda step: losses[step])
     assert len(losses) == STEPS // EVERY and EVERY <= step < STEPS, losses
     return step
@@ -64,12 +66,12 @@ def test_the_weights_of_the_best_step_are_exported(parallel: dict[str, Any], poo
     made = overfitted(tmp_path, parallel=parallel)
     pool2.run(run_training, made)
     step = best_step(made)
-    assert steps_in(made.path / "checkpoints") == [f"step-{step:08}", f"step-{STEPS:08}"]
+    assert steps_in(made.output_folder / "checkpoints") == [f"step-{step:08}", f"step-{STEPS:08}"]
     only = overfitted(tmp_path, step, parallel=parallel, folder=str(tmp_path / "only"))
     pool2.run(run_training, only)
-    torch.testing.assert_close(exported(made.path), exported(only.path), rtol=0, atol=0)
-    found = find_trained_model(str(made.path))
-    assert found.checkpoint == made.path / "checkpoints" / f"step-{step:08}"
+    torch.testing.assert_close(exported(made.output_folder), exported(only.output_folder), rtol=0, atol=0)
+    found = find_trained_model(str(made.output_folder))
+    assert found.checkpoint == made.output_folder / "checkpoints" / f"step-{step:08}"
 
 
 def stop_after(made: TrainConfig, steps: int) -> None:
@@ -90,24 +92,24 @@ def test_a_resumed_run_keeps_the_best_checkpoint_under_another_layout(
     assert f"/step-{step:08}, validation/loss " in output and "whole/model, of the best checkpoint" in output
     cut = overfitted(tmp_path)
     stop_after(cut, step + 1)
-    assert steps_in(cut.path / "checkpoints") == [f"step-{step:08}", f"step-{step + 1:08}"]
+    assert steps_in(cut.output_folder / "checkpoints") == [f"step-{step:08}", f"step-{step + 1:08}"]
     other = overfitted(tmp_path, parallel={"tensor": 2})
     pool2.run(run_training, other)
-    assert steps_in(other.path / "checkpoints") == [f"step-{step:08}", f"step-{STEPS:08}"]
-    torch.testing.assert_close(exported(cut.path), exported(whole.path), rtol=0, atol=0)
+    assert steps_in(other.output_folder / "checkpoints") == [f"step-{step:08}", f"step-{STEPS:08}"]
+    torch.testing.assert_close(exported(cut.output_folder), exported(whole.output_folder), rtol=0, atol=0)
     pool2.run(run_training, other)  # the run is complete: the export is the same
-    torch.testing.assert_close(exported(cut.path), exported(whole.path), rtol=0, atol=0)
+    torch.testing.assert_close(exported(cut.output_folder), exported(whole.output_folder), rtol=0, atol=0)
 
 
 def test_a_best_checkpoint_that_is_only_kept_is_not_exported(tmp_path: Path) -> None:
     kept, plain = overfitted(tmp_path, best={"best": "keep", "retention": 1}), overfitted(tmp_path, best={})
     run_training(kept)
     step = best_step(kept)
-    assert steps_in(kept.path / "checkpoints") == [f"step-{step:08}", f"step-{STEPS:08}"]
+    assert steps_in(kept.output_folder / "checkpoints") == [f"step-{step:08}", f"step-{STEPS:08}"]
     last = overfitted(tmp_path, best=plain.hooks["checkpoint"], folder=str(tmp_path / "last"))
     run_training(last)
-    torch.testing.assert_close(exported(kept.path), exported(last.path), rtol=0, atol=0)
-    assert steps_in(last.path / "checkpoints") == [f"step-{STEPS:08}"]
+    torch.testing.assert_close(exported(kept.output_folder), exported(last.output_folder), rtol=0, atol=0)
+    assert steps_in(last.output_folder / "checkpoints") == [f"step-{STEPS:08}"]
 
 
 class Values(Hook):

@@ -16,7 +16,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.train_command.conversations import IGNORED
 from shardformer.train_command.dry_run import make_dry_run_report
 from shardformer.train_command.load_data import load_data
-from shardformer.train_command.packing import pack_lengths
+from shardformer.train_command.packing import pack_documents
 from shardformer.train_command.run import build_trainer, run_training
 from tests.runs.files import config, save_word_tokenizer, write_rows, write_text
 from tests.runs.test_run import losses_of
@@ -198,13 +198,13 @@ def test_the_template_is_exported_with_the_tokenizer(word_tokenizer: Any, tmp_pa
     data = {"train": rows, "tokenizer": str(tmp_path / "tokenizer"), "chat_template": "chatml", "sequence_length": 64}
     made = config(tmp_path, "gpt2", data, training={"steps": 1, "export": True})
     run_training(made)
-    again = transformers.AutoTokenizer.from_pretrained(made.path / "model")
+    again = transformers.AutoTokenizer.from_pretrained(made.output_folder / "model")
     assert again.apply_chat_template(CHAT[1:2], tokenize=False).startswith("<|im_start|>user\n")
 
 
 def test_rows_are_packed_into_the_fullest_row_that_has_space() -> None:
     lengths = [3, 6, 2, 5, 4, 1, 8]
-    rows = pack_lengths(lengths, 8)
+    rows = pack_documents(lengths, 8)
     assert sorted(index for row in rows for index in row) == list(range(7))
     assert all(sum(lengths[index] for index in row) <= 8 for row in rows)
     assert len(rows) == 4

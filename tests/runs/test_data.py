@@ -15,7 +15,7 @@ from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.train_command.conversations import IGNORED
 from shardformer.train_command.datasets import PaddingCollator
 from shardformer.train_command.load_data import load_data
-from shardformer.train_command.read_rows import infer_format
+from shardformer.train_command.read_rows import infer_data_format
 from shardformer.train_command.tokenizer import MASK, PAD_TOKEN
 from tests.runs.files import WORDS, config, labelled, write_images, write_rows, write_text
 
@@ -206,7 +206,7 @@ def test_rows_may_contain_image_paths(tmp_path: Path) -> None:
 def test_the_format_of_mixed_names_cannot_be_inferred(tmp_path: Path) -> None:
     data = config(tmp_path, "gpt2", {"train": ["a.txt", "b.jsonl"]}).data
     with pytest.raises(ConfigError, match=r"data.format"):
-        infer_format(data, ["a.txt", "b.jsonl"])
+        infer_data_format(data, ["a.txt", "b.jsonl"])
 
 
 def test_labels_of_mixed_types_raise(tmp_path: Path) -> None:

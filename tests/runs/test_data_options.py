@@ -127,7 +127,7 @@ def test_one_number_per_text_is_learned(tmp_path: Path) -> None:
         tmp_path, {"train": write_rows(tmp_path, scored())}, "regression", training={"steps": 2, "export": True}
     )
     run_training(made)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(made.path / "model")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(made.output_folder / "model")
     assert (model.config.num_labels, model.config.problem_type) == (1, "regression")
     data = load_data(made)
     batch = data.collate([data.train[3], data.train[1]])
@@ -141,7 +141,7 @@ def test_any_number_of_classes_per_text_is_learned(tmp_path: Path) -> None:
     data = {"train": write_rows(tmp_path, scored()), "label": "topics"}
     made = classified(tmp_path, data, "multi_label_classification", training={"steps": 2, "export": True})
     run_training(made)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(made.path / "model")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(made.output_folder / "model")
     assert model.config.id2label == {0: "a", 1: "b", 2: "c"}
     found = load_data(made)
     assert [found.train[index]["labels"] for index in (0, 2)] == [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
@@ -155,7 +155,7 @@ def test_the_first_token_of_each_word_has_its_class(tmp_path: Path) -> None:
     data = {"train": write_rows(tmp_path, tagged()), "text": "tokens", "label": "tags"}
     made = classified(tmp_path, data, "token_classification", training={"steps": 2, "export": True})
     run_training(made)
-    model = transformers.AutoModelForTokenClassification.from_pretrained(made.path / "model")
+    model = transformers.AutoModelForTokenClassification.from_pretrained(made.output_folder / "model")
     assert model.config.id2label == {0: "NAME", 1: "O", 2: "PLACE"}
     sample = load_data(made).train[2]
     assert bytes(sample["input_ids"]) == b"Ann is in Rome"

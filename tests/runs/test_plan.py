@@ -16,7 +16,7 @@ def plan(folder: Path, **parallel: Any) -> DryRunReport:
     made = config(folder, "gpt2", {"train": write_text(folder), "batch_size": 8}, parallel=parallel)
     found = make_dry_run_report(made)
     assert found.why_untraced == ""
-    assert not made.path.exists()
+    assert not made.output_folder.exists()
     return found
 
 

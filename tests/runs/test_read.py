@@ -150,7 +150,7 @@ def test_a_file_is_read_and_keys_are_changed(tmp_path: Path) -> None:
 def test_a_path_may_start_with_a_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     found = config_with(folder="~/run", model__name="~/base", data__train=["~/a.txt", "b~.txt"], data__tokenizer="~/t")
-    assert found.path == Path("/home/me/run")
+    assert found.output_folder == Path("/home/me/run")
     assert (found.model.name, found.data.tokenizer) == ("/home/me/base", "/home/me/t")
     assert found.data.train == ["/home/me/a.txt", "b~.txt"]
     assert OffloadConfig("nvme:~/states").folder == "/home/me/states"

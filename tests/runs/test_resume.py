@@ -26,7 +26,7 @@ def run(tmp_path: Path, steps: int, **tables: Any) -> TrainConfig:
 
 
 def rates(made: TrainConfig) -> list[float]:
-    return [round(record.values["learning_rate"] / LR, 6) for record in read_records(made.path)]
+    return [round(record.values["learning_rate"] / LR, 6) for record in read_records(made.output_folder)]
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
@@ -34,13 +34,13 @@ def rates(made: TrainConfig) -> list[float]:
 def test_another_length_does_not_silently_change_the_schedule(name: str, steps: int, tmp_path: Path) -> None:
     cut = run(tmp_path, 6, schedule={"name": name})
     stop_behind(cut, 2)
-    records = (cut.path / "records.jsonl").read_bytes()
+    records = (cut.output_folder / "records.jsonl").read_bytes()
     with pytest.raises(
         ConfigError, match=rf"{steps} instead of 6 steps.*schedule.steps = 6 to keep.*schedule.steps = {steps}"
     ):
         run_training(run(tmp_path, steps, schedule={"name": name}))
-    assert (cut.path / "records.jsonl").read_bytes() == records
-    assert tomllib.loads((cut.path / "resolved_config.toml").read_text())["training"]["steps"] == 6
+    assert (cut.output_folder / "records.jsonl").read_bytes() == records
+    assert tomllib.loads((cut.output_folder / "resolved_config.toml").read_text())["training"]["steps"] == 6
 
 
 def stop_behind(made: TrainConfig, steps: int) -> None:

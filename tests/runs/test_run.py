@@ -49,13 +49,15 @@ def test_each_task_is_learned_and_exported(kind: str, task: str, tmp_path: Path)
     training = {"steps": 12, "export": True}
     made = config(tmp_path, kind, data_for(task, tmp_path), model={"task": task}, training=training)
     values = run_training(made)
-    losses = [record.values["loss"] for record in read_records(made.path)]
+    losses = [record.values["loss"] for record in read_records(made.output_folder)]
     assert len(losses) == 12
     assert losses[-1] == values["loss"]
     assert sum(losses[-3:]) < sum(losses[:3])
-    head = next(line for line in (made.path / "model" / "config.json").read_text().splitlines() if kind in line.lower())
+    head = next(
+        line for line in (made.output_folder / "model" / "config.json").read_text().splitlines() if kind in line.lower()
+    )
     assert head
-    again = transformers.AutoModel.from_pretrained(made.path / "model")
+    again = transformers.AutoModel.from_pretrained(made.output_folder / "model")
     assert again.config.model_type == kind
 
 
@@ -63,8 +65,8 @@ def test_an_exported_model_can_be_trained_further(tmp_path: Path) -> None:
     data = {"train": write_text(tmp_path)}
     first = config(tmp_path, "gpt2", data, training={"steps": 3, "export": True})
     run_training(first)
-    saved = transformers.AutoModelForCausalLM.from_pretrained(first.path / "model")
-    model = {"name": str(first.path / "model"), "random": False, "config": {}}
+    saved = transformers.AutoModelForCausalLM.from_pretrained(first.output_folder / "model")
+    model = {"name": str(first.output_folder / "model"), "random": False, "config": {}}
     second = config(tmp_path, "gpt2", {**data, "tokenizer": "bytes"}, folder=str(tmp_path / "second"), model=model)
     trainer, _ = build_trainer(second, second.layout, ParallelContext.of({}))
     torch.testing.assert_close(
@@ -116,7 +118,7 @@ def test_an_extended_run_replaces_its_export(tmp_path: Path) -> None:
 
 def losses_of(made: TrainConfig) -> list[float]:
     run_training(made)
-    return [record.values["loss"] for record in read_records(made.path)]
+    return [record.values["loss"] for record in read_records(made.output_folder)]
 
 
 @pytest.mark.reduced(at_most=2)
@@ -168,7 +170,7 @@ def test_hooks_are_created_with_their_arguments(tmp_path: Path) -> None:
     data = {"train": write_text(tmp_path), "validation": write_text(tmp_path, "other.txt", 2)}
     made = config(tmp_path, "gpt2", data, hooks=hooks)
     run_training(made)
-    assert sorted(path.name for path in (made.path / "checkpoints").glob("step-*")) == [
+    assert sorted(path.name for path in (made.output_folder / "checkpoints").glob("step-*")) == [
         "step-00000001",
         "step-00000002",
     ]
@@ -183,7 +185,7 @@ def test_the_directory_of_an_own_hook_is_in_the_folder_of_the_run(tmp_path: Path
     )
     made = config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, hooks={f"{tmp_path}/mine.py:Writes": True})
     found: Any = next(hook for hook in build_hooks(made) if type(hook).__name__ == "Writes")
-    assert Path(found.directory) == made.path / "Writes"
+    assert Path(found.directory) == made.output_folder / "Writes"
 
 
 def test_a_table_is_converted_to_the_type_of_the_argument(tmp_path: Path) -> None:
@@ -205,7 +207,7 @@ def test_an_interrupted_run_saves_a_checkpoint_and_reports_it(tmp_path: Path) ->
     with pytest.raises(SystemExit) as ended:
         run_training(made)
     assert ended.value.code == 143
-    assert [path.name for path in (made.path / "checkpoints").glob("step-*")] == ["step-00000002"]
+    assert [path.name for path in (made.output_folder / "checkpoints").glob("step-*")] == ["step-00000002"]
 
 
 @pytest.mark.parametrize(
@@ -260,10 +262,12 @@ def test_a_hook_file_that_fails_raises_with_its_line(tmp_path: Path) -> None:
 
 def test_a_run_starts_despite_a_temporary_file_of_a_killed_run(tmp_path: Path) -> None:
     made = config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, training={"steps": 1})
-    made.path.mkdir()
-    (made.path / f".resolved_config.toml-{os.getpid()}").touch()  # in a container all runs have the same number
+    made.output_folder.mkdir()
+    (
+        made.output_folder / f".resolved_config.toml-{os.getpid()}"
+    ).touch()  # in a container all runs have the same number
     run_training(made)
-    assert tomllib.loads((made.path / "resolved_config.toml").read_text())["training"]["steps"] == 1
+    assert tomllib.loads((made.output_folder / "resolved_config.toml").read_text())["training"]["steps"] == 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from shardformer.errors import ConfigError, InputError
-from shardformer.train_command.build import KNOWN_HOOKS, build_hooks, build_optimizer, count_steps, get_hook_arguments
+from shardformer.train_command.build import (
+    KNOWN_HOOKS,
+    build_hooks,
+    build_optimizer_factory,
+    count_training_steps,
+    get_hook_arguments,
+)
 from shardformer.train_command.config_schema import RENAMED_KEYS, TRAINER_KEYS, TrainConfig, parse_config
 from shardformer.train_command.load_data import load_data
 from shardformer.train_command.run import run_training
@@ -83,7 +89,7 @@ def test_the_tokenizer_files_of_openai_are_read(tmp_path: Path) -> None:
     vocabulary = {letter: number for number, letter in enumerate(["<|endoftext|>", "a", "b", "c", "ab"])}
     (tmp_path / "encoder.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     (tmp_path / "vocab.bpe").write_text("#version: 0.2\na b\n", encoding="utf-8")
-    found = load_tokenizer(str(tmp_path), "none", random=True)
+    found = load_tokenizer(str(tmp_path), "none", has_random_weights=True)
     assert found.encode("abcab") == [4, 3, 4] and (found.size, found.end) == (5, 0)
 
 
@@ -92,9 +98,9 @@ def test_epochs_may_be_a_fraction(epochs: float, steps: int, tmp_path: Path) -> 
     data = {"train": write_text(tmp_path, times=5), "batch_size": 4}
     hooks = {"progress": False, "throughput": False, "checkpoint": False}
     made = config(tmp_path, "gpt2", data, training={"epochs": epochs}, hooks=hooks)
-    assert count_steps(made, load_data(made)) == steps
+    assert count_training_steps(made, load_data(made)) == steps
     run_training(made)
-    assert [record.step for record in read_records(made.path)] == list(range(1, steps + 1))
+    assert [record.step for record in read_records(made.output_folder)] == list(range(1, steps + 1))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +123,7 @@ def test_epochs_may_be_a_fraction(epochs: float, steps: int, tmp_path: Path) -> 
 def test_a_key_of_another_table_or_library_is_answered_with_ours(tables: dict[str, Any], remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
         made = parse_config({"model": {"name": "gpt2"}, "data": {"train": "a.txt"}} | tables, "run.toml")
-        build_optimizer(made.optimizer), build_hooks(made)
+        build_optimizer_factory(made.optimizer), build_hooks(made)
     assert remedy in caught.value.remedy
 
 

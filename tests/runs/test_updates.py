@@ -12,8 +12,8 @@ from torch import nn
 
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.train_command.build import build_optimizer, build_scheduler, count_steps
-from shardformer.train_command.config_schema import OptimizerTable, ScheduleTable, TrainConfig
+from shardformer.train_command.build import build_optimizer_factory, build_scheduler_factory, count_training_steps
+from shardformer.train_command.config_schema import OptimizerOptions, ScheduleOptions, TrainConfig
 from shardformer.train_command.load_data import load_data
 from tests.runs.files import SMALL, config, labelled, write_rows, write_text
 from tests.runs.test_run import losses_of
@@ -37,7 +37,7 @@ from tests.runs.test_run import losses_of
 )
 def test_learning_rate_of_each_step(table: dict[str, Any], expected: list[float]) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    scheduler = build_scheduler(ScheduleTable(**table), 4)(optimizer)
+    scheduler = build_scheduler_factory(ScheduleOptions(**table), 4)(optimizer)
     rates = []
     for _ in range(4):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -50,13 +50,13 @@ def test_learning_rate_of_each_step(table: dict[str, Any], expected: list[float]
 def test_the_number_of_steps_equals_the_number_of_batches(drop_last: bool, steps: int, tmp_path: Path) -> None:
     data = {"train": write_rows(tmp_path, labelled(12)), "batch_size": 5, "drop_last": drop_last}
     made = config(tmp_path, "bert", data, model={"task": "classification"}, training={"epochs": 2})
-    assert count_steps(made, load_data(made)) == steps
+    assert count_training_steps(made, load_data(made)) == steps
 
 
 def grouped(model: Any, **table: Any) -> dict[float, set[str]]:
     """Return the parameter names by weight decay."""
     names = {id(param): name for name, param in model.named_parameters()}
-    optimizer = build_optimizer(OptimizerTable(**table))(model)(list(model.parameters()))
+    optimizer = build_optimizer_factory(OptimizerOptions(**table))(model)(list(model.parameters()))
     return {group["weight_decay"]: {names[id(param)] for param in group["params"]} for group in optimizer.param_groups}
 
 
@@ -94,13 +94,13 @@ def test_decay_biases_and_norms_decays_all_parameters() -> None:
     with pytest.raises(
         ConfigError, match=r"decay_biases_and_norms = true has no effect, because SGD has no weight decay"
     ):
-        build_optimizer(OptimizerTable(name="SGD", decay_biases_and_norms=True))
+        build_optimizer_factory(OptimizerOptions(name="SGD", decay_biases_and_norms=True))
 
 
 def rates_of(model: nn.Module, **table: Any) -> dict[str, float]:
     """Return the learning rate of each parameter as a factor of ``lr``."""
     names = {id(param): name for name, param in model.named_parameters()}
-    optimizer = build_optimizer(OptimizerTable(lr=0.5, **table))(model)(list(model.parameters()))
+    optimizer = build_optimizer_factory(OptimizerOptions(lr=0.5, **table))(model)(list(model.parameters()))
     return {names[id(param)]: group["lr"] / 0.5 for group in optimizer.param_groups for param in group["params"]}
 
 
@@ -137,7 +137,7 @@ def test_learning_rates_by_name_multiply_those_by_layer() -> None:
 
 
 def test_the_first_group_has_the_configured_rate() -> None:
-    optimizer = build_optimizer(OptimizerTable(lr=0.5, lr_factors={"*": 7.0}))(model := small_llama())(
+    optimizer = build_optimizer_factory(OptimizerOptions(lr=0.5, lr_factors={"*": 7.0}))(model := small_llama())(
         list(model.parameters())
     )
     assert optimizer.param_groups[0]["lr"] == 0.5 and not optimizer.param_groups[0]["params"]
@@ -153,7 +153,7 @@ def test_the_first_group_has_the_configured_rate() -> None:
 def test_rates_without_effect_raise(table: dict[str, Any], words: str) -> None:
     model = nn.Linear(2, 2) if "layer_decay" in table else small_llama()
     with pytest.raises(ConfigError, match=words):
-        build_optimizer(OptimizerTable(**table))(model)
+        build_optimizer_factory(OptimizerOptions(**table))(model)
 
 
 @pytest.mark.reduced(one_in=3, first=1)

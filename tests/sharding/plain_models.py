@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.verify.small_models import SmallModel
+from shardformer.verify.small_models import SmallModelFactory
 
 
 def in_fp64(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def in_fp64(batch: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def plain_of(family: str) -> nn.Module:
     torch.manual_seed(0)
-    model: nn.Module = SmallModel(family)().double().train()
+    model: nn.Module = SmallModelFactory(family)().double().train()
     return model
 
 

@@ -16,7 +16,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.module_descriptions import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 from tests.policies.toy import VOCAB, ToyLM, ToyPolicy, toy_batch, toy_loss
 
 
@@ -45,9 +45,9 @@ def test_all_names_of_a_module_return_the_same_output() -> None:
 
 
 def test_transformers_second_name_of_an_embedding_is_trained_too() -> None:
-    plain: Any = SmallModel("llama")().double().train()
+    plain: Any = SmallModelFactory("llama")().double().train()
     plain.alias = plain.model.embed_tokens
-    ids = RandomBatches(DEFAULT_HEAD["llama"])(0)["input_ids"]
+    ids = RandomBatchFactory(DEFAULT_HEAD["llama"])(0)["input_ids"]
     plain.alias(ids).square().sum().backward()
     expected = plain.alias.weight.grad.abs().sum().item()
 

@@ -21,7 +21,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.shard_model_api import shard_model
 from shardformer.train_command.config_schema import load_train_config
 from shardformer.train_command.run import run_training
-from shardformer.verify.small_models import SmallModel
+from shardformer.verify.small_models import SmallModelFactory
 from tests.runs.small_run import MODEL_AND_DATA
 
 PACKAGE = Path(shardformer.__file__).parent
@@ -40,7 +40,7 @@ steps = 3
 
 
 def test_shard_model_calls_few_functions_in_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_model, calls = SmallModel("llama", changes={"num_hidden_layers": 2}), Counter[str]()
+    small_model, calls = SmallModelFactory("llama", changes={"num_hidden_layers": 2}), Counter[str]()
     torch_patches.uninstall()  # those of other tests, such as the one that LazyInit needs
     shard_model(small_model(), context=ParallelContext.of({}))  # imports the policy, and installs patches of torch
     models = [small_model() for _ in range(2)]

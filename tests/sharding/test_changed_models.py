@@ -18,13 +18,13 @@ from shardformer.mesh.parallel_context import ParallelContext, reshape_sequence_
 from shardformer.mesh.rank_grid import count_ranks
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.shard_optimizer import shard_optimizer
 
 pytestmark = pytest.mark.slow
 
-BATCH = RandomBatches(DEFAULT_HEAD["llama"])(0)
+BATCH = RandomBatchFactory(DEFAULT_HEAD["llama"])(0)
 Layout = Mapping[str, Any]
 TENSOR: list[Layout] = [
     {"tensor": 2},
@@ -36,7 +36,7 @@ UNCUT: list[Layout] = [{"pipe": 2}, {"sequence": 2}, {"pipe": 2, "data": 2}]
 
 def llama() -> Any:
     torch.manual_seed(0)
-    model: Any = SmallModel("llama")().double().train()
+    model: Any = SmallModelFactory("llama")().double().train()
     model.config.use_cache = False
     return model
 
@@ -102,7 +102,7 @@ def check(plain: Any, layout: Layout) -> None:
 
     def train(context: ParallelContext) -> dict[str, Tensor]:
         context = reshape_tensor_axis(reshape_sequence_axis(context, parallel.sequence), parallel.tensor)
-        model: Any = shard_model(copy.deepcopy(plain), config=parallel.shard_config(context))
+        model: Any = shard_model(copy.deepcopy(plain), config=parallel.make_shard_config(context))
         own = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
         data = context.data
         part = {name: x.chunk(data.size)[data.rank] for name, x in BATCH.items()}

@@ -23,12 +23,12 @@ from shardformer.discovery import forward_trace
 from shardformer.discovery import validation as prove_context
 from shardformer.discovery.example_inputs import make_example_batches
 from shardformer.discovery.shrink_config import shrink_config
-from shardformer.layout.sharding_metadata import GradientReduction, shard_specs
+from shardformer.layout.sharding_metadata import GradientReduction, get_shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext, reshape_sequence_axis
 from shardformer.sharding import apply_tensor_parallel as sharding_gradients
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 from shardformer.verify.training_options import VerifyTraining
 from shardformer.verify.verification import verify
 from tests.pairwise import in_turn
@@ -85,13 +85,13 @@ def check(
         losses, first = train(model, own, **pipeline)
         if parts == 1:
             assert losses == pytest.approx(expected, rel=max(bound, 1e-6))  # in fp32 if a model casts its logits
-        specs = shard_specs(model)
+        specs = get_shard_specs(model)
         for name, param in model.named_parameters():
             if param.is_meta or name not in gradients:
                 continue
             coords = {"tensor": context.tensor.rank}
-            near(f"gradient of {name}", first[name], specs[name].slice(gradients[name], coords), bound)
-            near(name, param.detach(), specs[name].slice(weights[name].detach(), coords), bound)
+            near(f"gradient of {name}", first[name], specs[name].slice_full_tensor(gradients[name], coords), bound)
+            near(name, param.detach(), specs[name].slice_full_tensor(weights[name].detach(), coords), bound)
 
     run_as_threads(compute, sequence=ranks, in_turn=True, **sizes)
 
@@ -122,7 +122,7 @@ def train_in_parts(model: nn.Module, batches: list[list[dict[str, Any]]]) -> tup
 
 
 def batches_of(family: str, length: int = 13) -> list[dict[str, Any]]:
-    source = RandomBatches(DEFAULT_HEAD[family], batch=SAMPLES, sequence=length)
+    source = RandomBatchFactory(DEFAULT_HEAD[family], batch=SAMPLES, sequence=length)
     return [in_fp64(source(step)) for step in range(STEPS)]
 
 
@@ -455,7 +455,7 @@ def test_different_batches_on_sequence_ranks_are_refused() -> None:
     ids=str,
 )
 def test_processes_give_the_results_of_one_process(pool4: WorkerPool, sizes: dict[str, Any]) -> None:
-    report = verify(SmallModel("llama"), RandomBatches("LlamaForCausalLM"), sizes, pool=pool4)
+    report = verify(SmallModelFactory("llama"), RandomBatchFactory("LlamaForCausalLM"), sizes, pool=pool4)
     assert report.passed, str(report)
 
 
@@ -464,13 +464,18 @@ def test_processes_give_the_results_of_one_process(pool4: WorkerPool, sizes: dic
 def test_zero_works_with_the_sequence_axis(pool4: WorkerPool, zero: int) -> None:
     sizes = {"tensor": 1, "sequence": 2}
     report = verify(
-        SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), sizes, 2, training=VerifyTraining(zero), pool=pool4
+        SmallModelFactory("gpt2"),
+        RandomBatchFactory("GPT2LMHeadModel"),
+        sizes,
+        2,
+        training=VerifyTraining(zero),
+        pool=pool4,
     )
     assert report.passed, str(report)
 
 
 def run_page(block: str) -> float:
-    names = {"model": SmallModel("llama")().train(), "batch": RandomBatches("LlamaForCausalLM")(0)}
+    names = {"model": SmallModelFactory("llama")().train(), "batch": RandomBatchFactory("LlamaForCausalLM")(0)}
     exec(compile(block, "long-sequences.md", "exec"), names)
     return float(names["loss"].detach())  # type: ignore[attr-defined]
 
@@ -496,7 +501,7 @@ def _not_swapped(x: list[Tensor], shapes: Any, axis: Any) -> list[Tensor]:
 
 LEFT_OUT: dict[str, tuple[str, Any, str, Any]] = {
     "keys of other ranks": ("ring", ring, "_exchange", _nothing_arrives),
-    "gradients of keys, home": ("ring", ring_attention._KeyValueGradients, "receive", lambda self: None),
+    "gradients of keys, home": ("ring", ring_attention._KeyValueGradientExchange, "receive", lambda self: None),
     "keys that are gathered": ("gather", ring, "all_gather", lambda x, axis, *_, **__: torch.cat([x] * axis.size, 3)),
     "heads for positions": ("ulysses", heads, "_all_to_all", _not_swapped),
     "the loss": ("ring", cut_tensor, "all_reduce", lambda x, *_, **__: x),

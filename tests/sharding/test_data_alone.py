@@ -17,7 +17,7 @@ from shardformer.errors import PolicyError
 from shardformer.layout.sharding_metadata import get_metadata
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import SmallModel
+from shardformer.verify.small_models import SmallModelFactory
 
 IDS = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(0))
 
@@ -36,7 +36,7 @@ class Classifier(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = SmallModel("bert", "BertModel")()
+        self.encoder = SmallModelFactory("bert", "BertModel")()
         self.config = self.encoder.config
         self.head = nn.Linear(self.config.hidden_size, 3)
 
@@ -59,7 +59,7 @@ class WithoutLayers(nn.Module):
 
 
 def llama() -> Any:
-    return SmallModel("llama")()
+    return SmallModelFactory("llama")()
 
 
 def other_layer(model: Any) -> None:

@@ -27,12 +27,12 @@ from shardformer.sharding import describe as listing
 from shardformer.sharding import describe as stage_table
 from shardformer.sharding.describe import ShardingDescription, StageRow
 from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.verify.small_models import SMALL_CONFIGS, SmallModel
+from shardformer.verify.small_models import SMALL_CONFIGS, SmallModelFactory
 from tests.policies.toy import ToyLM, ToyPolicy
 
 
 def _describe(family: str) -> tuple[str, ShardingDescription]:
-    model = shardformer.shard_model(SmallModel(family)(), enable_fused_normalization=True)
+    model = shardformer.shard_model(SmallModelFactory(family)(), enable_fused_normalization=True)
     description = shardformer.describe_sharding(model)
     return str(description), description
 
@@ -80,7 +80,7 @@ def test_description_of_gpt2(pool2: WorkerPool) -> None:
 def test_description_is_narrow_and_counts_every_parameter(pool2: WorkerPool, family: str) -> None:
     text, description = pool2.run(_describe, family)[0]
     assert max(len(line) for line in text.splitlines()) <= 120
-    model = SmallModel(family)()
+    model = SmallModelFactory(family)()
     whole = sum(share for *_, share in description.whole)
     names = {n.removesuffix(".weight") for n, _ in model.named_parameters()}
     rows = [re.compile(re.escape(path).replace("\\*", r"\d+")) for path, *_ in description.rows]
@@ -144,7 +144,7 @@ def test_differing_layers_are_counted() -> None:
 def test_long_lists_of_names_are_wrapped() -> None:
     parameters = [(f"h.*.block_{i}.norm.weight", "64", 2, 0.01) for i in range(9)]
     lines = describe.format_table(
-        ("whole", "shape", "share"), describe.merge_replicated_parameters(parameters), {"h.*": 2}
+        ("whole", "shape", "share"), describe.make_replicated_parameter_rows(parameters), {"h.*": 2}
     )
     assert max(map(len, lines)) < 80
     assert lines[-1].endswith("block_8.norm: weight") and lines[2].endswith("64     9.0%")
@@ -185,7 +185,7 @@ def _describe_stages(
     context = ParallelContext.from_world({"tensor": tensor, "pipe": 2, "data": 1})
     manager = PipelineStageManager(context, schedule, **stages)  # type: ignore[arg-type]  # options by name
     config = ShardConfig(pipeline_stage_manager=manager)
-    model = shardformer.compat.ShardFormer(config).optimize(SmallModel(family, head).deeper(4)())[0]
+    model = shardformer.compat.ShardFormer(config).optimize(SmallModelFactory(family, head).with_min_layers(4)())[0]
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     description = shardformer.describe_sharding(model)
     return str(description), description.stages, sizes, sum(sizes.values())
@@ -201,7 +201,7 @@ def test_description_of_pipeline_stages(pool4: WorkerPool) -> None:
 @pytest.mark.parametrize("family", ["llama", "t5", "albert", "bert", "blip-2", "swin"])
 def test_stage_rows_match_the_parameters_of_each_stage(pool2: WorkerPool, family: str) -> None:
     pages = pool2.run(_describe_stages, family)
-    total = sum(p.numel() for p in SmallModel(family).deeper(4)().parameters())
+    total = sum(p.numel() for p in SmallModelFactory(family).with_min_layers(4)().parameters())
     for stage, (text, rows, _, here) in enumerate(pages):
         row = rows[stage]
         assert (row.stage, row.virtual_stages, row.parameters) == (stage, (stage,), here)

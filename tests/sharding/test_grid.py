@@ -21,15 +21,15 @@ from shardformer.discovery import validation as prove_grid
 from shardformer.discovery.example_inputs import make_example_batches
 from shardformer.discovery.shrink_config import shrink_config
 from shardformer.errors import ConfigError, InputError, PolicyError
-from shardformer.layout.sharding_metadata import shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext, reshape_tensor_axis
 from shardformer.sharding import apply_tensor_grid as grid_plan
 from shardformer.tensor_parallel.grid.layers import GridNorm, GridRegion
-from shardformer.transformers_compat import is_cache
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, model_loss
-from shardformer.verify.train_both import ForceFp64
+from shardformer.transformers_compat import is_kv_cache
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory, compute_model_loss
+from shardformer.verify.train_both import ForceFp64Mode
 from shardformer.verify.training_options import VerifyTraining
 from shardformer.verify.verification import verify
 from tests.pairwise import in_turn
@@ -65,7 +65,7 @@ FAMILIES = [name for name in DEFAULT_HEAD if name not in ("sam", "albert", "gpt_
 
 
 def batches_of(family: str, samples: int = SAMPLES, steps: int = STEPS) -> list[dict[str, Any]]:
-    batches = RandomBatches(DEFAULT_HEAD[family], batch=samples)
+    batches = RandomBatchFactory(DEFAULT_HEAD[family], batch=samples)
     return [in_fp64(batches(step)) for step in range(steps)]
 
 
@@ -75,8 +75,8 @@ def train(
     """Return the losses of some steps, and the gradients of the first step."""
 
     def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        with ForceFp64() if casts is None else nullcontext():  # its backward pass supports only one thread
-            return model_loss(model, batch)
+        with ForceFp64Mode() if casts is None else nullcontext():  # its backward pass supports only one thread
+            return compute_model_loss(model, batch)
 
     return train_steps(model, batches, loss_of, LEARNING_RATE, **pipeline)
 
@@ -108,12 +108,12 @@ def check(
         model = shardformer.shard_model(copy.deepcopy(plain), context=grid, tensor_parallel_mode=mode)
         losses, first = train(model, batches, casts, **pipeline)
         assert losses == pytest.approx(expected, rel=bound)
-        specs = shard_specs(model)
+        specs = get_shard_specs(model)
         for name, param in model.named_parameters():
             if param.is_meta or name not in gradients or not param.numel():
                 continue
-            near(f"gradient of {name}", first[name], specs[name].slice(gradients[name], grid.coords), bound)
-            near(name, param.detach(), specs[name].slice(weights[name].detach(), grid.coords), bound)
+            near(f"gradient of {name}", first[name], specs[name].slice_full_tensor(gradients[name], grid.coords), bound)
+            near(name, param.detach(), specs[name].slice_full_tensor(weights[name].detach(), grid.coords), bound)
 
     run_as_threads(compute, tensor=ranks_of(sizes), pipe=pipe, in_turn=True)
 
@@ -209,7 +209,7 @@ def test_checkpointed_stacks_have_the_same_gradients(mode: str, sizes: Sizes) ->
 @pytest.mark.full
 def test_checkpointed_stacks_redraw_the_same_dropout() -> None:
     torch.manual_seed(0)
-    plain = SmallModel("swin", changes={"hidden_dropout_prob": 0.3})().double().train()
+    plain = SmallModelFactory("swin", changes={"hidden_dropout_prob": 0.3})().double().train()
     batch = batches_of("swin", 3, steps=1)[0]
 
     def gradients(context: ParallelContext, again: bool) -> dict[str, Tensor]:
@@ -218,7 +218,7 @@ def test_checkpointed_stacks_redraw_the_same_dropout() -> None:
         if again:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         torch.manual_seed(7)
-        model_loss(model, batch).backward()
+        compute_model_loss(model, batch).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     first, second = (
@@ -334,7 +334,7 @@ def test_generation_equals_one_process(family: str, mode: str, sizes: Sizes) -> 
 
     def generate(context: ParallelContext) -> None:
         model: Any = sharded(context, family, mode, sizes)
-        assert not any(map(is_cache, model(**batch).values()))  # a cache would hold only this rank's samples
+        assert not any(map(is_kv_cache, model(**batch).values()))  # a cache would hold only this rank's samples
         model.eval()
         assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
         assert torch.equal(model.generate(ids, max_new_tokens=6, num_beams=2, do_sample=False), beams)
@@ -362,12 +362,12 @@ def test_full_weights_are_gathered_and_saved(tmp_path: Any) -> None:
 def test_gradient_norm_equals_one_process() -> None:
     batch = batches_of("bert")[0]
     plain = copy.deepcopy(plain_of("bert"))
-    model_loss(plain, batch).backward()
+    compute_model_loss(plain, batch).backward()
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
 
     def norm(context: ParallelContext) -> float:
         model = sharded(context, "bert", "2.5d", (2, 1, 2))
-        model_loss(model, batch).backward()
+        compute_model_loss(model, batch).backward()
         return shardformer.clip_grad_norm_(model, 1e9).item()
 
     assert run_as_threads(norm, tensor=4, in_turn=True) == pytest.approx([expected] * 4, rel=1e-6)
@@ -554,7 +554,7 @@ def test_cache_of_another_forward_is_refused_in_training() -> None:
         ids = batches_of("llama")[0]["input_ids"]
         with torch.no_grad():
             kept = model.eval()(ids, use_cache=True)
-        (name,) = [name for name, value in kept.items() if is_cache(value)]  # as this transformers calls it
+        (name,) = [name for name, value in kept.items() if is_kv_cache(value)]  # as this transformers calls it
         model.train()(ids, **{name: kept[name]})
 
     with pytest.raises(InputError, match="received cached keys and values"):
@@ -566,8 +566,8 @@ def test_cache_of_another_forward_is_refused_in_training() -> None:
 
 def run_page(block: str) -> float:
     names: dict[str, Any] = {
-        "model": SmallModel("llama")(),
-        "batch": RandomBatches(DEFAULT_HEAD["llama"], batch=SAMPLES)(0),
+        "model": SmallModelFactory("llama")(),
+        "batch": RandomBatchFactory(DEFAULT_HEAD["llama"], batch=SAMPLES)(0),
     }
     exec(compile(block, "tensor-grids.md", "exec"), names)
     return float(names["loss"].detach())
@@ -596,16 +596,17 @@ def test_grid_works_over_processes(
 ) -> None:
     config = {"tensor_parallel_mode": mode}
     report = verify(
-        SmallModel(family), RandomBatches(DEFAULT_HEAD[family], batch=SAMPLES), {"tensor": sizes},
+        SmallModelFactory(family), RandomBatchFactory(DEFAULT_HEAD[family], batch=SAMPLES), {"tensor": sizes},
         dtype=torch.float64, config=config,
-        training=training, pool=pool4, loss_fn=model_loss,
+        training=training, pool=pool4, loss_fn=compute_model_loss,
     )  # fmt: skip
     assert report.passed, str(report)
 
 
 def test_grid_works_with_data_parallel_ranks(pool4: WorkerPool) -> None:
     report = verify(
-        SmallModel("llama"), RandomBatches(DEFAULT_HEAD["llama"], batch=6), {"tensor": (2, 1)}, 2, dtype=torch.float64,
+        SmallModelFactory("llama"), RandomBatchFactory(DEFAULT_HEAD["llama"], batch=6), {"tensor": (2, 1)}, 2,
+        dtype=torch.float64,
         config={"tensor_parallel_mode": "2d"}, training=VerifyTraining(zero_stage=2), pool=pool4,
     )  # fmt: skip
     assert report.passed, str(report)

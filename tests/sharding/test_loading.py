@@ -16,14 +16,14 @@ import shardformer
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 from tests.scripts import PYTHON
 
 FAMILIES = ("llama", "gpt2", "t5", "bert")
 
 
 def plain(family: str = "llama", seed: int = 0) -> Any:
-    model = SmallModel(family)().train()
+    model = SmallModelFactory(family)().train()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -32,7 +32,7 @@ def plain(family: str = "llama", seed: int = 0) -> Any:
 
 
 def batch(family: str = "llama") -> dict[str, Any]:
-    return RandomBatches(DEFAULT_HEAD[family])(0)
+    return RandomBatchFactory(DEFAULT_HEAD[family])(0)
 
 
 @pytest.mark.reduced(at_most=6)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 import shardformer
 from shardformer.comm.collectives import gather_full_tensor
 from shardformer.errors import ConfigError
-from shardformer.layout.sharding_metadata import shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
-from shardformer.sharding.checks import WRITTEN_OUT, check_fused_activations, check_fused_norms
+from shardformer.sharding.checks import WRITTEN_OUT, check_can_fuse_activations, check_can_fuse_norms
 from tests.policies.toy import HIDDEN, FeedForward, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
 
 
@@ -80,7 +80,7 @@ def check(change: Callable[[Any], None], policy: type[Policy] = ToyPolicy, **opt
     def train(context: ParallelContext) -> str:
         arguments: dict[str, Any] = options
         model = shardformer.shard_model(models[context.tensor.rank], policy, context=context, **arguments)
-        loss, specs = toy_loss(model, toy_batch(0)), shard_specs(model)
+        loss, specs = toy_loss(model, toy_batch(0)), get_shard_specs(model)
         loss.backward()
         torch.testing.assert_close(loss, expected)
         for (name, param), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -114,7 +114,7 @@ def test_unknown_norm_is_not_fused_and_reported() -> None:
 def test_model_without_a_supported_norm_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), DoubledNorm(4))
     with pytest.raises(ConfigError, match="cannot replace a DoubledNorm"):
-        check_fused_norms(model)
+        check_can_fuse_norms(model)
 
 
 def test_fused_activations_are_reported() -> None:
@@ -137,8 +137,8 @@ def test_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     model = nn.Sequential(nn.Linear(2, 2), nn.GELU())
     with pytest.raises(ConfigError, match="triton"):
-        check_fused_activations(model, torch.device("cuda"))
-    check_fused_activations(model, torch.device("cpu"))
+        check_can_fuse_activations(model, torch.device("cuda"))
+    check_can_fuse_activations(model, torch.device("cpu"))
 
 
 WRITTEN = {

@@ -92,7 +92,7 @@ def is_refused(plain: Any, layout: Layout) -> None:
     def refused(context: ParallelContext) -> None:
         context = reshape_tensor_axis(reshape_sequence_axis(context, parallel.sequence), parallel.tensor)
         with pytest.raises((ConfigError, PolicyError)):
-            shard_model(copy.deepcopy(plain), config=parallel.shard_config(context))
+            shard_model(copy.deepcopy(plain), config=parallel.make_shard_config(context))
 
     run_as_threads(refused, **{**axes, "sequence": count_ranks(parallel.sequence)}, in_turn=True)
 

@@ -20,7 +20,7 @@ from shardformer.policies.module_descriptions import (
 )
 from shardformer.policies.policy import Policy
 from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
-from shardformer.sharding.plan import ShardingPlan, make_plan
+from shardformer.sharding.plan import ShardingPlan, make_sharding_plan
 from shardformer.tensor_parallel.layers import (
     Linear1D_Col,
     Linear1D_Row,
@@ -49,7 +49,7 @@ def plan_of(policy: Policy, model: nn.Module | None = None, size: int = 2) -> Sh
     """Return the plan for one of ``size`` ranks, without communication."""
     policy.set_model(model or ToyLM())
     policy.axis = Axis("tensor", size)
-    plan = make_plan(policy.model, policy)
+    plan = make_sharding_plan(policy.model, policy)
     legacy.check_legacy_policy(policy, policy.model)
     return plan
 
@@ -333,11 +333,13 @@ def scaled(factor: float) -> float:
 
 
 def test_fingerprint_is_identical_in_every_process() -> None:
-    lines = plan_of(Written({"Layer": cut("attn.q", kwargs={"init": scaled, "gather_output": True})})).fingerprint()
+    lines = plan_of(
+        Written({"Layer": cut("attn.q", kwargs={"init": scaled, "gather_output": True})})
+    ).get_fingerprint_lines()
     assert (
         lines[0] == "layers.0.attn.q: Linear [(30, 30), (30,)] -> Linear1D_Col {'init': scaled, 'gather_output': True}"
     )
-    assert "0x" not in "\n".join([*lines, *plan_of(ToyPolicy()).fingerprint()])
+    assert "0x" not in "\n".join([*lines, *plan_of(ToyPolicy()).get_fingerprint_lines()])
 
 
 def test_ranks_with_different_head_counts_have_one_fingerprint() -> None:
@@ -346,5 +348,5 @@ def test_ranks_with_different_head_counts_have_one_fingerprint() -> None:
         policy = ToyPolicy()
         policy.set_model(ToyLM())
         policy.axis = Axis("tensor", 2, rank)
-        lines.append(make_plan(policy.model, policy).fingerprint())
+        lines.append(make_sharding_plan(policy.model, policy).get_fingerprint_lines())
     assert lines[0] == lines[1] and len(lines[0]) > 10

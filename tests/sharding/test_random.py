@@ -15,7 +15,7 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, LayerStack
-from shardformer.verify.small_models import RandomBatches, SmallModel
+from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 
 
 def seed_by_rank(rank: int) -> None:
@@ -121,12 +121,12 @@ def drawn_beside(pipe: int) -> list[float]:
     """Return the losses of a model without randomness while other code on the last rank draws random numbers."""
     context = ParallelContext.from_world({"pipe": pipe, "tensor": 2})
     torch.manual_seed(0)
-    model = shardformer.shard_model(SmallModel("llama")().train(), context=context)
+    model = shardformer.shard_model(SmallModelFactory("llama")().train(), context=context)
     if context.rank == torch.distributed.get_world_size() - 1:
         layers = [m for m in model.modules() if isinstance(m, LlamaMLP) and next(m.parameters(), None) is not None]
         layers[-1].register_forward_hook(lambda *_: random.random() and None)
     step = shardformer.Pipeline(model, micro_batches=2).step if pipe > 1 else lambda batch: model(**batch).loss
-    return [float(step(RandomBatches("LlamaForCausalLM", batch=4)(0))) for _ in range(3)]
+    return [float(step(RandomBatchFactory("LlamaForCausalLM", batch=4)(0))) for _ in range(3)]
 
 
 @pytest.mark.parametrize("pipe", [1, 2])

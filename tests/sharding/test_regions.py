@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.discovery.derive_policy import derive_policy
 from shardformer.errors import ConfigError
-from shardformer.layout.sharding_metadata import shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.layer_sequence import SequenceParallelHints
@@ -78,9 +78,9 @@ def test_experts_receive_the_tokens_of_all_ranks(length: int, ranks: int) -> Non
             out = model(x)
             out.square().sum().backward()
         torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-8)
-        specs = shard_specs(model)
+        specs = get_shard_specs(model)
         for name, param in model.named_parameters():
-            own = specs[name].slice(gradients[name], {"tensor": context.tensor.rank})
+            own = specs[name].slice_full_tensor(gradients[name], {"tensor": context.tensor.rank})
             torch.testing.assert_close(param.grad, own, rtol=1e-11, atol=1e-8)
         assert recorder.count("all_reduce", purpose="block") == 0, "gathers and scatters alone"
 
@@ -201,11 +201,11 @@ def test_additional_arguments_are_sharded_with_checkpointing_too(
         model = copy.deepcopy(plain)
         shard_model(model, DiffusionPolicy(), context=context, enable_sequence_parallelism=True)
         train(model)
-        specs = shard_specs(model)
+        specs = get_shard_specs(model)
         for name, param in model.named_parameters():
             whole = expected[name]
             assert whole is not None and param.grad is not None
-            own = specs[name].slice(whole, {"tensor": context.tensor.rank})
+            own = specs[name].slice_full_tensor(whole, {"tensor": context.tensor.rank})
             torch.testing.assert_close(param.grad, own, rtol=0, atol=1e-12)
 
     run_as_threads(compute, tensor=2)

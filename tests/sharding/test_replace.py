@@ -51,7 +51,7 @@ def test_model_files_are_replaced_and_other_files_kept(
     if how == "with a folder in it":
         inner.mkdir()
         number = inner.stat().st_ino, target.stat().st_ino
-    MODEL_DIRECTORY.replace(target, write)
+    MODEL_DIRECTORY.replace_directory(target, write)
     assert contents(target) == NEW
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     if how == "with a folder in it":
@@ -67,7 +67,7 @@ def test_file_created_during_the_exchange_is_kept(tmp_path: Path, monkeypatch: p
         (target / "late.txt").write_text("late")
 
     monkeypatch.setattr(atomic_write, "_link_files", late)
-    MODEL_DIRECTORY.replace(target, write)
+    MODEL_DIRECTORY.replace_directory(target, write)
     assert contents(target) == {**NEW, "late.txt": "late"}
 
 
@@ -77,13 +77,13 @@ def test_adjacent_directories_are_unchanged(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("mine")
     fill(tmp_path / "model")
-    MODEL_DIRECTORY.replace(tmp_path / "model", write)
+    MODEL_DIRECTORY.replace_directory(tmp_path / "model", write)
     assert all((tmp_path / name / "file").read_text() == "mine" for name in others)
 
 
 @pytest.mark.parametrize("is_there", [False, True])
 def test_leftovers_of_a_killed_process_are_restored_or_removed(is_there: bool, tmp_path: Path) -> None:
-    target, here = tmp_path / "model", ProcessIdentity.this()
+    target, here = tmp_path / "model", ProcessIdentity.current()
     left = make_temporary_path(target, REPLACED)
     left = left.with_name(left.name.replace(f"-{here.start}-", f"-{here.start - 1}-"))
     fill(left)
@@ -95,7 +95,7 @@ def test_leftovers_of_a_killed_process_are_restored_or_removed(is_there: bool, t
         raise OSError("No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        MODEL_DIRECTORY.replace(target, fails)
+        MODEL_DIRECTORY.replace_directory(target, fails)
     assert contents(target) == {**dict.fromkeys((*OLD, *MINE), "old"), "late.txt": "late"}
     assert not [path for path in tmp_path.iterdir() if parse_temporary_name(path)]
 
@@ -113,6 +113,6 @@ def test_failed_save_leaves_the_directory_unchanged(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "rename", fails)
     with pytest.raises(OSError, match="Input/output"):
-        MODEL_DIRECTORY.replace(target, write)
+        MODEL_DIRECTORY.replace_directory(target, write)
     assert contents(target) == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

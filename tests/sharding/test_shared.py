@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardformer
 from shardformer.comm.collectives import gather_full_tensor
 from shardformer.errors import ConfigError
-from shardformer.layout.sharding_metadata import shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.policy import Policy
@@ -28,7 +28,7 @@ def difference(make: Callable[[], nn.Module], policy: type[Policy], **options: A
 
     def run(context: ParallelContext) -> float:
         model = shardformer.shard_model(models[context.tensor.rank], policy(), context=context, **options)
-        specs, got = shard_specs(model), trained(model)
+        specs, got = get_shard_specs(model), trained(model)
         full = {
             name: gather_full_tensor(x, specs[name.removeprefix("gradient of ")], context.axis)
             for name, x in got.items()

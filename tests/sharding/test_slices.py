@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.errors import ConfigError
-from shardformer.layout.shard_export_guard import SliceTensor, mark_state_dict_shards
+from shardformer.layout.shard_export_guard import ExportGuardedShard, mark_state_dict_shards
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.tensor_parallel.layers import Linear1D_Col
@@ -144,9 +144,9 @@ def test_shard_behaves_like_a_tensor_in_torch(tmp_path: Path) -> None:
         before = model(input_ids=batch).logits.full_tensor() if context.tensor.size > 1 else None
         name = "model.layers.0.mlp.up_proj.weight"
         part = best[name]
-        assert isinstance(part, SliceTensor) and part.shape == (12, 16)
-        assert not isinstance(best["model.norm.weight"], SliceTensor)
-        assert isinstance(part.double().cpu() * 0.5, SliceTensor)
+        assert isinstance(part, ExportGuardedShard) and part.shape == (12, 16)
+        assert not isinstance(best["model.norm.weight"], ExportGuardedShard)
+        assert isinstance(part.double().cpu() * 0.5, ExportGuardedShard)
         assert type(part.sum()) is Tensor and type(part[:3]) is Tensor and float(part.abs().max()) > 0
         assert torch.equal(part, dict(model.named_parameters())[name])
         assert copy.copy(part).untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
@@ -163,7 +163,7 @@ def test_shard_behaves_like_a_tensor_in_torch(tmp_path: Path) -> None:
         model.load_state_dict(torch.load(tmp_path / f"{context.rank}.pt"))
         assert torch.equal(model(input_ids=batch).logits.full_tensor(), before)
         copied = copy.deepcopy(model)
-        assert isinstance(copied.state_dict()[name], SliceTensor)
+        assert isinstance(copied.state_dict()[name], ExportGuardedShard)
         with pytest.raises(ConfigError):
             torch.save(dict(copied.named_parameters()), io.BytesIO())
         plain().load_state_dict(shardformer.full_state_dict(model))
@@ -176,7 +176,7 @@ def test_stage_buffers_are_marked_but_not_its_own_tensors() -> None:
     mark_state_dict_shards(module, None)
     state = nn.Sequential(module).state_dict()
     assert state.keys() == nn.Sequential(nn.BatchNorm1d(3)).state_dict().keys()
-    assert all(isinstance(value, SliceTensor) for value in state.values())
+    assert all(isinstance(value, ExportGuardedShard) for value in state.values())
     own = module.state_dict(keep_vars=True)
     assert own["running_mean"] is module.running_mean and own["weight"] is module.weight
 

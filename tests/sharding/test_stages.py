@@ -13,7 +13,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.layer_sequence import estimate_layer_costs, owner_layers
 from shardformer.pipeline.partition import partition_balanced
 from shardformer.shard_model_api import measure_pipeline_costs, resolve_policy
-from shardformer.verify.small_models import RandomBatches, SmallModel
+from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 
 
 def estimated(model: nn.Module) -> list[float]:
@@ -25,7 +25,7 @@ def estimated(model: nn.Module) -> list[float]:
 
 
 def test_head_adds_to_the_last_layer_and_embeddings_cost_nothing() -> None:
-    model = SmallModel("llama", changes={"num_hidden_layers": 4, "vocab_size": 1270})()
+    model = SmallModelFactory("llama", changes={"num_hidden_layers": 4, "vocab_size": 1270})()
     first, *middle, last = estimated(model)
     layer = sum(p.numel() for p in model.get_submodule("model.layers.1").parameters() if p.dim() == 2)
     assert first == middle[0] == pytest.approx(layer)
@@ -34,7 +34,7 @@ def test_head_adds_to_the_last_layer_and_embeddings_cost_nothing() -> None:
 
 
 def test_repeated_layer_costs_every_call() -> None:
-    costs = estimated(SmallModel("albert", changes={"num_hidden_layers": 4})())
+    costs = estimated(SmallModelFactory("albert", changes={"num_hidden_layers": 4})())
     assert costs[1] == costs[2] > 1000
 
 
@@ -67,18 +67,18 @@ class Slow(nn.Module):
 
 
 def test_measured_costs_reflect_computation() -> None:
-    model = SmallModel("llama", changes={"num_hidden_layers": 4, "use_cache": False})().eval()
+    model = SmallModelFactory("llama", changes={"num_hidden_layers": 4, "use_cache": False})().eval()
     layers: Any = model.get_submodule("model.layers")
     policy, _ = resolve_policy(model, None)
     layers[1] = Slow(layers[1])
-    costs = measure_pipeline_costs(model, RandomBatches("LlamaForCausalLM")(0), type(policy), repeats=2)
+    costs = measure_pipeline_costs(model, RandomBatchFactory("LlamaForCausalLM")(0), type(policy), repeats=2)
     assert len(costs) == 4
     assert costs[1] > 5 * max(costs[2], costs[3])
     assert all(cost > 0 for cost in costs)
 
 
 def test_measuring_restores_buffers_and_random_states() -> None:
-    model: Any = SmallModel("llama", changes={"use_cache": False})().train()
+    model: Any = SmallModelFactory("llama", changes={"use_cache": False})().train()
     policy, _ = resolve_policy(model, None)
     model.register_buffer("calls", torch.zeros(()))
 
@@ -87,5 +87,5 @@ def test_measuring_restores_buffers_and_random_states() -> None:
 
     model.model.layers[0].register_forward_hook(writes)
     seed = torch.get_rng_state()
-    measure_pipeline_costs(model, RandomBatches("LlamaForCausalLM")(0), type(policy), repeats=1)
+    measure_pipeline_costs(model, RandomBatchFactory("LlamaForCausalLM")(0), type(policy), repeats=1)
     assert model.calls == 0 and torch.get_rng_state().equal(seed)

@@ -17,16 +17,16 @@ import shardformer
 from shardformer.errors import ConfigError, InputError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.sharding.forward_checks import ForwardChecks, ModuleFingerprint
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.sharding.forward_checks import ForwardChecks, ModelStructureSnapshot
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 
 
 def plain() -> Any:
-    return SmallModel("llama")().train()
+    return SmallModelFactory("llama")().train()
 
 
 def batch(step: int = 0) -> dict[str, Any]:
-    return RandomBatches(DEFAULT_HEAD["llama"])(step)
+    return RandomBatchFactory(DEFAULT_HEAD["llama"])(step)
 
 
 def sharded(context: ParallelContext, **options: Any) -> Any:
@@ -116,10 +116,10 @@ def test_changes_after_sharding_are_detected_in_the_next_forward(
 
 def test_parameters_added_to_a_model_without_any_are_detected() -> None:
     model = nn.Sequential(nn.ReLU())
-    fingerprint = ModuleFingerprint(model, [])
+    fingerprint = ModelStructureSnapshot(model, [])
     model.append(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"1\.weight of this Sequential was added after the model was sharded"):
-        fingerprint.check(model)
+        fingerprint.check_unchanged(model)
 
 
 def test_harmless_changes_after_sharding_are_accepted() -> None:
@@ -207,10 +207,10 @@ def test_hook_on_a_sharded_parameter_is_refused(register: str) -> None:
 
 def test_hook_on_the_input_of_an_exit_module_is_refused() -> None:
     def do(context: ParallelContext) -> None:
-        model: Any = shardformer.shard_model(SmallModel("bert")().train(), context=context)
+        model: Any = shardformer.shard_model(SmallModelFactory("bert")().train(), context=context)
         output = model.bert.encoder.layer[0].output
         output.register_forward_hook(see)
-        given = RandomBatches(DEFAULT_HEAD["bert"])(0)
+        given = RandomBatchFactory(DEFAULT_HEAD["bert"])(0)
         model(**given)
         output.register_forward_pre_hook(see)
         with pytest.raises(ConfigError, match=r"The hook .* on bert.encoder.layer.0.output \(BertOutput\)"):

@@ -17,20 +17,20 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 import shardformer
 from shardformer.errors import ConfigError
-from shardformer.layout.sharding_metadata import get_metadata, shard_specs
+from shardformer.layout.sharding_metadata import get_metadata, get_shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.torch_compat import get_wrapped_module_attribute
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.torch_compat import get_wrapped_module_attribute_name
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 
-BATCH = RandomBatches(DEFAULT_HEAD["llama"])(0)
+BATCH = RandomBatchFactory(DEFAULT_HEAD["llama"])(0)
 LAYOUTS = [{"data": 2}, {"tensor": 2}, {"sequence": 2}, {"pipe": 2}, {"tensor": 2, "sequence": 2}]
 
 
 def plain() -> Any:
     """Return the plain model without a cache, to which recomputation would append twice."""
     torch.manual_seed(0)
-    model: Any = SmallModel("llama")().double().train()
+    model: Any = SmallModelFactory("llama")().double().train()
     model.config.use_cache = False
     return model
 
@@ -159,7 +159,7 @@ def test_refused_model_keeps_its_wrappers() -> None:
             shardformer.shard_model(model, context=context, tensor_parallel_mode="3d")
         assert list(model.model.layers) == layers
         assert all(
-            get_wrapped_module_attribute(layer) and isinstance(layer._checkpoint_wrapped_module, nn.Module)
+            get_wrapped_module_attribute_name(layer) and isinstance(layer._checkpoint_wrapped_module, nn.Module)
             for layer in layers
         )
         model(**BATCH).loss.backward()
@@ -182,7 +182,7 @@ def test_compiled_layers_are_kept_or_refused() -> None:
         other.model.layers[0].mlp.down_proj = torch.compile(other.model.layers[0].mlp.down_proj, backend="eager")
         with pytest.raises(ConfigError, match="sharding replaces it"):
             shardformer.shard_model(other, context=context)
-        assert shard_specs(plain())
+        assert get_shard_specs(plain())
 
     run_as_threads(check, tensor=2)
     run_as_threads(check, pipe=2)

@@ -27,7 +27,7 @@ from shardformer.mesh.transport import CollectiveEvent, CollectiveRecord
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
 from shardformer.tensor_parallel.parallel_module import get_embedding_scale
-from shardformer.verify.small_models import RandomBatches, SmallModel
+from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 
 SEQUENCE = {"enable_sequence_parallelism": True}
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, bool]]] = {
@@ -70,15 +70,15 @@ class Unwatched:
         return call
 
 
-def batch_of(sample: SmallModel, *, masked: bool) -> dict[str, torch.Tensor]:
-    batch = RandomBatches(sample.head_class)(0)
+def batch_of(sample: SmallModelFactory, *, masked: bool) -> dict[str, torch.Tensor]:
+    batch = RandomBatchFactory(sample.head_class)(0)
     mask = batch.pop("attention_mask")
     return {**batch, "attention_mask": torch.ones_like(mask)} if masked else batch
 
 
 def step(
     context: ParallelContext,
-    sample: SmallModel,
+    sample: SmallModelFactory,
     batch: dict[str, torch.Tensor],
     options: Mapping[str, bool],
     given: Mapping[Any, Any],
@@ -102,7 +102,7 @@ def step(
 
 def traced(
     sizes: Mapping[str, int],
-    sample: SmallModel,
+    sample: SmallModelFactory,
     batch: dict[str, torch.Tensor],
     options: Mapping[str, bool],
     **fake: Any,
@@ -119,7 +119,7 @@ def traced(
 
 
 def computed(
-    sizes: Mapping[str, int], sample: SmallModel, batch: dict[str, torch.Tensor], options: Mapping[str, bool]
+    sizes: Mapping[str, int], sample: SmallModelFactory, batch: dict[str, torch.Tensor], options: Mapping[str, bool]
 ) -> list[Step]:
     """Run every rank's step, with threads as ranks."""
     sample()  # transformers is imported here, which two threads at a time cannot
@@ -148,7 +148,7 @@ def assert_alike(found: list[Step], expected: list[Step]) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 def test_trace_matches_collectives_and_peak_memory_of_real_step(family: str, layout: str) -> None:
     sizes, options = LAYOUTS[layout]
-    sample = SmallModel(family)
+    sample = SmallModelFactory(family)
     batch = batch_of(sample, masked=False)
     assert_alike(traced(sizes, sample, batch, options), computed(sizes, sample, batch, options))
 
@@ -156,14 +156,14 @@ def test_trace_matches_collectives_and_peak_memory_of_real_step(family: str, lay
 @pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_trace_without_padding_uses_no_mask(family: str) -> None:
-    sample = SmallModel(family)
+    sample = SmallModelFactory(family)
     batch = batch_of(sample, masked=True)
     expected = computed({"tensor": 2}, sample, batch, {})
     assert_alike(traced({"tensor": 2}, sample, batch, {}), expected)
 
 
 def test_trace_can_assume_padding() -> None:
-    sample = SmallModel("llama")
+    sample = SmallModelFactory("llama")
     batch = batch_of(sample, masked=True)
     batch["attention_mask"][:, -3:] = 0
     expected = computed({"tensor": 2}, sample, batch, {})
@@ -174,7 +174,7 @@ def test_trace_can_assume_padding() -> None:
 
 
 def test_trace_can_use_nccl_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    sample, sizes = SmallModel("llama"), {"tensor": 2}
+    sample, sizes = SmallModelFactory("llama"), {"tensor": 2}
     batch = batch_of(sample, masked=False)
     over_gloo = traced(sizes, sample, batch, SEQUENCE)
     monkeypatch.setattr(ThreadTransport, "prefers_direct_exchange", lambda self, x: False)
@@ -184,7 +184,7 @@ def test_trace_can_use_nccl_collectives(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_model_with_dropout_is_traced() -> None:
-    sample = SmallModel("gpt2", changes={"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1})
+    sample = SmallModelFactory("gpt2", changes={"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1})
     batch = batch_of(sample, masked=False)
     sizes = {"pipe": 2, "tensor": 2}
     for trace, real in zip(traced(sizes, sample, batch, {}), computed(sizes, sample, batch, {}), strict=True):
@@ -192,7 +192,7 @@ def test_model_with_dropout_is_traced() -> None:
 
 
 def test_stage_is_traced_with_shapes_of_previous_stage() -> None:
-    sample = SmallModel("llama")
+    sample = SmallModelFactory("llama")
     with enable_fake_tensors() as copied:
         fakes = copied(batch_of(sample, masked=False))
         with pytest.raises(ConfigError, match="Virtual stage 1 cannot be traced, because"):
@@ -201,8 +201,8 @@ def test_stage_is_traced_with_shapes_of_previous_stage() -> None:
 
 def test_block_that_reads_head_width_is_refused() -> None:
     """The input of BLIP-2's vision model is a tensor subclass, which a fake tensor cannot represent."""
-    sample = SmallModel("blip-2")
-    real, batch = sample(), RandomBatches(sample.head_class)(0)
+    sample = SmallModelFactory("blip-2")
+    real, batch = sample(), RandomBatchFactory(sample.head_class)(0)
     with enable_fake_tensors() as copied:
         model = shard_model(copied(real), context=make_fake_context(tensor=2))
         with pytest.raises(ConfigError, match="computes the size of its attention heads from the shape of an input"):
@@ -221,7 +221,7 @@ def test_fake_collectives_return_own_objects() -> None:
 
 def test_trace_does_not_change_masks_of_other_threads() -> None:
     """A batch with two texts per row, while another thread traces. Of two traces, the first to begin ends first."""
-    model = SmallModel("llama", changes={"attn_implementation": "sdpa"})().eval()
+    model = SmallModelFactory("llama", changes={"attn_implementation": "sdpa"})().eval()
     ids = torch.arange(5, 15).view(1, 10)
     rows = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]])}
     with torch.no_grad():

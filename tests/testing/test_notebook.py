@@ -82,6 +82,6 @@ def test_functions_of_a_notebook_cannot_be_sent_to_workers(monkeypatch: pytest.M
     with pytest.raises(
         ConfigError, match="model_fn is defined in a notebook or interactive session and cannot be sent"
     ):
-        RemoteCall.of(model_fn, (), {})
+        RemoteCall.from_function(model_fn, (), {})
     main.__file__ = "script.py"
-    RemoteCall.of(model_fn, (), {})
+    RemoteCall.from_function(model_fn, (), {})

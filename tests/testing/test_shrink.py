@@ -82,7 +82,12 @@ def odd() -> nn.Module:
 
 def test_meaning_of_unknown_config_fields_is_measured(odd: nn.Module) -> None:
     small = ConfigShrinker(odd).make_small_config()
-    assert (small.span, small.voices, small.echoes, small.reach) == (ODD.hidden, ODD.heads, ODD.fewer, ODD.head_dim)
+    assert (small.span, small.voices, small.echoes, small.reach) == (
+        ODD.hidden_size,
+        ODD.heads,
+        ODD.fewer,
+        ODD.head_dim,
+    )
     assert (small.meadow, small.storeys, small.lexicon) == (ODD.widths[0], 2, ODD.words)
 
 

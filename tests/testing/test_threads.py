@@ -13,12 +13,12 @@ import torch
 from shardformer.comm.collectives import all_gather_objects, all_reduce
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError, LaunchError, WorkerError
-from shardformer.layout.sharding_metadata import shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import RandomBatches, SmallModel, model_loss
+from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory, compute_model_loss
 
 OVERLAP = {"enable_sequence_parallelism": True, "enable_sequence_overlap": True}
 
@@ -28,21 +28,21 @@ OVERLAP = {"enable_sequence_parallelism": True, "enable_sequence_overlap": True}
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
 def test_sharded_model_has_unsharded_gradients(family: str, options: dict[str, bool]) -> None:
     torch.manual_seed(0)
-    sample = SmallModel(family)
-    plain, batch = sample().double(), RandomBatches(sample.head_class)(0)
-    model_loss(plain, batch).backward()
+    sample = SmallModelFactory(family)
+    plain, batch = sample().double(), RandomBatchFactory(sample.head_class)(0)
+    compute_model_loss(plain, batch).backward()
 
     def train(context: ParallelContext) -> None:
         model = copy.deepcopy(plain)
         model.zero_grad()
         shard_model(model, context=context, **options)
-        model_loss(model, batch).backward()
-        specs = shard_specs(model)
+        compute_model_loss(model, batch).backward()
+        specs = get_shard_specs(model)
         for name, param in model.named_parameters():
             expected = plain.get_parameter(name).grad
             assert (param.grad is None) == (expected is None)
             if expected is not None:
-                own = specs[name].slice(expected, context.coords)
+                own = specs[name].slice_full_tensor(expected, context.coords)
                 torch.testing.assert_close(param.grad, own, rtol=1e-5, atol=1e-6)
 
     run_as_threads(train, tensor=4)
@@ -51,11 +51,13 @@ def test_sharded_model_has_unsharded_gradients(family: str, options: dict[str, b
 @pytest.mark.parametrize("options", [{}, OVERLAP], ids=["plain", "overlap"])
 def test_data_pipeline_tensor_step_has_unsharded_gradients(options: dict[str, bool]) -> None:
     torch.manual_seed(0)
-    sample = SmallModel("gpt2")  # its table is tied to the head, on two stages
+    sample = SmallModelFactory("gpt2")  # its table is tied to the head, on two stages
     plain = sample().double().eval()
-    batches = [RandomBatches(sample.head_class)(i) for i in range(2)]
+    batches = [RandomBatchFactory(sample.head_class)(i) for i in range(2)]
     batches[1]["labels"][:, :5] = -100  # the ranks have different numbers of labels
-    loss_of_all = model_loss(plain, {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]})
+    loss_of_all = compute_model_loss(
+        plain, {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    )
     loss_of_all.backward()
 
     def train(context: ParallelContext) -> tuple[set[str], list[str], float]:
@@ -66,7 +68,9 @@ def test_data_pipeline_tensor_step_has_unsharded_gradients(options: dict[str, bo
             loss = Pipeline(model, micro_batches=2).step(batches[context.data.rank])
         for name, param in model.named_parameters():
             if param.grad is not None:
-                expected = shard_specs(model)[name].slice(plain.get_parameter(name).grad, context.coords)
+                expected = get_shard_specs(model)[name].slice_full_tensor(
+                    plain.get_parameter(name).grad, context.coords
+                )
                 torch.testing.assert_close(param.grad, expected, rtol=1e-5, atol=1e-7)
         return {call.axis for call in recorder.calls}, [n for n, _ in model.named_parameters()], float(loss)
 

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.gradient_accumulation.micro_batch_loss import LossWeights
+from shardformer.gradient_accumulation.micro_batch_loss import MicroBatchLossScaler
 from shardformer.gradient_accumulation.micro_batches import split_batch
 from shardformer.shard_model_api import resolve_policy
 from shardformer.verify.small_models import (
@@ -23,11 +23,11 @@ from shardformer.verify.small_models import (
     HEAD_CONFIG,
     LANGUAGE_MODEL,
     SMALL_CONFIGS,
-    RandomBatches,
-    SmallModel,
+    RandomBatchFactory,
+    SmallModelFactory,
     averages_loss_over_samples,
-    model_loss,
-    num_samples,
+    compute_model_loss,
+    count_samples,
     round_up_to_supported_depth,
 )
 from tests.pipeline.heads import weighing
@@ -64,7 +64,7 @@ def half(batch: dict[str, Tensor], start: int) -> dict[str, Tensor]:
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> float:
     with torch.no_grad():
-        return float(model_loss(model, doubled(batch)))
+        return float(compute_model_loss(model, doubled(batch)))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_head_trains_on_its_batches(name: str) -> None:
     sample = EVERYTHING[name].sample
     model = sample().double().train()
     assert type(model).__name__ == sample.head_class
-    loss = model_loss(model, doubled(RandomBatches(sample.head_class)(0)))
+    loss = compute_model_loss(model, doubled(RandomBatchFactory(sample.head_class)(0)))
     loss.backward()
     assert loss.dim() == 0 and torch.isfinite(loss)
     grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
@@ -110,7 +110,7 @@ def test_loss_has_gradients_for_all_weights(head: str) -> None:
     """Gradients at noise level would hide mistakes. A bias may have none, such as the bias of attention keys."""
     torch.manual_seed(0)
     model = EVERY_HEAD[head].sample().double().train()
-    model_loss(model, doubled(RandomBatches(head)(0))).backward()
+    compute_model_loss(model, doubled(RandomBatchFactory(head)(0))).backward()
     largest = {n: float(p.grad.abs().max()) for n, p in model.named_parameters() if p.grad is not None}
     top = max(largest.values())
     # a mask decoder's weights for the one mask that is not asked for among several have none
@@ -125,7 +125,7 @@ def test_batch_loss_is_mean_of_half_batch_losses(name: str) -> None:
     sample = EVERYTHING[name].sample
     model = sample().double().train(name not in BATCH_NORM)
     for step in (0, 1):
-        batch = RandomBatches(sample.head_class)(step)
+        batch = RandomBatchFactory(sample.head_class)(step)
         halves = [loss_of(model, half(batch, start)) for start in (0, 2)]
         # some losses are had in fp32
         assert loss_of(model, batch) == pytest.approx(sum(halves) / 2, rel=1e-6)
@@ -134,7 +134,7 @@ def test_batch_loss_is_mean_of_half_batch_losses(name: str) -> None:
 
 @pytest.mark.parametrize("head", EVERY_HEAD)
 def test_batch_depends_on_its_step(head: str) -> None:
-    batches = RandomBatches(head, batch=3)
+    batches = RandomBatchFactory(head, batch=3)
     first, again, other = batches(0), pickle.loads(pickle.dumps(batches))(0), batches(1)
     assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
@@ -145,12 +145,12 @@ def test_batch_depends_on_its_step(head: str) -> None:
 
 @pytest.mark.parametrize("family", SMALL_CONFIGS)
 def test_sample_is_a_value(family: str) -> None:
-    sample = pickle.loads(pickle.dumps(SmallModel(family)))
-    assert sample == SmallModel(family)
+    sample = pickle.loads(pickle.dumps(SmallModelFactory(family)))
+    assert sample == SmallModelFactory(family)
     torch.manual_seed(0)
     first = sample().state_dict()
     torch.manual_seed(0)
-    assert all(torch.equal(value, first[name]) for name, value in SmallModel(family)().state_dict().items())
+    assert all(torch.equal(value, first[name]) for name, value in SmallModelFactory(family)().state_dict().items())
 
 
 @pytest.mark.reduced(one_in=8)
@@ -158,7 +158,7 @@ def test_sample_is_a_value(family: str) -> None:
 def test_loss_is_deterministic(name: str) -> None:
     """A model in training mode has one loss per batch, so there is no dropout or stochastic depth."""
     sample = EVERYTHING[name].sample
-    model, batch = sample().double().train(), RandomBatches(sample.head_class)(0)
+    model, batch = sample().double().train(), RandomBatchFactory(sample.head_class)(0)
     assert loss_of(model, batch) == loss_of(model, batch)
 
 
@@ -172,21 +172,21 @@ def test_no_embedding_starts_at_zero(head: str) -> None:
 def test_attention_windows_are_shifted_and_padded() -> None:
     shifts: list[Any] = []
     for family in ("swin", "swinv2"):
-        config = SmallModel(family).config()
+        config = SmallModelFactory(family).get_config()
         grid = config.image_size // config.patch_size
         assert config.depths[0] > 1 and grid > config.window_size and grid % config.window_size
-        shifts += [getattr(module, "shift_size", 0) for module in SmallModel(family)().modules()]
+        shifts += [getattr(module, "shift_size", 0) for module in SmallModelFactory(family)().modules()]
     assert any(shifts)
 
 
 def test_family_without_small_model_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"family='brt'.*Did you mean 'bert'"):
-        SmallModel("brt")
+        SmallModelFactory("brt")
 
 
 def test_model_without_loss_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Identity returned no loss: its output, a Tensor.*Pass loss_fn="):
-        model_loss(nn.Identity(), {"input": torch.ones(2, 3)})
+        compute_model_loss(nn.Identity(), {"input": torch.ones(2, 3)})
 
 
 def test_outputs_are_counted_once() -> None:
@@ -196,20 +196,20 @@ def test_outputs_are_counted_once() -> None:
 
     x = torch.randn(2, 3)
     wave = torch.arange(3, dtype=torch.float64).cos()
-    assert float(model_loss(Twice(), {"x": x})) == pytest.approx(float((x.double() - wave).square().mean()))
+    assert float(compute_model_loss(Twice(), {"x": x})) == pytest.approx(float((x.double() - wave).square().mean()))
 
 
-def _split(head: str, sample: SmallModel) -> tuple[nn.Module, list[dict[str, Tensor]]]:
-    config = sample.config()
+def _split(head: str, sample: SmallModelFactory) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    config = sample.get_config()
     changes = config.to_dict() if hasattr(config, "to_dict") else {}
-    batch = doubled(RandomBatches(head, num_labels=config.num_labels, changes=changes)(0))
+    batch = doubled(RandomBatchFactory(head, num_labels=config.num_labels, changes=changes)(0))
     model = sample().double()
     return model, split_batch(batch, [2, 2], getattr(model, "main_input_name", None))
 
 
 @pytest.mark.parametrize("head", FAMILY_OF)
 def test_head_has_enough_layers_for_pipeline(head: str) -> None:
-    sample = SmallModel(FAMILY_OF[head], head).deeper(5)
+    sample = SmallModelFactory(FAMILY_OF[head], head).with_min_layers(5)
     model = sample()
     policy, _ = resolve_policy(model, None)
     policy.set_model(model)
@@ -221,13 +221,13 @@ def test_head_has_enough_layers_for_pipeline(head: str) -> None:
 @pytest.mark.reduced(one_in=8)
 @pytest.mark.parametrize("head", FAMILY_OF)
 def test_per_sample_losses_are_those_without_torch_mean(head: str) -> None:
-    model, parts = _split(head, SmallModel(FAMILY_OF[head], head))
-    weights = LossWeights(parts, [2, 2])
+    model, parts = _split(head, SmallModelFactory(FAMILY_OF[head], head))
+    weights = MicroBatchLossScaler(parts, [2, 2])
     refused = pytest.raises(ConfigError, match="loss_weight") if averages_loss_over_samples(head) else nullcontext()
     with refused:
         for index, part in enumerate(parts):
             with weighing(weights, index):
-                loss = model_loss(model, part)
+                loss = compute_model_loss(model, part)
             weights.scale_loss(index, loss)
-        weights.finish()
-    assert num_samples(parts[0]) == 2
+        weights.run_deferred_checks()
+    assert count_samples(parts[0]) == 2

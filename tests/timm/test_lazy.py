@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardformer
-from shardformer.layout.sharding_metadata import shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
@@ -79,9 +79,9 @@ def sharded_both_ways(name: str, ranks: int, options: dict[str, bool]) -> list[i
         ours = shardformer.shard_model(lazy[rank], context=context, **options)
         theirs = shardformer.shard_model(eager[rank], context=context, **options)
         assert_same(ours, theirs)
-        specs = shard_specs(ours)
+        specs = get_shard_specs(ours)
         for parameter_name, parameter in ours.named_parameters():
-            part = specs[parameter_name].slice(plain.get_parameter(parameter_name), {"tensor": rank})
+            part = specs[parameter_name].slice_full_tensor(plain.get_parameter(parameter_name), {"tensor": rank})
             assert torch.equal(parameter, part), parameter_name
             assert parameter.untyped_storage().nbytes() == part.nbytes, parameter_name
         for model in (ours, theirs):
@@ -117,7 +117,7 @@ def held_while_sharding(name: str) -> tuple[int, int, int, int]:
     living = Living()
     with patch.object(recipe, "_allocate_storage", living):
         model = shardformer.shard_model(model, context=context)
-    specs = shard_specs(model)
+    specs = get_shard_specs(model)
     whole = [p.nbytes for key, p in model.named_parameters() if not specs[key].is_sharded]
     return living.peak, max(sizes), sum([*whole, *(b.nbytes for b in model.buffers())]), sum(sizes)
 

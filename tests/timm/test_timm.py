@@ -57,7 +57,7 @@ def differences(name: str, ranks: tuple[int, ...], changes: dict[str, Any], opti
     torch.manual_seed(0)
     model = Small(name, changes)().double()
     x = images(0)["x"].double()
-    reference = ReferenceGradients.of(model, lambda sharded: sharded(x))
+    reference = ReferenceGradients.from_model(model, lambda sharded: sharded(x))
     policy = type(resolve_policy(model, None)[0])
     return [
         f"over {n}: {said}" for n in ranks if (said := validate_policy(reference, policy, n, **options)) is not None
@@ -295,11 +295,13 @@ def test_transformers_runs_with_timm(timm_worker: WorkerPool) -> None:
 def bert_beside_timm() -> str | None:
     timm()
     from shardformer.policies.models.bert import BertPolicy
-    from shardformer.verify.small_models import SmallModel
+    from shardformer.verify.small_models import SmallModelFactory
 
     ids = torch.arange(10).view(2, 5)
     return validate_policy(
-        ReferenceGradients.of(SmallModel("bert")().double(), lambda model: model(input_ids=ids)), BertPolicy, 2
+        ReferenceGradients.from_model(SmallModelFactory("bert")().double(), lambda model: model(input_ids=ids)),
+        BertPolicy,
+        2,
     )
 
 

@@ -14,17 +14,17 @@ from shardformer.errors import ConfigError
 from shardformer.training.metrics_log import MetricsRecord, MetricsWriter
 from shardformer.training.metrics_plot import (
     COLORS,
-    describe_differences,
-    draw_metrics,
-    find_coinciding_curves,
+    describe_loss_differences,
     find_isolated_points,
+    find_layout_changes,
+    find_overlap_positions,
     get_metric_series,
     get_plot_series,
-    layout_changes,
     list_default_metrics,
     list_metrics,
-    make_figure,
+    make_metrics_figure,
     plot_metrics,
+    save_metrics_plot,
     summarize_runs,
     uses_log_scale,
 )
@@ -87,10 +87,10 @@ def test_runs_are_drawn(suffix: str, tmp_path: Path) -> None:
     bad = [*run(4), MetricsRecord(5, 0, 5.0, {"loss": math.nan}), MetricsRecord(6, 0, 6.0, {"loss": math.inf})]
     runs = {"long": run(250, tokens_per_s=5e4), "bad": bad, "one": run(1), "wide": of("loss", 1e6), "none": []}
     file = tmp_path / f"picture{suffix}"
-    draw_metrics(runs, file)
+    save_metrics_plot(runs, file)
     assert file.stat().st_size > 10_000
     if suffix == ".svg":
-        draw_metrics(runs, tmp_path / "again.svg")
+        save_metrics_plot(runs, tmp_path / "again.svg")
         assert (tmp_path / "again.svg").read_bytes() == file.read_bytes()
 
 
@@ -101,16 +101,16 @@ def test_the_legend_lists_only_what_is_drawn(tmp_path: Path) -> None:
     kinds = ["validation", "moving average", "as recorded", "not finite"]
     best = "lowest validation loss"
     entries = ["validation", "_second $x$ (loss equal to validation)", kinds[0], best, *kinds[1:]]
-    draw_metrics(runs, tmp_path / "all.svg")
+    save_metrics_plot(runs, tmp_path / "all.svg")
     assert words(tmp_path / "all.svg")[-len(entries) :] == entries
-    draw_metrics(runs, tmp_path / "norm.svg", ["grad_norm"])
+    save_metrics_plot(runs, tmp_path / "norm.svg", ["grad_norm"])
     assert words(tmp_path / "norm.svg")[-2:] == entries[:2]
 
 
 @needs_matplotlib
 def test_a_finite_value_between_nonfinite_values_is_visible(tmp_path: Path) -> None:
     def num_marks(*values: float) -> int:
-        draw_metrics({"a": of("loss", *values)}, tmp_path / "a.svg")
+        save_metrics_plot({"a": of("loss", *values)}, tmp_path / "a.svg")
         return (tmp_path / "a.svg").read_text(encoding="utf-8").count("<use")
 
     # as many crosses, and axes with as many numbers
@@ -119,7 +119,7 @@ def test_a_finite_value_between_nonfinite_values_is_visible(tmp_path: Path) -> N
 
 @needs_matplotlib
 def test_many_runs_have_different_colors(tmp_path: Path) -> None:
-    draw_metrics({f"run {i}": run(5) for i in range(12)}, tmp_path / "many.svg", ["loss"])
+    save_metrics_plot({f"run {i}": run(5) for i in range(12)}, tmp_path / "many.svg", ["loss"])
     strokes = re.findall(r"stroke: (#[0-9a-f]{6}); stroke-width: 1.6", (tmp_path / "many.svg").read_text("utf-8"))
     assert len(set(strokes)) == 12
 
@@ -137,15 +137,15 @@ def moved(records: list[MetricsRecord], factor: float) -> list[MetricsRecord]:
 
 def test_curves_that_coincide_are_found() -> None:
     runs = {"a": run(40), "b": moved(run(40), 1.2), "c": moved(run(20), 1.001), "d": moved(run(30), 1.2)}
-    assert find_coinciding_curves(runs, "loss") == [(0, 2), (0, 2), (1, 2), (1, 2)]
-    assert find_coinciding_curves({"a": of("loss", 1.0), "b": of("grad_norm", 1.0)}, "loss") == [(0, 1), (0, 1)]
+    assert find_overlap_positions(runs, "loss") == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert find_overlap_positions({"a": of("loss", 1.0), "b": of("grad_norm", 1.0)}, "loss") == [(0, 1), (0, 1)]
 
 
 @needs_matplotlib
 @pytest.mark.parametrize("validated", [False, True])
 def test_every_run_is_visible_where_curves_coincide(validated: bool) -> None:
     records = [MetricsRecord(s, 0, 0.0, {"validation/loss" if validated else "loss": 3 / s}) for s in range(1, 60)]
-    figure = make_figure({name: records for name in "abc"}, ["loss"])
+    figure = make_metrics_figure({name: records for name in "abc"}, ["loss"])
     figure.legends[0].remove()
     figure.canvas.draw()
     pixels = np.asarray(figure.canvas.buffer_rgba())[:, :, :3].astype(int)
@@ -156,8 +156,8 @@ def test_every_run_is_visible_where_curves_coincide(validated: bool) -> None:
 
 def test_the_difference_of_losses_is_stated() -> None:
     runs = {"a": run(40), "b": moved(run(20), 1 + 2e-6), "c": of("grad_norm", 1.0)}
-    assert describe_differences(runs) == ["b: loss differs from a by at most 2.0e-06 (relative, 20 steps)"]
-    assert describe_differences({"a": run(3)}) == []
+    assert describe_loss_differences(runs) == ["b: loss differs from a by at most 2.0e-06 (relative, 20 steps)"]
+    assert describe_loss_differences({"a": run(3)}) == []
 
 
 def with_layouts(**layouts: str) -> list[MetricsRecord]:
@@ -166,14 +166,14 @@ def with_layouts(**layouts: str) -> list[MetricsRecord]:
 
 def test_a_resume_and_a_change_of_the_layout_are_found() -> None:
     records = with_layouts(s1="tensor=2", s11="tensor=2", s31="pipe=2")
-    assert layout_changes(records) == [(10, "resumed"), (30, "pipe=2")]
-    assert layout_changes(run(3)) == []
+    assert find_layout_changes(records) == [(10, "resumed"), (30, "pipe=2")]
+    assert find_layout_changes(run(3)) == []
 
 
 @needs_matplotlib
 def test_layout_changes_and_the_best_validation_point_are_marked() -> None:
     validation = [MetricsRecord(step, 0, 0.0, {"validation/loss": abs(step - 20) + 1.0}) for step in (10, 20, 30)]
-    figure = make_figure({"a": [*with_layouts(s1="tensor=2", s31="pipe=2"), *validation]})
+    figure = make_metrics_figure({"a": [*with_layouts(s1="tensor=2", s31="pipe=2"), *validation]})
     for axes in figure.axes:
         assert [line.get_xdata() for line in axes.lines if line.get_linestyle() == ":"] == [[30, 30]]
     loss = figure.axes[0]
@@ -184,7 +184,7 @@ def test_layout_changes_and_the_best_validation_point_are_marked() -> None:
 @needs_matplotlib
 def test_all_panels_have_the_same_steps_and_round_ticks() -> None:
     records = [*run(33), *(MetricsRecord(s, 0, 0.0, {"grad_norm": 1.0, "learning_rate": 3e-3}) for s in (11, 16, 33))]
-    figure = make_figure({"a": records})
+    figure = make_metrics_figure({"a": records})
     assert len({axes.get_xlim() for axes in figure.axes}) == 1
     assert all([tick for tick in axes.get_xticks() if 0 <= tick <= 33] == [0, 10, 20, 30] for axes in figure.axes)
     constant = [
@@ -209,10 +209,10 @@ def test_a_notebook_displays_the_figure_of_runs(tmp_path: Path) -> None:
 
 def test_metrics_that_cannot_be_drawn_raise(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\.svg or \.png"):
-        draw_metrics({"a": run(2)}, tmp_path / "a.pdf")
+        save_metrics_plot({"a": run(2)}, tmp_path / "a.pdf")
     if find_spec("matplotlib") is not None:
         with pytest.raises(ConfigError, match=r"no metrics to draw in a"):
-            draw_metrics({"a": [MetricsRecord(1, 0, 1.0, {})]}, tmp_path / "a.png")
+            save_metrics_plot({"a": [MetricsRecord(1, 0, 1.0, {})]}, tmp_path / "a.png")
 
 
 @needs_matplotlib
@@ -224,7 +224,7 @@ def test_a_chart_replaces_a_link_and_a_failure_keeps_the_old_chart(
     precious, path = tmp_path / "precious", tmp_path / "curves.svg"
     precious.write_text("precious")
     path.symlink_to(precious)
-    draw_metrics({"a": run(3)}, path)
+    save_metrics_plot({"a": run(3)}, path)
     assert precious.read_text() == "precious" and not path.is_symlink()
     before, real = path.read_bytes(), Figure.savefig
 
@@ -234,7 +234,7 @@ def test_a_chart_replaces_a_link_and_a_failure_keeps_the_old_chart(
 
     monkeypatch.setattr(Figure, "savefig", full)
     with pytest.raises(ConfigError, match="No space left"):
-        draw_metrics({"a": run(4)}, path)
+        save_metrics_plot({"a": run(4)}, path)
     assert path.read_bytes() == before
     assert sorted(file.name for file in tmp_path.iterdir()) == ["curves.svg", "precious"]
 

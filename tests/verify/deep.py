@@ -8,16 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from shardformer.verify.small_models import HEAD_CLASSES, SMALL_CONFIGS, STACKS, RandomBatches, SmallModel
+from shardformer.verify.small_models import HEAD_CLASSES, SMALL_CONFIGS, STACKS, RandomBatchFactory, SmallModelFactory
 
 IGNORED = -100
 PIXEL_IGNORED = 255
 
 
-def deep(family: str, head: str = "", **changes: Any) -> SmallModel:
+def deep(family: str, head: str = "", **changes: Any) -> SmallModelFactory:
     """Return the small model with four layers, or six if it has several stacks."""
-    sample = SmallModel(family, head)
-    deeper = sample.deeper(6 if STACKS.get(sample.head_class, 1) > 1 else 4)
+    sample = SmallModelFactory(family, head)
+    deeper = sample.with_min_layers(6 if STACKS.get(sample.head_class, 1) > 1 else 4)
     return replace(deeper, changes={**deeper.changes, **changes})
 
 
@@ -37,7 +37,7 @@ class Uneven:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, step: int) -> dict[str, Tensor]:
-        batch = RandomBatches(self.head, batch=self.batch, changes=self.changes)(step)
+        batch = RandomBatchFactory(self.head, batch=self.batch, changes=self.changes)(step)
         labels = batch.get("labels")
         if labels is not None and labels.dim() > 1:
             ignored = PIXEL_IGNORED if self.head.endswith("ForSemanticSegmentation") else IGNORED

@@ -1,4 +1,4 @@
-"""``ForceFp64`` replaces casts, and ``RandomRounding`` measures the noise of sums whose terms cancel."""
+"""``ForceFp64Mode`` replaces casts, and ``RandomRoundingMode`` measures the noise of sums whose terms cancel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.verify.train_both import ForceFp64, RandomRounding, TrainingTrace, VerifyJob, run_job
+from shardformer.verify.train_both import ForceFp64Mode, RandomRoundingMode, TrainingTrace, VerifyJob, train_both_models
 from tests.pools import WorkerPools
 
 X = torch.linspace(0.1, 0.9, 6, dtype=torch.float64).view(2, 3)
@@ -38,7 +38,7 @@ CASTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("cast", CASTS)
 def test_a_cast_to_lower_precision_gives_fp64(cast: str) -> None:
-    with ForceFp64():
+    with ForceFp64Mode():
         out = CASTS[cast](X)
     assert out.dtype == torch.float64
     rounded = CASTS[cast](X.float()).double()
@@ -47,7 +47,7 @@ def test_a_cast_to_lower_precision_gives_fp64(cast: str) -> None:
 
 
 def test_other_casts_are_unchanged() -> None:
-    with ForceFp64():
+    with ForceFp64Mode():
         assert X.to(torch.int64).dtype == X.long().dtype == torch.int64
         assert (X > 0.5).to(torch.bool).dtype == torch.bool
         assert X.to("cpu") is X and X.double() is X
@@ -56,11 +56,11 @@ def test_other_casts_are_unchanged() -> None:
 
 def test_the_noise_of_a_cancelling_sum_is_the_rounding_of_its_terms() -> None:
     terms = torch.tensor([1e3, 7.0, -1e3, -7.0], dtype=torch.float64)
-    with RandomRounding(0):
+    with RandomRoundingMode(0):
         whole, cancelled = (terms * 3).abs().sum(), (terms * 3).sum()
     assert 1e-17 < abs(float(whole) / 6042 - 1) < 3e-15
     assert 1e-14 < abs(float(cancelled)) < 6e-12
-    with RandomRounding(0):
+    with RandomRoundingMode(0):
         again = (terms * 3).abs().sum()
     assert torch.equal(whole, again), "one seed, one rounding"
 
@@ -99,7 +99,7 @@ def test_the_noise_of_a_zero_gradient_is_the_rounding_of_its_summands(pools: Wor
 
 
 def plain_of(job: VerifyJob) -> TrainingTrace | None:
-    return run_job(job)[0]
+    return train_both_models(job)[0]
 
 
 class Casts(torch.autograd.Function):
@@ -130,7 +130,7 @@ def test_a_backward_in_another_thread_keeps_its_casts() -> None:
             assert number == 0 or ends[number - 1].wait(20)
 
         x = torch.ones(2, dtype=torch.float64, requires_grad=True)
-        with ForceFp64() if is_wide else nullcontext():
+        with ForceFp64Mode() if is_wide else nullcontext():
             Casts.apply(x, seen, wait).sum().backward()
         ends[number].set()
         return seen[0]

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatches, SmallModel
+from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatchFactory, SmallModelFactory
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
 from tests.pools import WorkerPools
 
-LLAMA_BATCHES = RandomBatches(LANGUAGE_MODEL["llama"])
+LLAMA_BATCHES = RandomBatchFactory(LANGUAGE_MODEL["llama"])
 SEQUENCE = {"enable_sequence_parallelism": True}
 CONVOLUTIONS = {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 3)}
 SMALL = {
@@ -77,7 +77,7 @@ def drawn(draw: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("draw", ["torch", "python"])
 def test_random_numbers_between_blocks_are_identical(pool2: WorkerPool, draw: str) -> None:
-    report = verify(SmallModel("llama"), LLAMA_BATCHES, tensor=2, loss_fn=partial(drawn, draw), pool=pool2)
+    report = verify(SmallModelFactory("llama"), LLAMA_BATCHES, tensor=2, loss_fn=partial(drawn, draw), pool=pool2)
     assert report.passed, str(report)
 
 
@@ -88,7 +88,7 @@ def by_chance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 def test_a_model_with_unseeded_randomness_raises(pool2: WorkerPool) -> None:
     with pytest.raises(ConfigError, match=r"when it is computed again. With the same seeds"):
-        verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), loss_fn=by_chance, pool=pool2)
+        verify(SmallModelFactory("gpt2"), RandomBatchFactory("GPT2LMHeadModel"), loss_fn=by_chance, pool=pool2)
 
 
 def test_randomness_over_the_full_batch_raises_if_it_is_split(pool2: WorkerPool) -> None:

@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from shardformer.comm.collectives import all_gather_objects, gather_full_tensor
 from shardformer.config import ShardConfig
-from shardformer.layout.sharding_metadata import shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatches, SmallModel
+from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatchFactory, SmallModelFactory
 
 DROPOUT = {
     "bert": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3},
@@ -60,14 +60,14 @@ class _Masks(TorchFunctionMode):
 
 def _build(family: str) -> nn.Module:
     torch.manual_seed(0)
-    model: Any = SmallModel(family, changes=DROPOUT[family])().double().train()
+    model: Any = SmallModelFactory(family, changes=DROPOUT[family])().double().train()
     model.set_attn_implementation("eager")
     built: nn.Module = model
     return built
 
 
 def _worst_difference(family: str, sequence_parallel: bool) -> float:
-    batch = RandomBatches(LANGUAGE_MODEL[family])(0)
+    batch = RandomBatchFactory(LANGUAGE_MODEL[family])(0)
     context = ParallelContext.from_world({})
     model = shard_model(
         _build(family), config=ShardConfig(context=context, enable_sequence_parallelism=sequence_parallel)
@@ -76,7 +76,7 @@ def _worst_difference(family: str, sequence_parallel: bool) -> float:
     with _Masks() as masks:
         loss = model(**batch).loss
     loss.backward()
-    specs = shard_specs(model)
+    specs = get_shard_specs(model)
     ours = {n: gather_full_tensor(p.grad, specs[n], context.axis) for n, p in model.named_parameters()}
     parts = all_gather_objects(masks.drawn, context.tensor)
 

@@ -21,9 +21,9 @@ from shardformer.verify.small_models import (
     DEFAULT_HEAD,
     HEAD_CLASSES,
     SMALL_CONFIGS,
-    RandomBatches,
-    SmallModel,
-    model_loss,
+    RandomBatchFactory,
+    SmallModelFactory,
+    compute_model_loss,
 )
 from shardformer.verify.verification import verify
 from tests.pairwise import in_turn
@@ -41,7 +41,7 @@ REGISTERED = [family for family in SMALL_CONFIGS if family in FAMILIES]
 READERS = [
     family
     for family in REGISTERED
-    if RandomBatches(DEFAULT_HEAD[family])(0).keys() == {"input_ids", "attention_mask", "labels"}
+    if RandomBatchFactory(DEFAULT_HEAD[family])(0).keys() == {"input_ids", "attention_mask", "labels"}
 ]
 SLOW = "bloom slow but exact"
 WITHOUT_SEQUENCE = ("swin", "swinv2", "sam")
@@ -64,7 +64,7 @@ def assert_nobody_can_tell(report: Report, mode: str = "plain", tensor: int = 2)
     assert made >= EDGES[mode] if tensor > 1 else not made
 
 
-def _runs(sample: SmallModel, mode: str) -> bool:
+def _runs(sample: SmallModelFactory, mode: str) -> bool:
     """Return whether the model supports sequence parallelism. If not, sharding must raise."""
     head = sample.head_class
     between = head.endswith(("Backbone", "ForSemanticSegmentation")) or "use_weighted_layer_sum" in sample.changes
@@ -73,8 +73,8 @@ def _runs(sample: SmallModel, mode: str) -> bool:
 
 def check(
     pools: WorkerPools,
-    sample: SmallModel,
-    batches: RandomBatches,
+    sample: SmallModelFactory,
+    batches: RandomBatchFactory,
     tensor: int,
     mode: str,
     dtype: torch.dtype = torch.float64,
@@ -82,7 +82,9 @@ def check(
     """Verify a model, or return why the mode is not supported."""
 
     def report() -> Report:
-        return verify(sample, batches, tensor, loss_fn=model_loss, config=MODES[mode], dtype=dtype, pool=pools(tensor))
+        return verify(
+            sample, batches, tensor, loss_fn=compute_model_loss, config=MODES[mode], dtype=dtype, pool=pools(tensor)
+        )
 
     if _runs(sample, mode):
         assert_nobody_can_tell(report(), mode)
@@ -95,7 +97,7 @@ def check(
 @pytest.mark.reduced(family=("t5",), at_most=3)
 @pytest.mark.parametrize(("family", "head", "tensor", "mode"), in_turn(EVERY_HEAD, (2, "plain"), (4, "sequence")))
 def test_every_head(pools: WorkerPools, family: str, head: str, tensor: int, mode: str) -> None:
-    check(pools, SmallModel(family, head), RandomBatches(head), tensor, mode)
+    check(pools, SmallModelFactory(family, head), RandomBatchFactory(head), tensor, mode)
 
 
 @pytest.mark.reduced(tensor=(2,))
@@ -103,7 +105,7 @@ def test_every_head(pools: WorkerPools, family: str, head: str, tensor: int, mod
 @over_two_and_four
 @pytest.mark.parametrize("family", REGISTERED)
 def test_tensor_parallel(pools: WorkerPools, family: str, tensor: int) -> None:
-    check(pools, SmallModel(family), RandomBatches(DEFAULT_HEAD[family]), tensor, "plain")
+    check(pools, SmallModelFactory(family), RandomBatchFactory(DEFAULT_HEAD[family]), tensor, "plain")
 
 
 @pytest.mark.reduced(one_in=2)
@@ -112,7 +114,7 @@ def test_tensor_parallel(pools: WorkerPools, family: str, tensor: int) -> None:
 def test_sequence_parallel(
     pools: WorkerPools, family: str, tensor: int, record_property: Callable[[str, object], None]
 ) -> None:
-    if refused := check(pools, SmallModel(family), RandomBatches(DEFAULT_HEAD[family]), tensor, "sequence"):
+    if refused := check(pools, SmallModelFactory(family), RandomBatchFactory(DEFAULT_HEAD[family]), tensor, "sequence"):
         record_property("feature", refused)
 
 
@@ -120,14 +122,14 @@ def test_sequence_parallel(
 @pytest.mark.feature("overlap")
 @pytest.mark.parametrize(("family", "tensor"), in_turn(REGISTERED, (2,), (2,), (4,)))
 def test_sequence_overlap(pools: WorkerPools, family: str, tensor: int, record_property: Recorded) -> None:
-    if refused := check(pools, SmallModel(family), RandomBatches(DEFAULT_HEAD[family]), tensor, "overlap"):
+    if refused := check(pools, SmallModelFactory(family), RandomBatchFactory(DEFAULT_HEAD[family]), tensor, "overlap"):
         record_property("feature", refused)
 
 
 @pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"), at_most=1)
 @pytest.mark.parametrize(("family", "mode"), in_turn(REGISTERED, *((mode,) for mode in MODES)))
 def test_single_precision(pools: WorkerPools, family: str, mode: str) -> None:
-    check(pools, SmallModel(family), RandomBatches(DEFAULT_HEAD[family]), 2, mode, torch.float32)
+    check(pools, SmallModelFactory(family), RandomBatchFactory(DEFAULT_HEAD[family]), 2, mode, torch.float32)
 
 
 @pytest.mark.reduced(one_in=16, at_most=2)
@@ -136,30 +138,34 @@ def test_single_precision(pools: WorkerPools, family: str, mode: str) -> None:
 )
 def test_other_config_settings(pools: WorkerPools, name: str, tensor: int, mode: str) -> None:
     sample = VARIANTS[name].sample
-    check(pools, sample, RandomBatches(sample.head_class, batch=3, sequence=9), tensor, mode)
+    check(pools, sample, RandomBatchFactory(sample.head_class, batch=3, sequence=9), tensor, mode)
 
 
 def test_models_that_slice_weights_in_the_forward_raise(pools: WorkerPools) -> None:
     with pytest.raises(ConfigError, match="slow_but_exact=True with pretraining_tp=2"):
-        verify(VARIANTS[SLOW].sample, RandomBatches("BloomForCausalLM"), 2, loss_fn=model_loss, pool=pools(2))
+        verify(
+            VARIANTS[SLOW].sample, RandomBatchFactory("BloomForCausalLM"), 2, loss_fn=compute_model_loss, pool=pools(2)
+        )
 
 
 @pytest.mark.reduced(one_in=2)
 @over_two_and_four
 def test_bert_with_chunked_feed_forward(pools: WorkerPools, tensor: int) -> None:
-    sample = SmallModel("bert", changes={"chunk_size_feed_forward": 1})
-    assert_nobody_can_tell(verify(sample, RandomBatches("BertForMaskedLM"), tensor=tensor, pool=pools(tensor)))
+    sample = SmallModelFactory("bert", changes={"chunk_size_feed_forward": 1})
+    assert_nobody_can_tell(verify(sample, RandomBatchFactory("BertForMaskedLM"), tensor=tensor, pool=pools(tensor)))
     with pytest.raises(ConfigError, match="chunk_size_feed_forward"):
-        verify(sample, RandomBatches("BertForMaskedLM"), tensor=tensor, config=SEQUENCE, pool=pools(tensor))
+        verify(sample, RandomBatchFactory("BertForMaskedLM"), tensor=tensor, config=SEQUENCE, pool=pools(tensor))
 
 
 @pytest.mark.reduced(family=("llama", "t5"), at_most=1)
 @pytest.mark.parametrize(("family", "mode"), in_turn(REGISTERED, *((mode,) for mode in reversed(MODES))))
 def test_tensor_times_data(pools: WorkerPools, family: str, mode: str) -> None:
     head = DEFAULT_HEAD[family]
-    batches = RandomBatches(head, batch=6)  # three samples per data rank
-    mode = mode if _runs(SmallModel(family), mode) else "plain"
-    report = verify(SmallModel(family), batches, 2, 2, loss_fn=model_loss, config=MODES[mode], pool=pools(4))
+    batches = RandomBatchFactory(head, batch=6)  # three samples per data rank
+    mode = mode if _runs(SmallModelFactory(family), mode) else "plain"
+    report = verify(
+        SmallModelFactory(family), batches, 2, 2, loss_fn=compute_model_loss, config=MODES[mode], pool=pools(4)
+    )
     assert_nobody_can_tell(report, mode)
     assert any("over data" in name or "over data_tensor" in name for name in report.collectives)
 
@@ -167,8 +173,10 @@ def test_tensor_times_data(pools: WorkerPools, family: str, mode: str) -> None:
 @pytest.mark.reduced(family=("llama", "bert"))
 @pytest.mark.parametrize(("family", "data"), in_turn(REGISTERED, (2,), (4,)))
 def test_data_parallel(pools: WorkerPools, family: str, data: int) -> None:
-    batches = RandomBatches(DEFAULT_HEAD[family], batch=4)
-    report = verify(SmallModel(family), batches, tensor=1, data=data, loss_fn=model_loss, pool=pools(data))
+    batches = RandomBatchFactory(DEFAULT_HEAD[family], batch=4)
+    report = verify(
+        SmallModelFactory(family), batches, tensor=1, data=data, loss_fn=compute_model_loss, pool=pools(data)
+    )
     assert_nobody_can_tell(report, tensor=1)
     assert list(report.collectives) == ["all_reduce over data (gradients)"]
 
@@ -176,9 +184,14 @@ def test_data_parallel(pools: WorkerPools, family: str, data: int) -> None:
 @pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"), at_most=1)
 @pytest.mark.parametrize(("family", "mode"), in_turn(REGISTERED, *((mode,) for mode in MODES)))
 def test_one_process_communicates_nothing(pools: WorkerPools, family: str, mode: str) -> None:
-    config = MODES[mode if _runs(SmallModel(family), mode) else "plain"]
+    config = MODES[mode if _runs(SmallModelFactory(family), mode) else "plain"]
     report = verify(
-        SmallModel(family), RandomBatches(DEFAULT_HEAD[family]), 1, loss_fn=model_loss, config=config, pool=pools(1)
+        SmallModelFactory(family),
+        RandomBatchFactory(DEFAULT_HEAD[family]),
+        1,
+        loss_fn=compute_model_loss,
+        config=config,
+        pool=pools(1),
     )
     assert_nobody_can_tell(report, tensor=1)
     assert report.collectives == {}
@@ -192,14 +205,19 @@ def test_sequences_shorter_than_the_number_of_ranks(
     """Some ranks have an empty shard of the sequence."""
     for mode in ("sequence", "overlap"):
         report = verify(
-            SmallModel(family), Short(family, sequence), tensor=tensor, steps=1, config=MODES[mode], pool=pools(tensor)
+            SmallModelFactory(family),
+            Short(family, sequence),
+            tensor=tensor,
+            steps=1,
+            config=MODES[mode],
+            pool=pools(tensor),
         )
         assert_nobody_can_tell(report, mode)
 
 
 @dataclass(frozen=True)
 class Short:
-    """Batches of sequences so short that ``RandomBatches`` would mask them completely."""
+    """Batches of sequences so short that ``RandomBatchFactory`` would mask them completely."""
 
     family: str
     sequence: int
@@ -233,15 +251,17 @@ class BertOnStates(OnStates, transformers.BertLMHeadModel):
 
 
 def gpt2_on_states() -> nn.Module:
-    return GPT2OnStates(SmallModel("gpt2", changes={"add_cross_attention": True}).config())
+    return GPT2OnStates(SmallModelFactory("gpt2", changes={"add_cross_attention": True}).get_config())
 
 
 def bert_on_states() -> nn.Module:
-    return BertOnStates(SmallModel("bert", changes={"is_decoder": True, "add_cross_attention": True}).config())
+    return BertOnStates(
+        SmallModelFactory("bert", changes={"is_decoder": True, "add_cross_attention": True}).get_config()
+    )
 
 
 def batch_with_states(step: int) -> dict[str, Tensor]:
-    batch = RandomBatches("GPT2LMHeadModel")(step)
+    batch = RandomBatchFactory("GPT2LMHeadModel")(step)
     generator = torch.Generator().manual_seed(step)
     mask = torch.ones(4, 7, dtype=torch.long)
     mask[1:, -2:] = 0
@@ -255,7 +275,7 @@ def batch_with_states(step: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("model_fn", [gpt2_on_states, bert_on_states])
 def test_cross_attention(pools: WorkerPools, model_fn: Callable[[], nn.Module], tensor: int, mode: str) -> None:
     """The gradient of the states is compared."""
-    batches = RandomBatches("GPT2LMHeadModel")
+    batches = RandomBatchFactory("GPT2LMHeadModel")
     report = verify(model_fn, batches, tensor=tensor, config=MODES[mode], pool=pools(tensor))
     assert_nobody_can_tell(report, mode)
 

@@ -41,7 +41,7 @@ def no_sum_over_stages() -> Any:
 
         return axes
 
-    return replaced(gradients, "_create_reduction_groups", make)
+    return replaced(gradients, "_create_gradient_reduction_groups", make)
 
 
 def mean_of_means() -> Any:
@@ -49,7 +49,7 @@ def mean_of_means() -> Any:
         given: Tensor = call.compute()
         return given.nan_to_num() / len(self._micro_batches)
 
-    return mock.patch.object(micro_batch_loss.LossWeights, "_compute_share", part)
+    return mock.patch.object(micro_batch_loss.MicroBatchLossScaler, "_compute_loss_share", part)
 
 
 def no_gradient_sent() -> Any:

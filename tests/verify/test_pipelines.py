@@ -19,10 +19,10 @@ from shardformer.verify.report import Report
 from shardformer.verify.small_models import (
     DEFAULT_HEAD,
     SMALL_CONFIGS,
-    SmallModel,
+    SmallModelFactory,
     averages_loss_over_samples,
-    model_loss,
-    num_samples,
+    compute_model_loss,
+    count_samples,
 )
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
@@ -41,7 +41,7 @@ Recorded = Callable[[str, object], None]
 
 def check(
     pool: WorkerPool,
-    sample: SmallModel,
+    sample: SmallModelFactory,
     schedule: str = "1f1b",
     *,
     pipe: int = 2,
@@ -49,7 +49,7 @@ def check(
     data: int = 1,
     batches: Any = None,
     micro_batches: int | None = None,
-    loss_fn: Any = model_loss,
+    loss_fn: Any = compute_model_loss,
     config: Mapping[str, Any] | None = None,
     steps: int = 2,
     **stages: Any,
@@ -60,7 +60,7 @@ def check(
         batches = Uneven(head, batch=5 * data)
     # interleaved schedules need a multiple of the number of stages
     count = micro_batches or (4 if pipe == 4 or "interleaved" in schedule else 3)
-    weight = num_samples if averages_loss_over_samples(head) else None
+    weight = count_samples if averages_loss_over_samples(head) else None
     pipeline = VerifyPipeline(pipe, count, {"schedule": schedule, **stages}, weight)
     report = verify(sample, batches, tensor, data, steps, loss_fn=loss_fn, config=config, pipeline=pipeline, pool=pool)
     assert report.passed, str(report)
@@ -100,7 +100,7 @@ def test_sequence_parallel_times_pipe(pool4: WorkerPool, family: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("family", FOUR_KINDS)
 def test_four_stages(pool4: WorkerPool, family: str, schedule: str) -> None:
-    check(pool4, SmallModel(family).deeper(8), schedule, pipe=4)
+    check(pool4, SmallModelFactory(family).with_min_layers(8), schedule, pipe=4)
 
 
 @pytest.mark.reduced(at_most=1)
@@ -200,14 +200,14 @@ MASKED_IMAGES = "ViTForMaskedImageModeling"  # divides by the count plus a small
 
 
 class Output:
-    """The distance of one output of a model from the cosine of ``model_loss``."""
+    """The distance of one output of a model from the cosine of ``compute_model_loss``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         output = model(**batch)[self.name]
-        return model_loss(_Given(output), {})
+        return compute_model_loss(_Given(output), {})
 
 
 class _Given(nn.Module):
@@ -220,7 +220,7 @@ class _Given(nn.Module):
 
 
 def loss_of(head: str) -> Any:
-    return Output(OUTPUTS[head]) if head in OUTPUTS else model_loss
+    return Output(OUTPUTS[head]) if head in OUTPUTS else compute_model_loss
 
 
 @pytest.mark.reduced(family=("whisper",), at_most=2)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.verify.report import Report
-from shardformer.verify.small_models import SmallModel
+from shardformer.verify.small_models import SmallModelFactory
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.training_options import VerifyTraining
 from shardformer.verify.verification import verify
@@ -63,14 +63,14 @@ def test_an_expert_balancing_loss_differs_between_shards_and_full_batch(pools: W
 @pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("reference", ["ranks", "tokens"])
 def test_with_equal_label_counts_the_means_are_equal(pools: WorkerPools, reference: str) -> None:
-    report = found(pools, SmallModel("gpt2"), reference, tensor=2)
+    report = found(pools, SmallModelFactory("gpt2"), reference, tensor=2)
     assert report.passed, str(report)
     assert ("reference loss over the full batch" in str(report)) == (reference == "tokens")
 
 
 def test_micro_batches_are_compared_with_the_full_batch(pools: WorkerPools) -> None:
     report = verify(
-        SmallModel("gpt2").deeper(4),
+        SmallModelFactory("gpt2").with_min_layers(4),
         tokens,
         1,
         2,
@@ -89,15 +89,15 @@ def unlike(step: int) -> dict[str, Tensor]:
 
 
 def test_different_label_counts_differ_from_the_full_batch(pool2: WorkerPool) -> None:
-    assert verify(SmallModel("gpt2"), unlike, 1, 2, 1, pool=pool2).passed
+    assert verify(SmallModelFactory("gpt2"), unlike, 1, 2, 1, pool=pool2).passed
     assert not verify(
-        SmallModel("gpt2"), unlike, 1, 2, 1, training=VerifyTraining(average_loss_over="tokens"), pool=pool2
+        SmallModelFactory("gpt2"), unlike, 1, 2, 1, training=VerifyTraining(average_loss_over="tokens"), pool=pool2
     ).passed
 
 
 def test_a_pipeline_averages_over_the_tokens_of_all_data_ranks(pool4: WorkerPool) -> None:
     training = VerifyTraining(average_loss_over="tokens")
-    model_fn, pipeline = SmallModel("gpt2").deeper(4), VerifyPipeline(2)
+    model_fn, pipeline = SmallModelFactory("gpt2").with_min_layers(4), VerifyPipeline(2)
     assert verify(model_fn, unlike, 1, 2, 1, pipeline=pipeline, training=training, pool=pool4).passed
 
 

@@ -16,15 +16,15 @@ from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import RandomBatches, SmallModel, model_loss
+from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory, compute_model_loss
 from shardformer.verify.train_both import PrecomputedForward
-from shardformer.verify.verification import check_layout, verify
+from shardformer.verify.verification import check_policy_can_shard, verify
 from tests.scripts import PYTHON
 from tests.verify.tower import Tower, TowerPolicy, numbers
 
 
 def without_labels(step: int) -> dict[str, Tensor]:
-    batch = RandomBatches("GPT2LMHeadModel")(step)
+    batch = RandomBatchFactory("GPT2LMHeadModel")(step)
     del batch["labels"]
     return batch
 
@@ -41,21 +41,21 @@ def without_tensors(step: int) -> dict[str, int]:
     ("asked", "words"),
     [
         (
-            {"batch_fn": RandomBatches("GPT2LMHeadModel", batch=3), "tensor": 1, "data": 2},
+            {"batch_fn": RandomBatchFactory("GPT2LMHeadModel", batch=3), "tensor": 1, "data": 2},
             "data=2 does not divide the batch of 3 samples",
         ),
         (
-            {"batch_fn": RandomBatches("GPT2LMHeadModel", batch=4), "tensor": 1, "data": 3},
+            {"batch_fn": RandomBatchFactory("GPT2LMHeadModel", batch=4), "tensor": 1, "data": 3},
             "data=3 does not divide the batch of 4 samples",
         ),
         ({"batch_fn": without_labels}, "GPT2LMHeadModel returned no loss.*Add labels"),
         (
-            {"model_fn": SmallModel("gpt2", "GPT2Model"), "batch_fn": without_labels},
+            {"model_fn": SmallModelFactory("gpt2", "GPT2Model"), "batch_fn": without_labels},
             "has no field 'loss'.*Pass loss_fn=",
         ),
         ({"model_fn": Tower, "batch_fn": only_x, "policy": TowerPolicy}, "its output, a Tensor, has no field 'loss'"),
         (
-            {"model_fn": Tower, "batch_fn": only_x, "policy": TowerPolicy, "loss_fn": model_loss},
+            {"model_fn": Tower, "batch_fn": only_x, "policy": TowerPolicy, "loss_fn": compute_model_loss},
             "its output, a Tensor, has no field 'loss'",
         ),
         ({"tensor": 7}, "exceeds the 6 attention heads"),
@@ -73,7 +73,12 @@ def without_tensors(step: int) -> dict[str, int]:
 def test_unsupported_comparisons_raise_once_for_all_ranks(pool2: WorkerPool, asked: dict[str, Any], words: str) -> None:
     pool2.run(torch.add, 1, 1)
     pids = pool2.pids
-    call = {"model_fn": SmallModel("gpt2"), "batch_fn": RandomBatches("GPT2LMHeadModel"), "tensor": 2, **asked}
+    call = {
+        "model_fn": SmallModelFactory("gpt2"),
+        "batch_fn": RandomBatchFactory("GPT2LMHeadModel"),
+        "tensor": 2,
+        **asked,
+    }
     with pytest.raises(ConfigError, match=words) as caught:
         verify(**call, pool=pool2)
     assert "".join(traceback.format_exception(caught.value)).count(str(caught.value)) == 1, "it is said once"
@@ -83,7 +88,7 @@ def test_unsupported_comparisons_raise_once_for_all_ranks(pool2: WorkerPool, ask
 def test_a_config_with_a_process_group_raises(pool2: WorkerPool) -> None:
     config = ShardConfig(context=ParallelContext.of({}))
     with pytest.raises(ConfigError, match="has a context or a process group"):
-        verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), config=config, pool=pool2)
+        verify(SmallModelFactory("gpt2"), RandomBatchFactory("GPT2LMHeadModel"), config=config, pool=pool2)
 
 
 @pytest.mark.full
@@ -91,9 +96,9 @@ def test_a_config_with_a_process_group_raises(pool2: WorkerPool) -> None:
 def test_a_call_without_main_guard_reports_its_line(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "from shardformer.verify.small_models import RandomBatches, SmallModel\n"
+        "from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory\n"
         "from shardformer.verify.verification import verify\n"
-        "verify(SmallModel('gpt2'), RandomBatches('GPT2LMHeadModel'), steps=1)\n"
+        "verify(SmallModelFactory('gpt2'), RandomBatchFactory('GPT2LMHeadModel'), steps=1)\n"
     )
     done = subprocess.run([PYTHON, str(script)], capture_output=True, text=True, timeout=300, env=os.environ)
     assert done.returncode == 1
@@ -107,10 +112,10 @@ def test_a_call_without_main_guard_reports_its_line(tmp_path: Path) -> None:
 def test_checking_the_plan_has_no_side_effects() -> None:
     policy = TowerPolicy()
     before = torch.random.get_rng_state()
-    check_layout(Tower, 2, policy)
+    check_policy_can_shard(Tower, 2, policy)
     assert policy.model is None and torch.equal(before, torch.random.get_rng_state())
     with pytest.raises(PolicyError, match="No policy for Tower"):
-        check_layout(Tower, 2)
+        check_policy_can_shard(Tower, 2)
 
 
 def test_a_loss_that_calls_the_model_on_other_tensors_raises_in_a_pipeline() -> None:

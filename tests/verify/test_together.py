@@ -12,13 +12,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardformer.discovery.example_inputs import generate_inputs, insert_media_tokens, make_forward_fn
+from shardformer.discovery.example_inputs import generate_known_inputs, iter_batches_with_media_tokens, make_forward_fn
 from shardformer.discovery.reduced_model import ReducedModel
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.gradient_accumulation.micro_batches import get_special_token_ids
 from shardformer.verify import model_source
 from shardformer.verify import model_source as any_type
-from shardformer.verify.model_source import ReducedModelType, find_model, get_all_main_classes
+from shardformer.verify.model_source import ReducedModelFactory, find_model_source, map_all_model_types_to_classes
 from shardformer.verify.train_both import VerifyJob, VerifyPipeline, check_samples_are_independent, get_rank_batch
 from shardformer.verify.training_options import VerifyTraining
 from tests.sharding.plain_models import in_fp64
@@ -65,13 +65,13 @@ def of_clip(step: int) -> Mapping[str, Tensor]:
 
 def of_qwen(step: int) -> Mapping[str, Tensor]:
     model = qwen()
-    return next(insert_media_tokens(model, dict(generate_inputs(model))))
+    return next(iter_batches_with_media_tokens(model, dict(generate_known_inputs(model))))
 
 
 @pytest.mark.parametrize(("model_fn", "tokens"), [(qwen, [4, 8]), (llava, [4, 4])])
 def test_the_text_has_one_placeholder_per_feature(model_fn: Any, tokens: list[int]) -> None:
     model = model_fn()
-    batch = next(insert_media_tokens(model, dict(generate_inputs(model))))
+    batch = next(iter_batches_with_media_tokens(model, dict(generate_known_inputs(model))))
     assert (batch["input_ids"] == IMAGE).sum(-1).tolist() == tokens
     assert batch["attention_mask"].shape == batch["input_ids"].shape
     assert torch.isfinite(model(**in_fp64(batch)).logits).all()
@@ -79,7 +79,7 @@ def test_the_text_has_one_placeholder_per_feature(model_fn: Any, tokens: list[in
 
 def test_a_model_without_image_tokens_has_no_placeholders() -> None:
     model = clip()
-    assert [*insert_media_tokens(model, dict(generate_inputs(model)))] == []
+    assert [*iter_batches_with_media_tokens(model, dict(generate_known_inputs(model)))] == []
 
 
 def test_data_ranks_get_the_patches_of_their_own_images() -> None:
@@ -110,7 +110,7 @@ def test_contrastive_batches_are_not_split(cut: dict[str, Any], remedy: str) -> 
 
 def test_every_model_type_has_a_class() -> None:
     known = {"clip": "CLIPModel", "qwen2_vl": "Qwen2VLForConditionalGeneration", "siglip": "SiglipModel"}
-    assert known.items() <= get_all_main_classes().items()
+    assert known.items() <= map_all_model_types_to_classes().items()
 
 
 @pytest.fixture
@@ -129,28 +129,28 @@ def test_unknown_inputs_are_reported(small: Any) -> None:
 
     small(none)
     with pytest.raises(ConfigError, match=r"failed on every batch .*TypeError.*The values of bbox, ") as caught:
-        ReducedModelType("bros").config()
+        ReducedModelFactory("bros").get_config()
     assert "FILE.py:function" in caught.value.remedy
     with pytest.raises(ConfigError, match=r"Its forward pass needs past_values, whose values are unknown"):
-        ReducedModelType("patchtst").config()
+        ReducedModelFactory("patchtst").get_config()
 
 
 def test_a_contrastive_model_gets_different_pairs(small: Any) -> None:
     two = {name: x[:2] for name, x in of_clip(0).items() if x.dim()}
     small(lambda model, media_in_text: ReducedModel(clip(), make_forward_fn(clip(), two), two))
-    source = find_model("clip")
-    batch = source.batches(4)(0)
+    source = find_model_source("clip")
+    batch = source.make_batch_fn(4)(0)
     assert source.loss_fn is None and bool(batch["return_loss"])
     assert len({tuple(row) for row in batch["input_ids"].tolist()}) == 4
-    assert (batch["input_ids"] != source.batches(4)(1)["input_ids"]).any()
+    assert (batch["input_ids"] != source.make_batch_fn(4)(1)["input_ids"]).any()
 
 
 @pytest.mark.parametrize(("model_fn", "inputs"), [(clip, {"pixel_values", "return_loss"}), (qwen, {"image_grid_thw"})])
 def test_a_folder_of_a_multimodal_model_gets_the_same_batches(model_fn: Any, inputs: set[str], tmp_path: Path) -> None:
     model_fn().save_pretrained(tmp_path)
-    source = find_model(str(tmp_path))
-    batch = source.batches(3)(0)
+    source = find_model_source(str(tmp_path))
+    batch = source.make_batch_fn(3)(0)
     assert inputs <= batch.keys() and len(batch["input_ids"]) == 3
     assert source.loss_fn is not None and torch.isfinite(source.loss_fn(source.model_fn(), batch))
     with pytest.raises(ConfigError, match="sequence=9"):
-        source.batches(3, 9)
+        source.make_batch_fn(3, 9)

@@ -38,7 +38,7 @@ from shardformer.tensor_parallel import sequence_parallel as stream
 from shardformer.tensor_parallel import vocab_parallel_loss as loss
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.verify.report import Report, Tolerances
-from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatches, SmallModel, model_loss
+from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatchFactory, SmallModelFactory, compute_model_loss
 from shardformer.verify.train_both import VerifyJob
 from shardformer.verify.verification import run_job_and_report, verify
 from tests.pools import WorkerPools
@@ -46,7 +46,7 @@ from tests.verify.tower import ForgetfulPolicy, Tower, TowerPolicy, distance, nu
 
 pytestmark = pytest.mark.slow
 
-LLAMA_BATCHES = RandomBatches(LANGUAGE_MODEL["llama"])
+LLAMA_BATCHES = RandomBatchFactory(LANGUAGE_MODEL["llama"])
 SEQUENCE = {"enable_sequence_parallelism": True}
 OVERLAP = {**SEQUENCE, "enable_sequence_overlap": True}
 
@@ -312,8 +312,8 @@ CASES = [
 @pytest.mark.reduced(one_in=4, at_most=5)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_omission_fails(pools: WorkerPools, case: Case) -> None:
-    sample = SmallModel(case.family, changes=case.changes)
-    batches = RandomBatches(sample.head_class)
+    sample = SmallModelFactory(case.family, changes=case.changes)
+    batches = RandomBatchFactory(sample.head_class)
     job = VerifyJob(sample, batches, case.tensor, case.data, 1, torch.float64, None, None, case.config)
     report = pools(case.tensor * case.data).run(report_without, case.mutation, job)[0]
     assert report is not None and not report.passed
@@ -333,15 +333,25 @@ def test_every_omission_fails(pools: WorkerPools, case: Case) -> None:
 def test_without_omission_it_passes(pools: WorkerPools, tensor: int, data: int, config: dict[str, Any]) -> None:
     """The failures are caused by the omissions, not by patching, and do not outlive their tests."""
     job = VerifyJob(
-        SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), tensor, data, 2, torch.float64, None, None, config
+        SmallModelFactory("gpt2"),
+        RandomBatchFactory("GPT2LMHeadModel"),
+        tensor,
+        data,
+        2,
+        torch.float64,
+        None,
+        None,
+        config,
     )
     report = pools(tensor * data).run(report_without, "nothing", job)[0]
     assert report is not None and report.passed, str(report)
 
 
 def test_a_report_prints_as_table_and_json(pool2: WorkerPool) -> None:
-    batches = RandomBatches("GPT2LMHeadModel")
-    report = verify(SmallModel("gpt2"), batches, tensor=2, steps=2, config=SEQUENCE, dtype=torch.float32, pool=pool2)
+    batches = RandomBatchFactory("GPT2LMHeadModel")
+    report = verify(
+        SmallModelFactory("gpt2"), batches, tensor=2, steps=2, config=SEQUENCE, dtype=torch.float32, pool=pool2
+    )
     assert report.passed
     assert (report.model, report.layout) == ("GPT2LMHeadModel", "tensor=2, sequence_parallelism")
     assert (report.steps, report.dtype, report.missing) == (2, "float32", [])
@@ -377,8 +387,8 @@ def test_a_report_prints_as_table_and_json(pool2: WorkerPool) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "vit", "swin", "bloom"])
 def test_a_model_with_casts_meets_the_fp64_tolerances(pool2: WorkerPool, family: str) -> None:
     """Norms, logits and scores that a model computes in fp32 are computed in fp64 in both models."""
-    sample = SmallModel(family)
-    report = verify(sample, RandomBatches(sample.head_class), tensor=2, loss_fn=model_loss, pool=pool2)
+    sample = SmallModelFactory(family)
+    report = verify(sample, RandomBatchFactory(sample.head_class), tensor=2, loss_fn=compute_model_loss, pool=pool2)
     assert report.passed, str(report)
     assert report.bounds == Tolerances(1e-10, 1e-10, 2.2e-16)
     assert report.loss.relative < 1e-12 and report.gradient.used < 0.1

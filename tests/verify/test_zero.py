@@ -10,8 +10,8 @@ import torch
 from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import ReduceScatterToShards
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.verify.model_source import ExampleBatches, ReducedModelType, find_model
-from shardformer.verify.small_models import RandomBatches, SmallModel
+from shardformer.verify.model_source import ExampleBatchFactory, ReducedModelFactory, find_model_source
+from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.training_options import VerifyTraining
 from shardformer.verify.verification import verify
@@ -29,7 +29,7 @@ from shardformer.verify.verification import verify
     ],
 )
 def test_over_data_and_tensor_ranks(family: str, head: str, training: VerifyTraining, pool4: WorkerPool) -> None:
-    report = verify(SmallModel(family), RandomBatches(head), 2, 2, pool=pool4, training=training)
+    report = verify(SmallModelFactory(family), RandomBatchFactory(head), 2, 2, pool=pool4, training=training)
     assert report.passed, report
     assert f"ZeRO stage {training.zero_stage}, {training.optimizer}" in str(report)
 
@@ -39,7 +39,9 @@ def test_over_data_and_tensor_ranks(family: str, head: str, training: VerifyTrai
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bit_training_over_data_ranks_equals_one_process(stage: int, precision: str, pool2: WorkerPool) -> None:
     how = VerifyTraining(stage, precision=precision, offload="cpu" if stage == 2 else None)
-    report = verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), 1, 2, steps=3, training=how, pool=pool2)
+    report = verify(
+        SmallModelFactory("gpt2"), RandomBatchFactory("GPT2LMHeadModel"), 1, 2, steps=3, training=how, pool=pool2
+    )
     # the norm for clipping is summed in another order, so that the last bit may differ
     assert report.passed and max(report.gradient.relative, report.weight.relative) < 2**-8, report
 
@@ -57,7 +59,9 @@ def test_several_backwards_with_checkpoints_and_frozen_weights(stage: int | None
         frozen_pattern=FROZEN,
         offload="cpu" if stage == 2 else None,
     )
-    report = verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), 2, 2, steps=2, training=how, pool=pool4)
+    report = verify(
+        SmallModelFactory("gpt2"), RandomBatchFactory("GPT2LMHeadModel"), 2, 2, steps=2, training=how, pool=pool4
+    )
     assert report.passed, report
 
 
@@ -66,39 +70,51 @@ def test_several_backwards_with_checkpoints_and_frozen_weights(stage: int | None
 def test_a_pipeline_stage_may_have_no_trainable_parameters(stage: int, pool4: WorkerPool) -> None:
     how = VerifyTraining(stage, frozen_pattern=r"transformer\.(wte|wpe|h\.0)\..*")
     report = verify(
-        SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), 1, 2, training=how, pipeline=VerifyPipeline(2), pool=pool4
+        SmallModelFactory("gpt2"),
+        RandomBatchFactory("GPT2LMHeadModel"),
+        1,
+        2,
+        training=how,
+        pipeline=VerifyPipeline(2),
+        pool=pool4,
     )
     assert report.passed, report
 
 
 @pytest.mark.full
 def test_over_stages_and_data_ranks(pool4: WorkerPool) -> None:
-    model = find_model("stablelm").deeper(2)
-    batches = model.batches(4)
+    model = find_model_source("stablelm").with_min_layers(2)
+    batches = model.make_batch_fn(4)
     report = verify(model.model_fn, batches, 1, 2, training=VerifyTraining(2), pipeline=VerifyPipeline(2), pool=pool4)
     assert report.passed, report
 
 
 def wrong() -> None:
     """A rank takes half of the reduced gradient."""
-    start = ReduceScatterToShards.start
+    start = ReduceScatterToShards.start_reduction
 
     def halved(self: ReduceScatterToShards, bucket: object) -> None:
         start(self, bucket)  # type: ignore[arg-type]
         bucket.flat.mul_(0.5)  # type: ignore[attr-defined]
 
-    ReduceScatterToShards.start = halved  # type: ignore[method-assign,assignment]
+    ReduceScatterToShards.start_reduction = halved  # type: ignore[method-assign,assignment]
 
 
-def right(start: object = ReduceScatterToShards.start) -> None:
-    ReduceScatterToShards.start = start  # type: ignore[method-assign,assignment]
+def right(start: object = ReduceScatterToShards.start_reduction) -> None:
+    ReduceScatterToShards.start_reduction = start  # type: ignore[method-assign,assignment]
 
 
 def test_a_wrong_reduction_fails(pool2: WorkerPool) -> None:
     pool2.run(wrong)
     try:
         report = verify(
-            SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), 1, 2, steps=1, training=VerifyTraining(1), pool=pool2
+            SmallModelFactory("gpt2"),
+            RandomBatchFactory("GPT2LMHeadModel"),
+            1,
+            2,
+            steps=1,
+            training=VerifyTraining(1),
+            pool=pool2,
         )
     finally:
         pool2.run(right)
@@ -106,7 +122,7 @@ def test_a_wrong_reduction_fails(pool2: WorkerPool) -> None:
 
 
 def test_batches_of_a_small_model_have_the_requested_size() -> None:
-    batches = ExampleBatches(ReducedModelType("stablelm"))
+    batches = ExampleBatchFactory(ReducedModelFactory("stablelm"))
     assert batches(0)["input_ids"].shape[0] == 2
     five = batches.with_samples(5)(1)
     assert {x.shape[0] for x in five.values()} == {5}
@@ -147,5 +163,11 @@ def test_options_that_the_model_does_not_support_raise(
 ) -> None:
     with pytest.raises(ConfigError, match=said), WorkerPool(2) as pool:
         verify(
-            SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), 1, 2, training=training, pipeline=pipeline, pool=pool
+            SmallModelFactory("gpt2"),
+            RandomBatchFactory("GPT2LMHeadModel"),
+            1,
+            2,
+            training=training,
+            pipeline=pipeline,
+            pool=pool,
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardformer.verify.small_models import SMALL_CONFIGS, SmallModel
+from shardformer.verify.small_models import SMALL_CONFIGS, SmallModelFactory
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Changed:
     head: str = ""
 
     @property
-    def sample(self) -> SmallModel:
-        return SmallModel(self.family, self.head, self.changes)
+    def sample(self) -> SmallModelFactory:
+        return SmallModelFactory(self.family, self.head, self.changes)
 
 
 _T5_TEXT = {**SMALL_CONFIGS["t5"], "model_type": "t5"}

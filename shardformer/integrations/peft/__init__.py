@@ -22,9 +22,16 @@ from shardformer.integrations.peft import shard_peft_model
 from shardformer.integrations.peft.models import add_and_shard_adapters, patch_peft_methods
 from shardformer.integrations.peft.shard_peft_model import has_adapters
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE
-from shardformer.torch_patches import Patch, Undo, call_after_import, chain_undo_functions, install, replace_attribute
+from shardformer.torch_patches import (
+    Patch,
+    Undo,
+    call_after_import,
+    chain_undo_functions,
+    install_patch,
+    replace_attribute,
+)
 
-__all__ = ["PEFT_ENTRY_POINTS", "from_pretrained", "get_peft_model", "has_adapters", "shard_with_adapters"]
+__all__ = ["PEFT_ENTRY_POINTS", "from_pretrained", "get_peft_model", "has_adapters", "shard_model_with_adapters"]
 
 
 OWNER = "shardformer.integrations.peft"
@@ -37,16 +44,16 @@ ADAPTER_PATCH = Patch(
 _IS_CHANGING: ContextVar[bool] = ContextVar("is_changing", default=False)
 
 
-def _apply() -> Undo:
+def _patch_peft_constructors() -> Undo:
     from peft import PeftMixedModel, PeftModel
     from peft.tuners.tuners_utils import BaseTuner
 
     kinds = ((PeftModel, True), (PeftMixedModel, True), (BaseTuner, False))
-    new = [(kind, _wrap_constructor(kind.__init__, wraps_model=is_wrapper)) for kind, is_wrapper in kinds]
+    new = [(kind, _wrap_peft_constructor(kind.__init__, wraps_model=is_wrapper)) for kind, is_wrapper in kinds]
     return chain_undo_functions(*(replace_attribute(kind, "__init__", made) for kind, made in new))
 
 
-def _wrap_constructor(original: Callable[..., None], *, wraps_model: bool) -> Callable[..., None]:
+def _wrap_peft_constructor(original: Callable[..., None], *, wraps_model: bool) -> Callable[..., None]:
     """Wrap a PEFT constructor so that it also shards the adapters that it adds to a sharded model.
 
     Args:
@@ -75,15 +82,15 @@ def _wrap_constructor(original: Callable[..., None], *, wraps_model: bool) -> Ca
     return __init__
 
 
-PEFT_ENTRY_POINTS = ("peft", IMPORT_PATCH, partial(install, ADAPTER_PATCH, _apply))
+PEFT_ENTRY_POINTS = ("peft", IMPORT_PATCH, partial(install_patch, ADAPTER_PATCH, _patch_peft_constructors))
 """Arguments of ``call_after_import``, which let PEFT's functions add adapters to sharded models."""
 
 
-def shard_with_adapters(
-    model: nn.Module, shard: Callable[..., Any], finish: Callable[[nn.Module], object]
+def shard_model_with_adapters(
+    model: nn.Module, shard_fn: Callable[..., Any], finish_fn: Callable[[nn.Module], object]
 ) -> tuple[nn.Module, Any]:
     """Shard a model together with its PEFT adapters. See ``shardformer.integrations.peft.shard_peft_model``."""
-    return shard_peft_model.shard_with_adapters(model, shard, finish, patch_peft_methods)
+    return shard_peft_model.shard_model_with_adapters(model, shard_fn, finish_fn, patch_peft_methods)
 
 
 def get_peft_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collective_call import collective_call, wait_for_all_ranks
+from shardformer.comm.collective_call import run_and_compare_across_ranks, wait_for_all_ranks
 from shardformer.comm.collectives import gather_full_tensor
 from shardformer.consistency.initial_weights import broadcast_random_state
 from shardformer.errors import ConfigError, InputError
@@ -49,7 +49,7 @@ def add_and_shard_adapters(model: Any, config: Any, add_adapters_fn: Callable[[]
     """
     shard_peft_model.check_peft_version()
     state, inner = get_metadata(model), unwrap_peft_model(model)
-    _check_can_change(state)
+    _check_can_change_adapters(state)
     needs_values = _needs_base_weights(config)
     saved = getattr(config, "modules_to_save", None) or ()
     if (needs_values or saved) and state.context.pipe.size > 1:
@@ -62,22 +62,22 @@ def add_and_shard_adapters(model: Any, config: Any, add_adapters_fn: Callable[[]
         check_no_packed_weights(inner, f"This {type(config).__name__}, which is computed from the weights,")
     for axis in state.context.base_axes[::-1]:
         broadcast_random_state(axis, state.context.device)
-    with checks.restore_on_error(model):
+    with checks.restore_model_on_error(model):
         layers = _find_parallel_layers(inner)
         with_values = {p for p in layers if needs_values or p.rpartition(".")[2] in saved or p in saved}
         plain = {path: _make_plain_layer(layer, state, path in with_values) for path, layer in layers.items()}
         for path, layer in plain.items():
-            shard_peft_model.place(inner, path, layer)
+            shard_peft_model.set_submodule(inner, path, layer)
         with (
             shard_peft_model.without_hooks(inner),
-            shard_peft_model.without_metadata(inner),
+            shard_peft_model.without_sharding_metadata(inner),
         ):  # which PEFT would copy with modules
-            made = collective_call(state.context, add_adapters_fn)
-        wrappers = shard_peft_model.remove_wrappers(inner)
+            made = run_and_compare_across_ranks(state.context, add_adapters_fn)
+        wrappers = shard_peft_model.remove_peft_wrappers(inner)
         for path, layer in layers.items():
             outer = next((p for p in wrappers if path.startswith(f"{p}.")), path)
-            _copy_changes(layer, plain[path], state)
-            shard_peft_model.place(inner, outer, layer)
+            _copy_changes_to_parallel_layer(layer, plain[path], state)
+            shard_peft_model.set_submodule(inner, outer, layer)
             for name, child in made._modules.items():
                 if child is plain[path]:  # word_embeddings
                     made._modules[name] = layer
@@ -87,8 +87,8 @@ def add_and_shard_adapters(model: Any, config: Any, add_adapters_fn: Callable[[]
     return made
 
 
-def _check_can_change(state: ShardingMetadata) -> None:
-    if state.gradient_owner is not None or state.parameter_owner is not None:
+def _check_can_change_adapters(metadata: ShardingMetadata) -> None:
+    if metadata.gradient_owner is not None or metadata.parameter_owner is not None:
         raise ConfigError(
             "Adapters cannot be added or removed after shard_optimizer, which has assigned the parameters to ranks.",
             remedy="Add the adapters first, then create the optimizer and call shard_optimizer.",
@@ -114,7 +114,7 @@ def _find_parallel_layers(model: nn.Module) -> dict[str, ParallelModule]:
     }
 
 
-def _make_plain_layer(layer: Any, state: ShardingMetadata, with_values: bool) -> nn.Module:
+def _make_plain_layer(layer: Any, metadata: ShardingMetadata, with_values: bool) -> nn.Module:
     """Return a plain layer with the full shape of a parallel layer, and with its full weights or zeros."""
     if isinstance(layer, QuantizedLinear):
         return make_4bit_placeholder(layer)
@@ -133,7 +133,7 @@ def _make_plain_layer(layer: Any, state: ShardingMetadata, with_values: bool) ->
             continue
         spec = layer.shard_specs[name]
         full = (
-            gather_full_tensor(param.detach(), spec, state.axis)
+            gather_full_tensor(param.detach(), spec, metadata.get_axis)
             if with_values
             else param.new_zeros(()).expand(spec.shape)  # takes no memory
         )
@@ -141,7 +141,7 @@ def _make_plain_layer(layer: Any, state: ShardingMetadata, with_values: bool) ->
     return plain.train(layer.training)  # type: ignore[no-any-return]
 
 
-def _copy_changes(layer: ParallelModule, plain: nn.Module, state: ShardingMetadata) -> None:
+def _copy_changes_to_parallel_layer(layer: ParallelModule, plain: nn.Module, metadata: ShardingMetadata) -> None:
     """Copy the changes that PEFT made to a plain layer (values, ``requires_grad``, hooks) to the parallel layer."""
     for name, param in layer._parameters.items():
         full = plain._parameters[name]
@@ -150,7 +150,7 @@ def _copy_changes(layer: ParallelModule, plain: nn.Module, state: ShardingMetada
         param.requires_grad_(full.requires_grad)
         if full.numel() == 1 or any(full.stride()):  # it has values
             with torch.no_grad():
-                param.copy_(layer.shard_specs[name].slice(full.detach(), state.coords))
+                param.copy_(layer.shard_specs[name].slice_full_tensor(full.detach(), metadata.coords))
     shard_peft_model.move_hooks_between(plain, layer)
 
 
@@ -163,10 +163,10 @@ def patch_peft_methods(model: Any) -> None:
                 model.__dict__[name] = method.__get__(model)
     model.__dict__["load_state_dict"] = load_state_dict.__get__(model)
     if is_tuner_model(model.base_model) and not has_default_forward(model.base_model):
-        model.base_model.__dict__["forward"] = _ForwardWithHooks(model.base_model)
+        model.base_model.__dict__["forward"] = _TunerForwardWithHooks(model.base_model)
 
 
-class _ForwardWithHooks:
+class _TunerForwardWithHooks:
     """A replacement for AdaLoRA's ``forward`` method, which also runs the hooks of the model that it calls."""
 
     def __init__(self, tuner: nn.Module) -> None:
@@ -255,7 +255,7 @@ def _use_full_parameters(model: Any, get_value: Callable[[str, Tensor], Tensor])
 
 
 def _delete_adapter(self: Any, adapter_name: str) -> None:
-    _check_can_change(get_metadata(self))
+    _check_can_change_adapters(get_metadata(self))
     type(self).delete_adapter(self, adapter_name)
     shard_peft_model.remove_adapter_metadata(self, unwrap_peft_model(self), adapter_name)
 
@@ -268,7 +268,9 @@ def _save_pretrained(self: Any, save_directory: Any, **options: Any) -> None:
     context = get_metadata(self).context
     wait_for_all_ranks("save_pretrained", *context.base_axes)
     options.pop("is_main_process", None)
-    weights = options.pop("state_dict", None) or _gather_adapters(self, options.get("save_embedding_layers", "auto"))
+    weights = options.pop("state_dict", None) or _gather_adapter_state_dict(
+        self, options.get("save_embedding_layers", "auto")
+    )
 
     def write() -> None:
         is_first = all(axis.rank == 0 for axis in context.axes.values())
@@ -280,7 +282,7 @@ def _save_pretrained(self: Any, save_directory: Any, **options: Any) -> None:
             ):
                 type(self).save_pretrained(self, save_directory, state_dict=weights, **options)
 
-    collective_call(context, write, action=f"write to {str(save_directory)!r}", error=InputError)
+    run_and_compare_across_ranks(context, write, action=f"write to {str(save_directory)!r}", error=InputError)
 
 
 @contextmanager
@@ -291,20 +293,20 @@ def _add_other_stage_adapters(self: Any) -> Iterator[None]:
     hidden = {path: inner.get_submodule(path) for path in elsewhere}
     try:
         for path, wrapper in elsewhere.items():
-            shard_peft_model.place(inner, path, wrapper)
+            shard_peft_model.set_submodule(inner, path, wrapper)
         yield
     finally:
         for path, module in hidden.items():
-            shard_peft_model.place(inner, path, module)
+            shard_peft_model.set_submodule(inner, path, module)
 
 
 @contextmanager
 def _replace_parallel_embeddings(self: Any) -> Iterator[None]:
     """Temporarily replace the parallel layers of embeddings and heads, because PEFT expects plain layers."""
     state, shown = get_metadata(self), []
-    for tuner in _get_embeddings(unwrap_peft_model(self)):
+    for tuner in _get_input_and_output_embeddings(unwrap_peft_model(self)):
         if shard_peft_model.is_peft_wrapper(tuner) and isinstance(
-            layer := shard_peft_model.wrapped_module(tuner), ParallelModule
+            layer := shard_peft_model.get_wrapped_module(tuner), ParallelModule
         ):
             shown.append((*shard_peft_model.find_innermost_wrapper(tuner), layer))
     try:
@@ -316,16 +318,16 @@ def _replace_parallel_embeddings(self: Any) -> Iterator[None]:
             holder._modules[name] = layer
 
 
-def _get_embeddings(model: Any) -> list[nn.Module]:
+def _get_input_and_output_embeddings(model: Any) -> list[nn.Module]:
     return [found for kind in ("input", "output") if (found := find_embeddings(model, kind)) is not None]
 
 
-def _gather_adapters(self: Any, save_embedding_layers: Any) -> dict[str, Tensor]:
+def _gather_adapter_state_dict(self: Any, save_embedding_layers: Any) -> dict[str, Tensor]:
     inner, adapters = unwrap_peft_model(self), get_metadata(self).adapters
     configs = self.peft_config.values()
     needs_base = save_embedding_layers is True or any(getattr(c, "bias", "none") != "none" for c in configs)
     prefix = next((f"{path}." for path, module in self.named_modules() if module is inner and path), "")
-    embeddings = set(map(id, _get_embeddings(inner)))
+    embeddings = set(map(id, _get_input_and_output_embeddings(inner)))
     paths = tuple(f"{path}." for path, module in inner.named_modules() if id(module) in embeddings)
 
     def is_selected(name: str) -> bool:
@@ -338,7 +340,7 @@ def _gather_adapters(self: Any, save_embedding_layers: Any) -> dict[str, Tensor]
 
 
 @contextmanager
-def _prepare_merge(self: Any, method_name: str) -> Iterator[None]:
+def _prepare_adapter_merge(self: Any, method_name: str) -> Iterator[None]:
     state = get_metadata(self)
     if state.parameter_owner is not None:
         raise ConfigError(
@@ -365,12 +367,12 @@ def _unload(self: Any, *args: Any, **options: Any) -> nn.Module:
 
 def _call_unload_method(self: Any, method_name: str, *args: Any, **options: Any) -> nn.Module:
     state, inner = get_metadata(self), unwrap_peft_model(self)
-    with _prepare_merge(self, method_name):
-        _check_can_change(state)
+    with _prepare_adapter_merge(self, method_name):
+        _check_can_change_adapters(state)
         config: Any = getattr(inner, "config", None)
         ties = getattr(config, "tie_word_embeddings", None)
         with shard_peft_model.update_after_adapter_removal(inner):
-            collective_call(state.context, lambda: getattr(self.base_model, method_name)(*args, **options))
+            run_and_compare_across_ranks(state.context, lambda: getattr(self.base_model, method_name)(*args, **options))
         if ties is not None and state.context.pipe.size > 1:
             config.tie_word_embeddings = ties  # PEFT compares weights that may be on different stages
     self.__dict__.pop(METADATA_ATTRIBUTE, None)
@@ -378,13 +380,17 @@ def _call_unload_method(self: Any, method_name: str, *args: Any, **options: Any)
 
 
 def _merge_adapter(self: Any, *args: Any, **options: Any) -> None:
-    with _prepare_merge(self, "merge_adapter"):
-        collective_call(get_metadata(self).context, lambda: self.base_model.merge_adapter(*args, **options))
+    with _prepare_adapter_merge(self, "merge_adapter"):
+        run_and_compare_across_ranks(
+            get_metadata(self).context, lambda: self.base_model.merge_adapter(*args, **options)
+        )
 
 
 def _unmerge_adapter(self: Any, *args: Any, **options: Any) -> None:
-    with _prepare_merge(self, "unmerge_adapter"):
-        collective_call(get_metadata(self).context, lambda: self.base_model.unmerge_adapter(*args, **options))
+    with _prepare_adapter_merge(self, "unmerge_adapter"):
+        run_and_compare_across_ranks(
+            get_metadata(self).context, lambda: self.base_model.unmerge_adapter(*args, **options)
+        )
 
 
 def _add_weighted_adapter(self: Any, *args: Any, **options: Any) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collective_call import collective_call
+from shardformer.comm.collective_call import run_and_compare_across_ranks
 from shardformer.consistency.initial_weights import compute_model_fingerprint, sync_initial_weights
-from shardformer.errors import ConfigError, check_library_version
+from shardformer.errors import ConfigError, check_minimum_library_version
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
 from shardformer.integrations.peft.sharded_adapters import (
@@ -27,7 +27,7 @@ from shardformer.integrations.peft.sharded_adapters import (
     detach_adapter,
     has_complete_gradients,
     shard_adapter,
-    shard_module_copy,
+    shard_copy_like_original,
 )
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion, ShardedFrom
 from shardformer.layout.shard_spec import ShardSpec
@@ -36,8 +36,8 @@ from shardformer.layout.sharding_metadata import (
     PARENT_METADATA_ATTRIBUTE,
     ParamEntry,
     ShardingMetadata,
+    get_gradient_reduction,
     get_metadata,
-    get_reduction,
     named_sharded_parameters,
 )
 from shardformer.mesh.parallel_context import Axis
@@ -66,7 +66,7 @@ def check_peft_version() -> None:
     """Raise ConfigError if the installed PEFT release is too old."""
     import peft
 
-    check_library_version("peft", peft.__version__)
+    check_minimum_library_version("peft", peft.__version__)
 
 
 def _is_peft_model(model: nn.Module) -> bool:
@@ -106,7 +106,7 @@ def unwrap_peft_model(model: nn.Module) -> nn.Module:
     return model.get_base_model() if "peft" in sys.modules and _is_peft_model(model) else model  # type: ignore[operator]
 
 
-def find_wrappers(model: nn.Module) -> dict[str, nn.Module]:
+def find_peft_wrappers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost PEFT wrapper of each wrapped module, as a dict from paths to wrappers."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
@@ -122,12 +122,12 @@ def find_innermost_wrapper(wrapper: nn.Module) -> tuple[nn.Module, str]:
     return find_innermost_wrapper(inner) if inner is not None and is_peft_wrapper(inner) else (wrapper, name)
 
 
-def wrapped_module(wrapper: nn.Module) -> nn.Module:
+def get_wrapped_module(wrapper: nn.Module) -> nn.Module:
     holder, name = find_innermost_wrapper(wrapper)
     return holder.get_submodule(name)
 
 
-def get_inner_path(path: str, wrapper: nn.Module) -> str:
+def get_wrapped_module_path(path: str, wrapper: nn.Module) -> str:
     """Return the path of the module inside nested PEFT wrappers. The outermost wrapper is at ``path``."""
     parts, module = [path], wrapper
     while is_peft_wrapper(module):
@@ -137,16 +137,16 @@ def get_inner_path(path: str, wrapper: nn.Module) -> str:
     return ".".join(parts)
 
 
-def place(model: nn.Module, path: str, module: nn.Module) -> None:
+def set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:
     owner, name = get_parent(model, path)
     owner._modules[name] = module
 
 
-def remove_wrappers(model: nn.Module) -> dict[str, nn.Module]:
+def remove_peft_wrappers(model: nn.Module) -> dict[str, nn.Module]:
     """Replace each PEFT wrapper with the module inside it, and return a dict from paths to wrappers."""
-    wrappers = find_wrappers(model)
+    wrappers = find_peft_wrappers(model)
     for path, wrapper in wrappers.items():
-        place(model, path, wrapped_module(wrapper))
+        set_submodule(model, path, get_wrapped_module(wrapper))
     return wrappers
 
 
@@ -164,7 +164,7 @@ class AdapterNameMap:
     own: set[str] = field(default_factory=set)
     elsewhere: dict[str, nn.Module] = field(default_factory=dict)
 
-    def rename(self, name: str) -> str:
+    def get_name_with_adapters(self, name: str) -> str:
         owner, _, _ = name.rpartition(".")
         if name in self.own or any(name.startswith(f"{inner}.") for inner in self.paths.values()):
             return name
@@ -174,7 +174,7 @@ class AdapterNameMap:
             owner, _, _ = owner.rpartition(".")
         return name
 
-    def original(self, name: str) -> str:
+    def get_name_without_adapters(self, name: str) -> str:
         """Return the name that a parameter or buffer had before adapters were added."""
         inside = ((path, inner) for path, inner in self.paths.items() if name.startswith(f"{inner}."))
         path, inner = next(inside, ("", ""))
@@ -193,27 +193,27 @@ class AdapterNameMap:
         return parts[1] if len(parts) > 1 else ""
 
 
-def shard_with_adapters(
+def shard_model_with_adapters(
     model: nn.Module,
-    shard: Callable[..., Any],
-    finish: Callable[[nn.Module], object],
+    shard_fn: Callable[..., Any],
+    finish_fn: Callable[[nn.Module], object],
     patch_peft_methods: Callable[[nn.Module], object],
 ) -> tuple[nn.Module, Any]:
     """Shard a model and its PEFT adapters in place.
 
     Args:
         model: a ``PeftModel``, or a model into which PEFT injected adapters.
-        shard: shards the model without adapters, as ``shard_in_place(model, finish=...)``.
-        finish: called with ``model`` after its adapters were added to the sharded model.
+        shard_fn: shards the model without adapters, as ``shard_model_in_place(model, finish=...)``.
+        finish_fn: called with ``model`` after its adapters were added to the sharded model.
         patch_peft_methods: replaces the methods of PEFT's wrapper.
 
     Raises ShardFormerError on every rank if an adapter does not support the layout. The model is then unchanged.
     """
     inner = unwrap_peft_model(model)
-    referenced = checks.find_referenced_parameters(model)
-    with checks.restore_on_error(model):
-        aliases = _find_aliases(model, inner)
-        wrappers = remove_wrappers(inner)
+    referenced = checks.find_externally_referenced_ids(model)
+    with checks.restore_model_on_error(model):
+        aliases = _find_module_aliases(model, inner)
+        wrappers = remove_peft_wrappers(inner)
 
         def put_on(sharded: nn.Module) -> None:
             for name, path in aliases.items():
@@ -221,39 +221,42 @@ def shard_with_adapters(
             add_adapters(model, sharded, wrappers, referenced)
             if model is not sharded:
                 patch_peft_methods(model)
-            finish(model)
+            finish_fn(model)
 
-        return model, shard(inner, finish=put_on)[1]
+        return model, shard_fn(inner, finish=put_on)[1]
 
 
-def _find_aliases(model: nn.Module, inner: nn.Module) -> dict[str, str]:
+def _find_module_aliases(model: nn.Module, base_model: nn.Module) -> dict[str, str]:
     """Return the paths of modules that a PEFT model shares with its base model, such as ``word_embeddings``."""
-    paths = {id(module): path for path, module in inner.named_modules() if path}
+    paths = {id(module): path for path, module in base_model.named_modules() if path}
     return {name: paths[id(child)] for name, child in model._modules.items() if id(child) in paths}
 
 
 def add_adapters(
-    model: nn.Module, sharded: nn.Module, wrappers: Mapping[str, nn.Module], referenced: set[int] | None = None
+    model: nn.Module,
+    sharded_model: nn.Module,
+    wrappers: Mapping[str, nn.Module],
+    referenced_param_ids: set[int] | None = None,
 ) -> None:
     """Add adapters to a sharded model, shard them, and record their layouts and gradient reductions.
 
     Args:
-        model: the model that the user has: ``sharded``, or PEFT's wrapper around it.
-        referenced: ids of the parameters to which an object outside the model refers, such as an optimizer.
+        model: the model that the user has: ``sharded_model``, or PEFT's wrapper around it.
+        referenced_param_ids: ids of the parameters to which an object outside the model refers, such as an optimizer.
 
     Communicates a hash of the adapters' settings, checksums of the adapters, and their values if ranks differ.
     """
-    state = get_metadata(sharded)
-    _check_pipeline_adapter(model, state)
-    inner_paths = {path: get_inner_path(path, wrapper) for path, wrapper in wrappers.items()}
+    state = get_metadata(sharded_model)
+    _check_adapter_supports_pipeline(model, state)
+    inner_paths = {path: get_wrapped_module_path(path, wrapper) for path, wrapper in wrappers.items()}
     for wrapper in wrappers.values():
         holder, name = find_innermost_wrapper(wrapper)
         holder._modules[name] = _WrappedModulePlaceholder()
-    own = nn.ModuleList([*wrappers.values(), *_find_modules_outside(model, sharded)])
+    own = nn.ModuleList([*wrappers.values(), *_find_modules_outside(model, sharded_model)])
     known = state.get_entries_by_param()
     new = nn.ParameterList([p for p in own.parameters() if id(p) not in known])
-    adapters = {"prompts": nn.ModuleList(_find_modules_outside(model, sharded)), **wrappers}
-    collective_call(
+    adapters = {"prompts": nn.ModuleList(_find_modules_outside(model, sharded_model)), **wrappers}
+    run_and_compare_across_ranks(
         state.context, lambda: _get_adapter_fingerprint(adapters), lambda lines: lines, action="add these adapters"
     )
     state.notes += sync_initial_weights(new, state.context.base_axes[::-1])
@@ -269,18 +272,18 @@ def add_adapters(
 
     def put_on() -> None:
         with record_if_lazy(own):
-            _attach_wrappers(sharded, state, wrappers, referenced or set())
+            _attach_peft_wrappers(sharded_model, state, wrappers, referenced_param_ids or set())
         if waits:
-            for module in (sharded, *own):
+            for module in (sharded_model, *own):
                 materialize_parameters(module, state.context.device)
 
-    collective_call(state.context, put_on)
+    run_and_compare_across_ranks(state.context, put_on)
     names.paths |= inner_paths
     names.own |= shapes.keys()
-    _record_parameter_names(state, names, shapes, tensors)
+    _update_parameter_names(state, names, shapes, tensors)
     if state.stages is not None and any(map(_has_active_dropout, own.modules())):
         state.stages.uses_random = True
-    update_metadata(model, sharded, names)
+    update_sharding_metadata(model, sharded_model, names)
 
 
 class _WrappedModulePlaceholder(nn.Module):
@@ -307,60 +310,65 @@ def _has_active_dropout(module: nn.Module) -> bool:
     return any(rates) or (isinstance(module, (DropoutBase, AdapterDropout)) and module.p > 0)
 
 
-def _check_pipeline_adapter(model: Any, state: ShardingMetadata) -> None:
+def _check_adapter_supports_pipeline(model: Any, metadata: ShardingMetadata) -> None:
     """Raise ConfigError if a pipeline is used with an adapter that changes the inputs or loss of the full model."""
-    if state.context.pipe.size == 1 or not _is_peft_model(model):
+    if metadata.context.pipe.size == 1 or not _is_peft_model(model):
         return
     is_prompt = getattr(model, "_is_prompt_learning", False)
     if is_prompt or not has_default_forward(model.base_model):
         kind = "prompt learning" if is_prompt else type(model.base_model).__name__
         raise ConfigError(
-            f"PEFT's {kind} does not work with pipe={state.context.pipe.size}.",
+            f"PEFT's {kind} does not work with pipe={metadata.context.pipe.size}.",
             rule="This adapter changes the inputs or the loss of the full model, but each rank has only one stage.",
             remedy="Set pipe=1, or use LoRA, DoRA, IA3, LoHa, LoKr or VeRA.",
         )
 
 
-def _find_modules_outside(model: nn.Module, sharded: nn.Module) -> Iterator[nn.Module]:
+def _find_modules_outside(model: nn.Module, sharded_model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules of a PEFT model that are outside the sharded model, such as a prompt encoder."""
-    inside = {id(module) for module in sharded.modules()}
+    inside = {id(module) for module in sharded_model.modules()}
     for module in model.modules():
-        if id(module) not in inside and not any(m is sharded for m in module.modules()):
+        if id(module) not in inside and not any(m is sharded_model for m in module.modules()):
             yield module
 
 
-def _attach_wrappers(
-    sharded: nn.Module, state: ShardingMetadata, wrappers: Mapping[str, nn.Module], referenced: set[int]
+def _attach_peft_wrappers(
+    sharded_model: nn.Module,
+    metadata: ShardingMetadata,
+    wrappers: Mapping[str, nn.Module],
+    referenced_param_ids: set[int],
 ) -> None:
     for path, wrapper in wrappers.items():
-        base = sharded.get_submodule(path)
+        base = sharded_model.get_submodule(path)
         holder, name = find_innermost_wrapper(wrapper)
-        if state.stages is not None and state.stages.placeholders.has_placeholders(base):
-            state.adapters.elsewhere[path] = _move_to_meta(wrapper)
+        if metadata.stages is not None and metadata.stages.placeholders.has_placeholders(base):
+            metadata.adapters.elsewhere[path] = _move_parameters_to_meta(wrapper)
             continue
         holder._modules[name] = base
         before = dict(wrapper.named_parameters())
         if is_tuner_layer(wrapper):
-            _check_base(state, path, base)
-            shard_adapter(wrapper, path, state.context_run)
-            _check_adapter_dropout(state, path, wrapper)
+            _check_base_layer_supported(metadata, path, base)
+            shard_adapter(wrapper, path, metadata.context_run)
+            _check_adapter_dropout(metadata, path, wrapper)
         else:
             copies: Any = wrapper._modules.get("modules_to_save")
             if copies is None:
-                _check_replicated(base, path, type(wrapper).__name__)
+                _check_base_layer_replicated(base, path, type(wrapper).__name__)
             for adapter, plain in () if copies is None else copies.items():
                 _remove_copied_hooks(plain, base)
-                copies[adapter] = shard_module_copy(plain, base, path)
+                copies[adapter] = shard_copy_like_original(plain, base, path)
         after = set(map(id, wrapper.parameters()))
-        replaced = {id(p): f"{path}.{n}" for n, p in before.items() if id(p) not in after and id(p) in referenced}
+        replaced = {
+            id(p): f"{path}.{n}" for n, p in before.items() if id(p) not in after and id(p) in referenced_param_ids
+        }
         if replaced:
             own = [p for p in before.values() if id(p) in replaced]
-            checks.check_not_in_optimizer(own, replaced, type(sharded).__name__)
+            checks.check_params_not_in_optimizer(own, replaced, type(sharded_model).__name__)
         move_hooks_between(base, wrapper)
-        place(sharded, path, wrapper)
+        set_submodule(sharded_model, path, wrapper)
 
 
-def _move_to_meta(wrapper: nn.Module) -> nn.Module:
+def _move_parameters_to_meta(wrapper: nn.Module) -> nn.Module:
     """Move the parameters of a PEFT wrapper to the meta device. Buffers stay, because layers may share them (VeRA)."""
     for module in wrapper.modules():
         for name, param in module._parameters.items():
@@ -370,9 +378,9 @@ def _move_to_meta(wrapper: nn.Module) -> nn.Module:
     return wrapper
 
 
-def _check_base(state: ShardingMetadata, path: str, base: nn.Module) -> None:
-    if state.stages is not None:
-        stages = {s for n, _ in base.named_parameters() for s in state.stages.find_owner_ranks(f"{path}.{n}")}
+def _check_base_layer_supported(metadata: ShardingMetadata, path: str, base: nn.Module) -> None:
+    if metadata.stages is not None:
+        stages = {s for n, _ in base.named_parameters() for s in metadata.stages.find_owner_ranks(f"{path}.{n}")}
         if len(stages) > 1:
             raise ConfigError(
                 f"The adapter on {path} would be on {len(stages)} pipeline stages, because these stages share the "
@@ -381,14 +389,14 @@ def _check_base(state: ShardingMetadata, path: str, base: nn.Module) -> None:
             )
     specs = vars(base).get("shard_specs", {})
     if not isinstance(base, ParallelModule) and specs:
-        _check_replicated(base, path, "PEFT adapter")
+        _check_base_layer_replicated(base, path, "PEFT adapter")
 
 
-def _check_adapter_dropout(state: ShardingMetadata, path: str, wrapper: nn.Module) -> None:
+def _check_adapter_dropout(metadata: ShardingMetadata, path: str, wrapper: nn.Module) -> None:
     """Raise ConfigError if an adapter's dropout would draw the same mask for different sequence positions."""
-    if isinstance(wrapped_module(wrapper), ParallelModule) or not any(map(_has_active_dropout, wrapper.modules())):
+    if isinstance(get_wrapped_module(wrapper), ParallelModule) or not any(map(_has_active_dropout, wrapper.modules())):
         return
-    layout, region = state.regions.find_region(f"{path}.weight")
+    layout, region = metadata.regions.find_region(f"{path}.weight")
     if region is ModelRegion.STACK and any(s.begin is ShardedFrom.STACK for s in layout.get_region_shards(region)):
         raise ConfigError(
             f"The adapter on {path} has dropout, but each tensor rank has different positions of the sequence in "
@@ -398,7 +406,7 @@ def _check_adapter_dropout(state: ShardingMetadata, path: str, wrapper: nn.Modul
         )
 
 
-def _check_replicated(base: nn.Module, path: str, kind: str) -> None:
+def _check_base_layer_replicated(base: nn.Module, path: str, kind: str) -> None:
     if isinstance(base, ParallelModule) or vars(base).get("shard_specs"):
         raise ConfigError(
             f"A {kind} on {path} is not supported, because tensor parallelism shards this {type(base).__name__}.",
@@ -432,7 +440,7 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def without_metadata(model: nn.Module) -> Iterator[None]:
+def without_sharding_metadata(model: nn.Module) -> Iterator[None]:
     """Temporarily remove the sharding metadata from the modules of a sharded model."""
     parts = [vars(module) for module in model.modules() if PARENT_METADATA_ATTRIBUTE in vars(module)]
     state = get_metadata(model)
@@ -452,62 +460,68 @@ def _remove_copied_hooks(copied: nn.Module, original: nn.Module) -> None:
             getattr(copied, table).pop(key, None)
 
 
-def _record_parameter_names(
-    state: ShardingMetadata,
-    names: AdapterNameMap,
-    shapes: Mapping[str, tuple[int, ...]],
-    tensors: Mapping[str, Mapping[str, Any]],
+def _update_parameter_names(
+    metadata: ShardingMetadata,
+    name_map: AdapterNameMap,
+    adapter_shapes: Mapping[str, tuple[int, ...]],
+    wrapper_tensors: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Record the new names of all parameters after adapters were added to the model.
 
     Args:
-        tensors: path of a wrapper -> names of its tensors, with a mark in the place of the wrapped module.
+        wrapper_tensors: path of a wrapper -> names of its tensors, with a mark in the place of the wrapped module.
     """
-    for entry in state.entries:
-        entry.name = names.rename(entry.name)
-    stages = state.stages
+    for entry in metadata.entries:
+        entry.name = name_map.get_name_with_adapters(entry.name)
+    stages = metadata.stages
     if stages is None:
         return
-    owners = {path: next((n for n in stages.owner_stages if n.startswith(f"{path}.")), None) for path in names.paths}
-    stages.rename(names.rename)
-    for name, shape in shapes.items():
-        path = names.find_wrapper_path(name)
+    owners = {path: next((n for n in stages.owner_stages if n.startswith(f"{path}.")), None) for path in name_map.paths}
+    stages.rename(name_map.get_name_with_adapters)
+    for name, shape in adapter_shapes.items():
+        path = name_map.find_wrapper_path(name)
         owner = owners.get(path or "")
         if owner is not None:
-            stages.add_tensor(name, names.rename(owner), shape)
-    stages.state = {name: stages.state[name] for name in _sort_param_names(list(stages.state), names, shapes, tensors)}
+            stages.add_tensor(name, name_map.get_name_with_adapters(owner), shape)
+    stages.state = {
+        name: stages.state[name]
+        for name in _sort_param_names(list(stages.state), name_map, adapter_shapes, wrapper_tensors)
+    }
 
 
 def _sort_param_names(
-    param_names: list[str], names: AdapterNameMap, own: Collection[str], tensors: Mapping[str, Mapping[str, Any]]
+    param_names: list[str],
+    name_map: AdapterNameMap,
+    adapter_param_names: Collection[str],
+    wrapper_tensors: Mapping[str, Mapping[str, Any]],
 ) -> list[str]:
     """Sort parameter names as in the plain model, with each adapter next to its base layer."""
-    of_base: dict[str, list[str]] = {path: [] for path in tensors}
+    of_base: dict[str, list[str]] = {path: [] for path in wrapper_tensors}
     for name in param_names:
-        if name not in own and (path := names.find_wrapper_path(name)) in of_base:
+        if name not in adapter_param_names and (path := name_map.find_wrapper_path(name)) in of_base:
             of_base[path].append(name)
     order: dict[str, None] = {}
     for name in param_names:
-        path = names.find_wrapper_path(name)
-        if path is None or path not in tensors:
+        path = name_map.find_wrapper_path(name)
+        if path is None or path not in wrapper_tensors:
             order[name] = None
             continue
-        for each in tensors[path]:
+        for each in wrapper_tensors[path]:
             order |= dict.fromkeys(of_base[path] if each.endswith(f".{_WrappedModulePlaceholder.MARK}") else [each])
     present = set(param_names)
     return [name for name in order if name in present]
 
 
-def update_metadata(model: nn.Module, sharded: nn.Module, names: AdapterNameMap) -> None:
+def update_sharding_metadata(model: nn.Module, sharded_model: nn.Module, name_map: AdapterNameMap) -> None:
     """Record the layout and gradient reduction of new parameters, and remove the entries of deleted parameters.
 
     Rebuilds the gradient reducer of the parameters that only one pipeline stage has.
     """
-    state = get_metadata(sharded)
-    specs = {id(param): spec for _, param, spec in named_sharded_parameters(sharded)}
-    params = dict(model.named_parameters()) if model is not sharded else {}
-    prefix = next((f"{path}." for path, module in model.named_modules() if module is sharded and path), "")
-    named = {n.removeprefix(prefix): p for n, p in params.items()} | dict(sharded.named_parameters())
+    state = get_metadata(sharded_model)
+    specs = {id(param): spec for _, param, spec in named_sharded_parameters(sharded_model)}
+    params = dict(model.named_parameters()) if model is not sharded_model else {}
+    prefix = next((f"{path}." for path, module in model.named_modules() if module is sharded_model and path), "")
+    named = {n.removeprefix(prefix): p for n, p in params.items()} | dict(sharded_model.named_parameters())
     present, known = {id(p) for p in named.values()}, state.get_entries_by_param()
     state.entries[:] = [entry for entry in state.entries if id(entry.param) in present]
     slots = []
@@ -515,79 +529,79 @@ def update_metadata(model: nn.Module, sharded: nn.Module, names: AdapterNameMap)
         if id(param) in known:
             continue
         spec = specs.get(id(param), ShardSpec(param.shape))
-        layout, region = _find_adapter_region(sharded, state, names, name)
-        entry = ParamEntry(name, param, spec, get_reduction(spec, layout, region, state.context.sizes))
+        layout, region = _find_adapter_region(sharded_model, state, name_map, name)
+        entry = ParamEntry(name, param, spec, get_gradient_reduction(spec, layout, region, state.context.sizes))
         state.entries.append(entry)
         over = entry.reduction.sum_over
         axis = state.context.flatten(*over) if over else Axis("none")
         if axis.size > 1 or entry.reduction.divisor != 1:
             slots.append(GradientSlot(entry, axis, state.coords))
-    _rebuild_reducer(state, slots, present)
-    state.attach(sharded)
-    if model is not sharded:
+    _rebuild_gradient_reducer(state, slots, present)
+    state.attach_to_model(sharded_model)
+    if model is not sharded_model:
         model.__dict__[METADATA_ATTRIBUTE] = state
-    state.on_adapted(sharded)
+    state.on_adapted(sharded_model)
 
 
-def _rebuild_reducer(state: ShardingMetadata, slots: list[GradientSlot], present: set[int]) -> None:
-    reducers: list[Any] = list(state.reducers)
+def _rebuild_gradient_reducer(metadata: ShardingMetadata, slots: list[GradientSlot], param_ids: set[int]) -> None:
+    reducers: list[Any] = list(metadata.reducers)
     shared = [r for r in reducers if r.gradients and r.gradients[0].entry.reduction.stages]
     own = [r for r in reducers if all(r is not other for other in shared)]
     for reducer in own:
         reducer.close()
-    gradients = [g for reducer in own for g in reducer.gradients if id(g.param) in present] + slots
-    size = state.request.extra.get("bucket_bytes", BUCKET_BYTES)
-    state.reducers[:] = [GradientReducer(gradients, size, watch=state.monitor), *shared] if gradients else shared
+    gradients = [g for reducer in own for g in reducer.gradients if id(g.param) in param_ids] + slots
+    size = metadata.request.extra.get("bucket_bytes", BUCKET_BYTES)
+    metadata.reducers[:] = [GradientReducer(gradients, size, watch=metadata.monitor), *shared] if gradients else shared
 
 
 def _find_adapter_region(
-    sharded: nn.Module, state: ShardingMetadata, names: AdapterNameMap, name: str
+    sharded_model: nn.Module, metadata: ShardingMetadata, name_map: AdapterNameMap, param_name: str
 ) -> tuple[ActivationLayout, ModelRegion]:
     """Return the activation layout and the model region that apply to an adapter's parameter."""
-    path = names.find_wrapper_path(name)
+    path = name_map.find_wrapper_path(param_name)
     if path is None:
-        return state.activations, ModelRegion.OUTSIDE  # a prompt, before the model
-    wrapper = sharded.get_submodule(path)
-    base = wrapped_module(wrapper)
+        return metadata.activations, ModelRegion.OUTSIDE  # a prompt, before the model
+    wrapper = sharded_model.get_submodule(path)
+    base = get_wrapped_module(wrapper)
     if is_tuner_layer(wrapper) and isinstance(base, ParallelModule) and not isinstance(base, EMBEDDINGS):
         if isinstance(base, Linear1D_Row) and not base.is_inside_adapter:
             # (IA)^3 multiplies the input of the row, inside the block, or its output, like a bias
-            if ".ia3_l." in name and not wrapper.is_feedforward:
-                found: tuple[ActivationLayout, ModelRegion] = state.regions.find_region(f"{path}.bias")
+            if ".ia3_l." in param_name and not wrapper.is_feedforward:
+                found: tuple[ActivationLayout, ModelRegion] = metadata.regions.find_region(f"{path}.bias")
                 return found
-        layout, _ = state.regions.find_region(f"{path}.weight")
+        layout, _ = metadata.regions.find_region(f"{path}.weight")
         return layout, ModelRegion.OUTSIDE if has_complete_gradients(wrapper) else ModelRegion.BLOCK
-    region: tuple[ActivationLayout, ModelRegion] = state.regions.find_region(f"{path}.weight")
+    region: tuple[ActivationLayout, ModelRegion] = metadata.regions.find_region(f"{path}.weight")
     return region
 
 
-def remove_adapter_metadata(model: nn.Module, sharded: nn.Module, adapter_name: str) -> None:
+def remove_adapter_metadata(model: nn.Module, sharded_model: nn.Module, adapter_name: str) -> None:
     """Remove an adapter from the sharding metadata after PEFT has deleted it."""
-    state = get_metadata(sharded)
+    state = get_metadata(sharded_model)
     names: AdapterNameMap = state.adapters
     gone = {name for name in names.own if names.get_adapter_name(name) == adapter_name}
     state.adapters.own -= gone
     if state.stages is not None:
         state.stages.drop_tensors(gone.__contains__)
-    update_metadata(model, sharded, state.adapters)
+    update_sharding_metadata(model, sharded_model, state.adapters)
 
 
 @contextmanager
-def update_after_adapter_removal(sharded: nn.Module) -> Iterator[None]:
+def update_after_adapter_removal(sharded_model: nn.Module) -> Iterator[None]:
     """Update the sharding metadata after PEFT has removed, in this context, its adapters from a model."""
-    wrappers = find_wrappers(sharded)
+    wrappers = find_peft_wrappers(sharded_model)
     yield
-    state = get_metadata(sharded)
+    state = get_metadata(sharded_model)
     for path, wrapper in wrappers.items():
-        if sharded.get_submodule(path) is not wrapper:
+        if sharded_model.get_submodule(path) is not wrapper:
             if is_tuner_layer(wrapper):
                 detach_adapter(wrapper)
-            move_hooks_between(wrapper, sharded.get_submodule(path))
+            move_hooks_between(wrapper, sharded_model.get_submodule(path))
     names: AdapterNameMap = state.adapters
     for entry in state.entries:
-        entry.name = names.original(entry.name)
+        entry.name = names.get_name_without_adapters(entry.name)
     if state.stages is not None:
         state.stages.drop_tensors(names.own.__contains__)
-        state.stages.rename(names.original)
+        state.stages.rename(names.get_name_without_adapters)
     state.adapters = None
-    update_metadata(sharded, sharded, AdapterNameMap())
+    update_sharding_metadata(sharded_model, sharded_model, AdapterNameMap())

@@ -94,11 +94,11 @@ class AdapterDropout(nn.Module):
         if state is None or x.dim() < 3:
             return None
         if state.current is None:  # between the layers, unless activation checkpointing recomputes a layer
-            found = state.find_by_local_length(x.shape[1]) if current_graph_task_id() >= 0 else None
-            return None if found is None else state.rows(found.length)
+            found = state.find_positions_by_local_length(x.shape[1]) if current_graph_task_id() >= 0 else None
+            return None if found is None else state.get_index_shards(found.length)
         seen = [state.current, *state.seen_in_forward.values()]
         lengths = [each.length for each in seen if state.get_local_length(each.length) == x.shape[1]]
-        return state.rows(lengths[0]) if lengths else None
+        return state.get_index_shards(lengths[0]) if lengths else None
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
@@ -109,19 +109,19 @@ def has_complete_gradients(tuner: nn.Module) -> bool:
     return isinstance(tuner, _FullParametersMixin)
 
 
-class _InsideLayerMixin:
+class _RunInsideParallelLayerMixin:
     """A mixin that runs an adapter after its parallel layer communicates the input and before the output."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         base: ParallelLinear = self.get_base_layer()
         x = base.prepare_adapter_input(x)
-        with _prepare_base_layer(base, self.training):
+        with _prepare_base_layer_for_adapter(base, self.training):
             y = super().forward(x, *args, **kwargs)  # type: ignore[misc]  # of the adapter's class
         return base.finalize_adapter_output(y)
 
 
 @contextmanager
-def _prepare_base_layer(base: ParallelLinear, training: bool) -> Iterator[None]:
+def _prepare_base_layer_for_adapter(base: ParallelLinear, training: bool) -> Iterator[None]:
     """While an adapter runs, hide a bias that is added later, and use one random state on all ranks."""
     with ExitStack() as stack:
         if training and base.block is not None:
@@ -157,7 +157,7 @@ class _FullDeltaWeightMixin:
         finally:
             del self.__dict__["get_base_layer"]
         for dim in spec.splits:
-            indices = [torch.arange(a, b) for a, b in spec.slices_of(dim, coords)]
+            indices = [torch.arange(a, b) for a, b in spec.get_local_slices(dim, coords)]
             full = full.index_select(dim, torch.cat(indices).to(full.device))
         return full
 
@@ -174,9 +174,9 @@ class _FullParametersMixin:
         kind = "in" if isinstance(base, Linear1D_Row) else "out"
         tables = ("lora_A", "lora_B", "lora_E", "ranknum")
         for name in tables:
-            counted, dim = _get_feature_dim(self, name)
+            counted, dim = _get_feature_kind_and_dim(self, name)
             local = {
-                key: _select_features(p, dim, base) if counted == kind else copy_to_tp_region(p, base.axis)
+                key: _select_local_features(p, dim, base) if counted == kind else copy_to_tp_region(p, base.axis)
                 for key, p in self._modules[name].items()
             }
             self.__dict__[name] = local  # a plain dict, which Python finds before the registered one
@@ -187,7 +187,7 @@ class _FullParametersMixin:
                 del self.__dict__[name]
 
 
-def _select_features(param: Tensor, dim: int, base: ParallelLinear) -> Tensor:
+def _select_local_features(param: Tensor, dim: int, base: ParallelLinear) -> Tensor:
     if base.split.is_partition:
         return scatter_to_region(param, base.axis, dim, base.split)
     return copy_to_tp_region(param, base.axis).index_select(dim, base.split.indices(base.axis.rank).to(param.device))
@@ -234,13 +234,13 @@ class _DequantizedBaseLayer:
         return weight
 
 
-def shard_adapter(tuner: Any, path: str, sequence: ContextParallelState | None) -> None:
+def shard_adapter(tuner: Any, path: str, context_parallel: ContextParallelState | None) -> None:
     """Shard the parameters of an adapter in place, and make its ``forward`` call the parallel base layer.
 
     Adapters that were sharded before stay unchanged. Communicates nothing.
 
     Args:
-        sequence: the state of context parallelism.
+        context_parallel: the state of context parallelism.
 
     Raises:
         ConfigError: if this kind of adapter cannot run on this parallel layer.
@@ -250,7 +250,7 @@ def shard_adapter(tuner: Any, path: str, sequence: ContextParallelState | None) 
         if type(dora).__name__ == "DoraLinearLayer":
             add_mixins(dora, _CompilableDoraMixin)
     if not isinstance(base, ParallelModule):
-        _replace_dropout(tuner, None, Axis("none"), sequence)
+        _replace_adapter_dropout(tuner, None, Axis("none"), context_parallel)
         return
     parameters = _get_adapter_parameters(tuner, base, path)
     names = [name for name, _, _ in parameters]
@@ -262,53 +262,57 @@ def shard_adapter(tuner: Any, path: str, sequence: ContextParallelState | None) 
         return
     reads_all = "lora_E" in names
     if reads_all:
-        add_mixins(tuner, _FullParametersMixin, _InsideLayerMixin, _FullDeltaWeightMixin)
+        add_mixins(tuner, _FullParametersMixin, _RunInsideParallelLayerMixin, _FullDeltaWeightMixin)
     elif any(name.startswith(FULL_DELTA) for name in names):
-        add_mixins(tuner, _InsideLayerMixin, _FullDeltaWeightMixin)
+        add_mixins(tuner, _RunInsideParallelLayerMixin, _FullDeltaWeightMixin)
     elif not (isinstance(base, Linear1D_Row) and "ia3_l" in names):  # which multiplies the reduced output, or the input
-        add_mixins(tuner, _InsideLayerMixin)
+        add_mixins(tuner, _RunInsideParallelLayerMixin)
     kind, features = ("in", "in_features") if isinstance(base, Linear1D_Row) else ("out", "out_features")
     for name, owner, key in parameters:
-        counted, dim = _get_feature_dim(tuner, name)
+        counted, dim = _get_feature_kind_and_dim(tuner, name)
         if counted == kind and not reads_all and key not in vars(owner).get("shard_specs", {}):
             shard_parameter(owner, key, {dim: base.split}, base.axis)
             if hasattr(owner, features):
                 vars(owner)[features] = owner._parameters["weight"].shape[dim]  # type: ignore[union-attr]
-    if isinstance(tuner, _InsideLayerMixin):
+    if isinstance(tuner, _RunInsideParallelLayerMixin):
         base.is_inside_adapter = True
         if isinstance(base, Linear1D_Col) and base.block is not None:
             base.block.has_adapters = True
     if isinstance(base, Linear1D_Row):
-        _replace_dropout(tuner, base.split, base.axis, sequence)
+        _replace_adapter_dropout(tuner, base.split, base.axis, context_parallel)
         for dora in getattr(tuner, "lora_magnitude_vector", {}).values():
             add_mixins(dora, _DistributedNormMixin)
             dora.axis = base.axis
     else:
-        _replace_dropout(tuner, None, base.axis, sequence)
+        _replace_adapter_dropout(tuner, None, base.axis, context_parallel)
     for table in ("vera_A", "vera_B"):
         if table in tuner._modules:
-            _select_shared_matrix(tuner, table, base, kind)
+            _slice_shared_vera_matrix(tuner, table, base, kind)
 
 
-def _replace_dropout(tuner: Any, split: Split | None, axis: Axis, sequence: ContextParallelState | None) -> None:
-    if split is None and sequence is None:
+def _replace_adapter_dropout(
+    tuner: Any, split: Split | None, axis: Axis, context_parallel: ContextParallelState | None
+) -> None:
+    if split is None and context_parallel is None:
         return  # each rank has the full input
     for child in tuner.children():
         for name, module in child.items() if isinstance(child, nn.ModuleDict) else ():
             if type(module) is nn.Dropout and module.p > 0:
-                child[name] = AdapterDropout(module.p, split, axis, sequence).train(module.training)
+                child[name] = AdapterDropout(module.p, split, axis, context_parallel).train(module.training)
 
 
-def _select_shared_matrix(tuner: Any, table: str, base: ParallelLinear, kind: str) -> None:
+def _slice_shared_vera_matrix(tuner: Any, matrix_name: str, base: ParallelLinear, kind: str) -> None:
     """Make a VeRA adapter use this rank's slice of a matrix that all VeRA adapters share."""
-    dim = 1 if table == "vera_A" else 0
-    if (kind == "in") != (table == "vera_A"):
+    dim = 1 if matrix_name == "vera_A" else 0
+    if (kind == "in") != (matrix_name == "vera_A"):
         return
     # in the attributes, which Python finds before the registered table
-    tuner.__dict__[table] = _LocalSlices(tuner._modules[table], dim, base.split.indices(base.axis.rank))
+    tuner.__dict__[matrix_name] = _LocalSliceMapping(
+        tuner._modules[matrix_name], dim, base.split.indices(base.axis.rank)
+    )
 
 
-class _LocalSlices(Mapping[str, Tensor]):
+class _LocalSliceMapping(Mapping[str, Tensor]):
     """A mapping from names to this rank's slices of the full matrices in another mapping."""
 
     def __init__(self, table: Any, dim: int, indices: Tensor) -> None:
@@ -325,7 +329,7 @@ class _LocalSlices(Mapping[str, Tensor]):
         return len(self._table)
 
 
-def _get_feature_dim(tuner: Any, name: str) -> tuple[str, int]:
+def _get_feature_kind_and_dim(tuner: Any, name: str) -> tuple[str, int]:
     if name == "ia3_l":
         return ("in", 1) if tuner.is_feedforward else ("out", 0)
     return FEATURE_DIMS.get(name, ("", 0))
@@ -383,7 +387,7 @@ def detach_adapter(tuner: Any) -> None:
         base.is_inside_adapter = False
 
 
-def shard_module_copy(plain: nn.Module, original: nn.Module, path: str) -> nn.Module:
+def shard_copy_like_original(copied: nn.Module, original: nn.Module, path: str) -> nn.Module:
     """Shard a trainable copy of a module, such as one in ``modules_to_save``, in the same way as the original.
 
     Returns the copy unchanged if the original is replicated. Raises ConfigError if the original is inside a
@@ -397,10 +401,10 @@ def shard_module_copy(plain: nn.Module, original: nn.Module, path: str) -> nn.Mo
             remedy="Add this module to target_modules instead, and list only embeddings, heads and norms in "
             "modules_to_save.",
         )
-    if not isinstance(original, ParallelModule) or isinstance(plain, ParallelModule):
-        return plain
-    trains: Sequence[bool] = [p.requires_grad for p in plain.parameters()]
-    new = type(original).from_native_module(plain, original.axis, split=original.split)
+    if not isinstance(original, ParallelModule) or isinstance(copied, ParallelModule):
+        return copied
+    trains: Sequence[bool] = [p.requires_grad for p in copied.parameters()]
+    new = type(original).from_native_module(copied, original.axis, split=original.split)
     for name in ("gather_output", "skip_bias_add", "sums_later", "factor"):
         if name in vars(original):
             vars(new)[name] = vars(original)[name]

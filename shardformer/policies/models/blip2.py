@@ -21,7 +21,7 @@ VISION: list[Role] = [
 ]
 
 
-def _attention(at: str, **kwargs: Any) -> Attention:
+def _make_attention_role(at: str, **kwargs: Any) -> Attention:
     return Attention(
         f"{at}.attention",
         AttentionProjections(q="query", k="key", v="value", out=f".{at}.output.dense"),
@@ -31,8 +31,8 @@ def _attention(at: str, **kwargs: Any) -> Attention:
 
 
 QFORMER: list[Role] = [
-    _attention("attention"),
-    _attention("crossattention", inputs=AttentionInputs(arguments=["encoder_hidden_states"]), optional=True),
+    _make_attention_role("attention"),
+    _make_attention_role("crossattention", inputs=AttentionInputs(arguments=["encoder_hidden_states"]), optional=True),
     MLP("intermediate_query", up="dense", down=".output_query.dense"),
     MLP("intermediate", up="dense", down=".output.dense", optional=True),
 ]

@@ -15,7 +15,7 @@ from shardformer.policies.roles import (
 )
 
 
-def _attention(at: str) -> Attention:
+def _make_attention_role(at: str) -> Attention:
     return Attention(
         at,
         Q_K_V_OUT,
@@ -47,14 +47,14 @@ class SamPolicy(RolePolicy):
         LayerStack(
             "mask_decoder.transformer.layers",
             [
-                _attention("self_attn"),
-                _attention("cross_attn_token_to_image"),
+                _make_attention_role("self_attn"),
+                _make_attention_role("cross_attn_token_to_image"),
                 MLP("mlp", up="lin1", down="lin2"),
-                _attention("cross_attn_image_to_token"),
+                _make_attention_role("cross_attn_image_to_token"),
             ],
         ),
     )
-    unstacked_blocks = (_attention("mask_decoder.transformer.final_attn_token_to_image"),)
+    unstacked_blocks = (_make_attention_role("mask_decoder.transformer.final_attn_token_to_image"),)
     keep_replicated = (
         "vision_encoder.patch_embed", "vision_encoder.neck", "vision_encoder.pos_embed?", "shared_image_embedding",
         "prompt_encoder", "mask_decoder.iou_token", "mask_decoder.mask_tokens", "mask_decoder.upscale_conv1",

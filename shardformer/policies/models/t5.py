@@ -11,7 +11,7 @@ STAGES = PipelineHints(num_outputs=3, shared_from_first=TABLE)
 """Only the first layer computes the biases. In a pipeline the first layer of each stage computes them."""
 
 
-def _attention(at: str, inputs: AttentionInputs = AttentionInputs()) -> Attention:
+def _make_attention_role(at: str, inputs: AttentionInputs = AttentionInputs()) -> Attention:
     counts = {"n_heads": "heads", "relative_attention_bias?": "heads"}
     return Attention(at, AttentionProjections(q="q", k="k", v="v", out="o"), counts, inputs)
 
@@ -21,7 +21,7 @@ class T5Policy(RolePolicy):
         LayerStack(
             "encoder.block",
             [
-                _attention("layer.0.SelfAttention"),
+                _make_attention_role("layer.0.SelfAttention"),
                 MLP("layer.1.DenseReluDense", up=["wi?", "wi_0?", "wi_1?"], down="wo"),
             ],
             final_norm="encoder.final_layer_norm",
@@ -30,8 +30,8 @@ class T5Policy(RolePolicy):
         LayerStack(
             "decoder.block",
             [
-                _attention("layer.0.SelfAttention"),
-                _attention("layer.1.EncDecAttention", AttentionInputs(cross_attention=True)),
+                _make_attention_role("layer.0.SelfAttention"),
+                _make_attention_role("layer.1.EncDecAttention", AttentionInputs(cross_attention=True)),
                 MLP("layer.2.DenseReluDense", up=["wi?", "wi_0?", "wi_1?"], down="wo"),
             ],
             final_norm="decoder.final_layer_norm",

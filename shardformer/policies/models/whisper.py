@@ -11,18 +11,21 @@ CONTEXT = AttentionInputs(cross_attention=True)
 FEED_FORWARD = MLP("fc1", up="", down=".fc2")
 
 
-def _attention(at: str, **kwargs: Any) -> Attention:
+def _make_attention_role(at: str, **kwargs: Any) -> Attention:
     return Attention(at, Q_K_V_OUT, local_attrs={"num_heads": "heads"}, **kwargs)
 
 
 class WhisperPolicy(RolePolicy):
     stack = (
         LayerStack(
-            "encoder.layers", [_attention("self_attn"), FEED_FORWARD], final_norm="encoder.layer_norm", optional=True
+            "encoder.layers",
+            [_make_attention_role("self_attn"), FEED_FORWARD],
+            final_norm="encoder.layer_norm",
+            optional=True,
         ),
         LayerStack(
             "decoder.layers",
-            [_attention("self_attn"), _attention("encoder_attn", inputs=CONTEXT), FEED_FORWARD],
+            [_make_attention_role("self_attn"), _make_attention_role("encoder_attn", inputs=CONTEXT), FEED_FORWARD],
             final_norm="decoder.layer_norm",
             cross_states=("decoder", "encoder_hidden_states"),
             optional=True,

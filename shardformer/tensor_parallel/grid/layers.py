@@ -49,7 +49,7 @@ from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.tensor_parallel.region import (
     ColumnParallel,
     TpRegion,
-    apply_with_backward,
+    apply_with_custom_backward,
     cast_projection_operands,
     compute_bias_grad,
     compute_weight_grad,
@@ -94,16 +94,18 @@ class GridRegion:
         """Return the full block input (b, S, H) for a local activation x. It is gathered when it is first used."""
         dim = self._get_sample_dim(x)
         shape = (*x.shape[:dim], self.get_num_samples_inside_block(x), *x.shape[dim + 1 : -1], self.full)
-        return DeferredTensor.make(x, shape, self.grid.column, None, self._gather_hidden, self._reduce_gradient)
+        return DeferredTensor.from_local(
+            x, shape, self.grid.column, None, self._gather_hidden_features, self._reduce_gradient
+        )
 
-    def _gather_hidden(self, x: Tensor) -> Tensor:
+    def _gather_hidden_features(self, x: Tensor) -> Tensor:
         if not self.is_3d:
             return all_gather(x, self.grid.column, -1, self.full)
         full = all_gather(all_gather(x, self.grid.column, self._get_sample_dim(x)), self.grid.depth, -1, self.full)
         return get_local_chunk(full, self.grid.depth, self._get_sample_dim(full))
 
     def _reduce_gradient(self, grad: Tensor) -> Tensor:
-        """Compute the backward pass of ``_gather_hidden``: sum over a row of the grid, and keep the local shard."""
+        """Sum over a row of the grid, and keep the local shard, as the backward pass of ``_gather_hidden_features``."""
         if not self.is_3d:
             return reduce_scatter(grad, self.grid.column, -1)
         full = all_gather(grad, self.grid.depth, self._get_sample_dim(grad))
@@ -114,7 +116,7 @@ class GridRegion:
 
     def get_full_block_input(self, x: Tensor) -> Tensor:
         """Return the full input (b, S, H) of a compiled block for the local activation x."""
-        return apply_with_backward(x, self._gather_hidden, self._reduce_gradient)
+        return apply_with_custom_backward(x, self._gather_hidden_features, self._reduce_gradient)
 
     def gather_input(self, x: Tensor) -> Tensor:
         """All-gather the input of the column-parallel linear layers: its features, or its samples on a 3D grid."""
@@ -122,7 +124,7 @@ class GridRegion:
         full = x.shape[dim] * self.grid.column.size if self.is_3d else self.full
         return gather_from_sp_region(x, self.grid.column, dim, full)
 
-    def multiply(self, x: Tensor, column: ColumnParallel) -> Tensor:
+    def compute_column_output(self, x: Tensor, column: ColumnParallel) -> Tensor:
         """Return the output of a column-parallel linear layer for an input from ``gather_input``."""
         weight, dim = column.weight, get_hidden_dim(column.transposed)
         weight = gather_from_sp_region(weight, self.grid.row, dim, self.num_row_features)
@@ -302,22 +304,22 @@ def _start_weight_gathers(
 class GridTensorParallelBlock(TensorParallelBlock):
     """State of one tensor-parallel block on a tensor grid. If the input is replicated, gathers the weights."""
 
-    def _project_all_columns(self, gathered_x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
+    def _compute_all_column_outputs(self, gathered_x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
         region = self.region
         assert self._source is not None and self._entered is not None
         if isinstance(region, GridRegion):
             return compute_grid_column_linears(self._source, region, self.columns, gathered_x)
         return None, [column.multiply(self._entered) for column in self.columns]
 
-    def project(self, column: ColumnParallel, x: Tensor) -> Tensor:
+    def compute_column_output(self, column: ColumnParallel, x: Tensor) -> Tensor:
         region = self._region
         reads_input = self._source is not None and (x is self._source or x is self._entered)
         if not torch.compiler.is_compiling() or not isinstance(region, GridRegion) or not reads_input:
-            return super().project(column, x)
+            return super().compute_column_output(column, x)
         if self._joined is None:
             assert self._source is not None
             self._joined = region.gather_input(self._source)
-        return region.multiply(self._joined, column)
+        return region.compute_column_output(self._joined, column)
 
 
 # --- the layers. They are parts of a block; ``benchmarks.summa_linear`` has linear layers that work without a block.
@@ -335,16 +337,18 @@ class GridModule(ParallelModule):
         return self.grid.coords
 
 
-def get_hidden_splits(full: int, grid: TensorGrid) -> list[AnySplit]:
+def get_hidden_splits(hidden_size: int, grid: TensorGrid) -> list[AnySplit]:
     """Return how the hidden dim of a weight is split: over the contraction axis (only in 3D), then over rows."""
     size = grid.contraction.size * grid.row.size
-    if full < size:
+    if hidden_size < size:
         raise ConfigError(
-            f"{full} hidden features cannot be sharded over {size} ranks of the tensor grid {grid}.",
+            f"{hidden_size} hidden features cannot be sharded over {size} ranks of the tensor grid {grid}.",
             remedy="Use a tensor grid with fewer rows.",
         )
     contraction = grid.contraction
-    over_contraction = [Split.even(full, contraction.size, axes=(contraction.name,))] if grid.mode == "3d" else []
+    over_contraction = (
+        [Split.even(hidden_size, contraction.size, axes=(contraction.name,))] if grid.mode == "3d" else []
+    )
     return [*over_contraction, EvenSplit(grid.row.name, grid.row.size)]
 
 
@@ -369,7 +373,7 @@ class GridLinear_Col(_GridLinear, Linear1D_Col):
     reduce-scatter).
     """
 
-    def _make_specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
+    def _make_weight_and_bias_specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
         dim = get_hidden_dim(self.transposed)
         splits: dict[int, AnySplit | list[AnySplit]] = {1 - dim: self.split}
         splits[dim] = get_hidden_splits(self.in_features, self.grid)
@@ -386,7 +390,7 @@ class GridLinear_Row(_GridLinear, Linear1D_Row):
     The weight is sharded as in ``GridLinear_Col``, and the bias along H like the activations.
     """
 
-    def _make_specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
+    def _make_weight_and_bias_specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
         dim, grid = 1 - get_hidden_dim(self.transposed), self.grid
         splits: dict[int, AnySplit | list[AnySplit]] = {1 - dim: self.split}
         splits[dim] = get_hidden_splits(self.out_features, grid)
@@ -414,10 +418,12 @@ class GridLinear_Row(_GridLinear, Linear1D_Row):
         return gather_from_region(self.bias, self.grid.hidden, 0, split)
 
 
-def gather_weight(weight: Tensor, grid: TensorGrid, dim: int, full: int) -> Tensor:
+def gather_weight(weight: Tensor, grid: TensorGrid, dim: int, hidden_size: int) -> Tensor:
     """All-gather a weight over the tensor grid along its hidden dim ``dim``. Backward: reduce-scatter its gradient."""
-    contracted = get_even_split_length(full, grid.contraction)
-    return gather_from_sp_region(gather_from_sp_region(weight, grid.row, dim, contracted), grid.contraction, dim, full)
+    contracted = get_even_split_length(hidden_size, grid.contraction)
+    return gather_from_sp_region(
+        gather_from_sp_region(weight, grid.row, dim, contracted), grid.contraction, dim, hidden_size
+    )
 
 
 @dataclass(frozen=True)
@@ -467,7 +473,7 @@ class GridNorm(ShardedNorm):
             if self.kind != "layer":
                 return super().forward(x)
             local_params = (self._parameters["weight"], self._parameters.get("bias"))
-            return layer_norm(x, *local_params, self.axis, self.full, self.eps)
+            return sharded_layer_norm(x, *local_params, self.axis, self.full, self.eps)
         params = (self._parameters.get(name) for name in ("weight", "bias"))
         weight, bias = (None if p is None else gather_from_region(p, self.axis, 0, self.split) for p in params)
         if self.kind != "layer":
@@ -475,10 +481,12 @@ class GridNorm(ShardedNorm):
         return nn.functional.layer_norm(x, (self.full,), weight, bias, self.eps)
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: Axis, full: int, eps: float) -> Tensor:
+def sharded_layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: Axis, full_width: int, eps: float
+) -> Tensor:
     """Apply a layer norm to features that are sharded over ``axis``, in fp64 for fp64 inputs and else in fp32."""
     x32 = x if x.dtype == torch.float64 else x.to(torch.float32)
-    normed: Tensor = _Normalize.apply(x32, axis, full, eps)
+    normed: Tensor = _Normalize.apply(x32, axis, full_width, eps)
     y = normed if weight is None else normed * weight
     return (y if bias is None else y + bias).to(x.dtype)
 
@@ -494,7 +502,7 @@ class _Normalize(Function):
         local_mean = x.mean(-1)
         squares = (x - local_mean[..., None]).square().sum(-1)
         means, sums = all_gather(torch.stack((local_mean, squares))[None], axis, 0, purpose="norm").unbind(1)
-        counts = torch.tensor(Split.even(full, axis.size).lengths(), dtype=x.dtype, device=x.device)
+        counts = torch.tensor(Split.even(full, axis.size).get_local_lengths(), dtype=x.dtype, device=x.device)
         counts = counts.view(-1, *[1] * local_mean.dim())
         mean = (means * counts).sum(0) / full
         variance = (sums + counts * (means - mean).square()).sum(0) / full

@@ -19,7 +19,7 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.grid.layers import GridRegion
-from shardformer.tensor_parallel.region import ReplicatedRegion, TpRegion, apply_with_backward
+from shardformer.tensor_parallel.region import ReplicatedRegion, TpRegion, apply_with_custom_backward
 from shardformer.tensor_parallel.sequence_parallel import (
     ActivationSharding,
     GatherHook,
@@ -57,10 +57,10 @@ class GridActivationSharding(ActivationSharding):
         return self.grid.hidden
 
     def select_tp_region(self, x: Tensor) -> TpRegion | GridRegion:  # type: ignore[override]  # a block uses only common methods
-        self.restore_full_length(x)
+        self.restore_input_size_in_recompute(x)
         return GridRegion(self.grid, self.width, self.batch_dim) if self._is_open else ReplicatedRegion(self.axis)
 
-    def restore_full_length(self, x: Tensor) -> None:
+    def restore_input_size_in_recompute(self, x: Tensor) -> None:
         """Restore the batch size when activation checkpointing recomputes a forward pass."""
         if self.is_restored or current_graph_task_id() < 0:
             return
@@ -68,7 +68,7 @@ class GridActivationSharding(ActivationSharding):
         if x.dim() > 2:
             self.samples = self.find_batch_size(x.shape[self.batch_dim]) or self.samples
 
-    def register(self, first: nn.Module, last: nn.Module) -> None:
+    def register_hooks(self, first: nn.Module, last: nn.Module) -> None:
         register_forward_hooks(first, HookOrder.STACK, self._shard_input_hook, with_kwargs=True)
         register_forward_hooks(last, HookOrder.STACK, after=self._gather_output_hook)
 
@@ -92,13 +92,13 @@ class GridActivationSharding(ActivationSharding):
         self.samples, self.width = x_BSH.shape[self.batch_dim], x_BSH.shape[-1]
         self._batch_sizes.add(self.samples)
         self._is_random = training
-        self._random.enter(x_BSH, training)
+        self._random.enter_local_state(x_BSH, training)
         grid, dim, samples, width = self.grid, self.batch_dim, self.samples, self.width
 
         def shard(x: Tensor) -> Tensor:
             return _shard_samples_and_features(pad_with_last_slice(x, -samples % grid.samples, dim), grid, dim)
 
-        return apply_with_backward(
+        return apply_with_custom_backward(
             x_BSH, shard, lambda grad: _gather_samples_and_features(grad, grid, dim, samples, width)
         )
 
@@ -110,7 +110,7 @@ class GridActivationSharding(ActivationSharding):
         if not self._is_open:
             return x_bSh
         if self._is_random:
-            self._random.leave()
+            self._random.leave_local_state()
         samples = self.find_batch_size(x_bSh.shape[self.batch_dim])
         assert samples is not None  # the input of this forward pass was recorded
         grid, dim, width = self.grid, self.batch_dim, self.width
@@ -121,17 +121,17 @@ class GridActivationSharding(ActivationSharding):
                 grad = torch.cat((grad, grad.new_zeros(shape)), dim)
             return _shard_samples_and_features(grad, grid, dim)
 
-        return apply_with_backward(
+        return apply_with_custom_backward(
             x_bSh, lambda x: _gather_samples_and_features(x, grid, dim, samples, width), pad_and_shard
         )
 
-    def register_full_sequence_hooks(self, module: nn.Module, random: bool) -> GatherHiddenHook:
+    def register_full_sequence_hooks(self, module: nn.Module, random: bool) -> GatherHiddenFeaturesHook:
         """Register hooks that gather all hidden features for ``module``. Forward and backward: one all-gather each."""
-        return GatherHiddenHook(self, module, random)
+        return GatherHiddenFeaturesHook(self, module, random)
 
-    def shard_samples(self, x: Tensor, dim: int, num_local: int) -> Tensor:
+    def shard_samples(self, x: Tensor, dim: int, num_local_samples: int) -> Tensor:
         """Return this rank's samples of a block argument, whose size along ``dim`` is a multiple of the batch size."""
-        batch = self.find_batch_size(num_local)
+        batch = self.find_batch_size(num_local_samples)
         if batch is None or x.shape[dim] % batch:
             return x
         by_sample = x.unflatten(dim, (batch, -1))
@@ -139,11 +139,15 @@ class GridActivationSharding(ActivationSharding):
         local: Tensor = pad_with_last_slice(by_sample, -batch % self.grid.samples, dim).chunk(core.size, dim)[core.rank]
         return local.flatten(dim, dim + 1)
 
-    def find_batch_size(self, num_local: int) -> int | None:
-        """Return the batch size of the forward pass or recomputation in which this rank has ``num_local`` samples."""
-        if self.is_restored or current_graph_task_id() < 0 or self.get_num_local_samples(self.samples) == num_local:
+    def find_batch_size(self, num_local_samples: int) -> int | None:
+        """Return the batch size of the forward pass in which this rank has ``num_local_samples`` samples."""
+        if (
+            self.is_restored
+            or current_graph_task_id() < 0
+            or self.get_num_local_samples(self.samples) == num_local_samples
+        ):
             return self.samples
-        return next((n for n in self._batch_sizes if self.get_num_local_samples(n) == num_local), None)
+        return next((n for n in self._batch_sizes if self.get_num_local_samples(n) == num_local_samples), None)
 
     def get_num_local_samples(self, batch_size: int) -> int:
         """Return how many samples of a padded batch this rank stores between the blocks."""
@@ -155,7 +159,7 @@ class GridActivationSharding(ActivationSharding):
         return copy
 
 
-class GatherHiddenHook(GatherHook):
+class GatherHiddenFeaturesHook(GatherHook):
     """Hooks that gather all hidden features before a module, such as a router, and shard its output again."""
 
     def __init__(self, stream: GridActivationSharding, module: nn.Module, random: bool) -> None:
@@ -173,7 +177,7 @@ class GatherHiddenHook(GatherHook):
             self._stream.select_tp_region(x)
             if not self._stream.is_sharded:
                 return x
-            self._random.enter(x, module.training)
+            self._random.enter_local_state(x, module.training)
             return gather_from_region(x, self._axis, -1, self._make_hidden_split())
 
         return map_first_tensor(args, kwargs, gather)

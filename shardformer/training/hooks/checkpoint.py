@@ -13,7 +13,7 @@ from shardformer.checkpoint.retention import CheckpointRetention
 from shardformer.comm.collective_call import run_on_first_rank
 from shardformer.errors import ConfigError, check_choice, check_int, check_number
 from shardformer.filesystem.atomic_write import to_absolute_path
-from shardformer.public_names import renamed_arguments
+from shardformer.public_names import deprecate_renamed_arguments
 from shardformer.training.engine import has_checkpoint, lock_checkpoint_folder
 from shardformer.training.hook import (
     RENAMED_DIRECTORY,
@@ -21,8 +21,8 @@ from shardformer.training.hook import (
     Mode,
     TrainerProtocol,
     check_has_validation,
+    get_metric_value,
     is_improved,
-    read_metric,
 )
 
 Best = Literal["keep", "load"]
@@ -32,7 +32,7 @@ LOSSES = (DEFAULT_METRIC, "validation/perplexity")
 RENAMED_ARGUMENTS = {**RENAMED_DIRECTORY, "keep": "retention"}
 
 
-@renamed_arguments(RENAMED_ARGUMENTS, attributes=RENAMED_ARGUMENTS)
+@deprecate_renamed_arguments(RENAMED_ARGUMENTS, attributes=RENAMED_ARGUMENTS)
 class Checkpoint(Hook):
     """Saves checkpoints at intervals of steps or minutes, on Ctrl-C or SIGTERM, and at the end of the run.
 
@@ -92,9 +92,9 @@ class Checkpoint(Hook):
         self.directory = to_absolute_path(directory)
         self.every_steps, self.every_minutes, self.every_epoch = every_steps, every_minutes, every_epoch
         self.at_end, self.saves_on_signal, self.resume = at_end, on_signal, resume
-        self.retention, self.in_background = CheckpointRetention.of(retention), in_background
+        self.retention, self.in_background = CheckpointRetention.from_value(retention), in_background
         self.keeps_best, self.loads_best = best is not None, best == "load"
-        self.metric, self.mode = metric, _check_best(best, metric, mode)
+        self.metric, self.mode = metric, _resolve_best_mode(best, metric, mode)
         self.best_value: float | None = None
         self.best_step: int | None = None
         self.trained_steps = 0
@@ -113,7 +113,7 @@ class Checkpoint(Hook):
             return
         if self.resume:
             trainer.load(self.directory)
-            self._check_best_exists(trainer)
+            self._forget_missing_best_checkpoint(trainer)
             self._saved = trainer.step, self.best_step
         elif trainer.step == 0:
             raise ConfigError(
@@ -147,7 +147,7 @@ class Checkpoint(Hook):
     def after_validation(self, trainer: TrainerProtocol) -> None:
         if not self.keeps_best or self._engine is None:  # None: Trainer.evaluate, not Trainer.fit
             return
-        value = read_metric(self, self.metric, trainer)
+        value = get_metric_value(self, self.metric, trainer)
         trainer.agree()
         value = run_on_first_rank(lambda: value, trainer.engine.world, "Comparing with the best checkpoint")
         if is_improved(value, self.best_value, self.mode):
@@ -176,7 +176,7 @@ class Checkpoint(Hook):
         is_same = self.keeps_best and (state["metric"], state["mode"]) == (self.metric, self.mode)
         self.best_value, self.best_step = (state["best_value"], state["best_step"]) if is_same else (None, None)
 
-    def _check_best_exists(self, trainer: TrainerProtocol) -> None:
+    def _forget_missing_best_checkpoint(self, trainer: TrainerProtocol) -> None:
         """Warn if the best checkpoint of the resumed run no longer exists, and reset the best metric value."""
         if self.best_step is None:
             return
@@ -203,7 +203,7 @@ class Checkpoint(Hook):
         )
 
 
-def _check_best(best: Best | None, metric: str, mode: Mode | None) -> Mode:
+def _resolve_best_mode(best: Best | None, metric: str, mode: Mode | None) -> Mode:
     """Validate the options for the best checkpoint, and return whether lower or higher values are better."""
     if best is not None:
         check_choice("Checkpoint.best", best, get_args(Best))

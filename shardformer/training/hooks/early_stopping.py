@@ -6,7 +6,7 @@ import math
 from typing import Annotated, Any, get_args
 
 from shardformer.errors import check_choice, check_int, check_number
-from shardformer.training.hook import Hook, Mode, TrainerProtocol, check_has_validation, is_improved, read_metric
+from shardformer.training.hook import Hook, Mode, TrainerProtocol, check_has_validation, get_metric_value, is_improved
 
 
 class EarlyStopping(Hook):
@@ -35,7 +35,7 @@ class EarlyStopping(Hook):
     ) -> None:
         check_choice("EarlyStopping.mode", mode, get_args(Mode))
         check_int("EarlyStopping.patience", patience, unit="validations", example=3)
-        check_number("EarlyStopping.min_delta", min_delta, least=0, below=math.inf, example=0.001)
+        check_number("EarlyStopping.min_delta", min_delta, minimum=0, upper_bound=math.inf, example=0.001)
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
         self.best: float | None = None
         self.without_progress = 0
@@ -44,7 +44,7 @@ class EarlyStopping(Hook):
         check_has_validation(self, trainer)
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
-        value = read_metric(self, self.metric, trainer)
+        value = get_metric_value(self, self.metric, trainer)
         if is_improved(value, self.best, self.mode, self.min_delta):
             self.best, self.without_progress = value, 0
             return

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from shardformer.errors import ConfigError, get_first_line, import_optional
+from shardformer.errors import ConfigError, get_first_message_line, import_optional_module
 from shardformer.training.hook import TrainerProtocol
 from shardformer.training.hooks.json_lines import EverySteps, MetricsHook, OutputDirectory
 
@@ -19,7 +19,7 @@ MAX_MLFLOW_VALUE = 6000
 """Maximum number of characters of a parameter in MLflow."""
 
 
-class _Tracker(MetricsHook):
+class _ExperimentTracker(MetricsHook):
     """Base class for hooks that send metrics to an experiment tracker. A resumed run continues its earlier record."""
 
     _module_name = ""
@@ -30,7 +30,7 @@ class _Tracker(MetricsHook):
         super().__init__(directory, every)
         name = self._module_name
         what = f"The hook {type(self).__name__}"
-        self._module = import_optional(name, what, name, "use the hook TensorBoard or JsonLines")
+        self._module = import_optional_module(name, what, name, "use the hook TensorBoard or JsonLines")
         self.project, self.name = project, name
         self.config = dict(config or {})
         self._run_id: str | None = None
@@ -46,20 +46,20 @@ class _Tracker(MetricsHook):
         if not trainer.is_first:
             return
         try:
-            self._start()
+            self._start_run()
         except ConfigError:
             raise
         except Exception as error:  # libraries raise their own errors, such as for a missing login
             raise ConfigError(
-                f"The hook {type(self).__name__} cannot start a run: {get_first_line(error)}.",
+                f"The hook {type(self).__name__} cannot start a run: {get_first_message_line(error)}.",
                 remedy=f"Set up {self._module_name} as its documentation describes, or remove the hook.",
             ) from error
 
-    def _start(self) -> None:
+    def _start_run(self) -> None:
         """Start or continue a run in the tracker, and set ``_run_id`` and ``_writer``. Called on the first rank."""
 
 
-class Wandb(_Tracker):
+class Wandb(_ExperimentTracker):
     """Sends the metrics in ``trainer.values`` and the run configuration to Weights & Biases.
 
     A resumed run continues its record. Only the first rank sends. Hooks that compute metrics must come before this
@@ -78,7 +78,7 @@ class Wandb(_Tracker):
     ) -> None:
         super().__init__(directory, project, name, config, every)
 
-    def _start(self) -> None:
+    def _start_run(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         run = self._module.init(
             project=self.project, name=self.name, config=self.config, dir=str(self.directory), id=self._run_id,
@@ -99,7 +99,7 @@ class _WandbWriter:
         self.run.finish()
 
 
-class Mlflow(_Tracker):
+class Mlflow(_ExperimentTracker):
     """Sends the metrics in ``trainer.values`` and the run configuration to MLflow.
 
     A resumed run continues its record. Only the first rank sends. Hooks that compute metrics must come before this
@@ -117,7 +117,7 @@ class Mlflow(_Tracker):
     ) -> None:
         super().__init__(".", project, name, config, every)
 
-    def _start(self) -> None:
+    def _start_run(self) -> None:
         self._module.set_experiment(self.project)
         run = self._module.start_run(run_id=self._run_id, run_name=self.name)
         if self._run_id is None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from shardformer.errors import check_int
 from shardformer.filesystem.atomic_write import to_absolute_path
-from shardformer.public_names import renamed_arguments
+from shardformer.public_names import deprecate_renamed_arguments
 from shardformer.training.hook import RENAMED_DIRECTORY, Hook, TrainerProtocol
 from shardformer.training.metrics_log import MetricsRecord, MetricsWriter
 
@@ -43,7 +43,7 @@ class MetricsHook(Hook):
         """Write metric values. Subclasses open their writer in ``before_train`` on the first rank."""
 
 
-@renamed_arguments(RENAMED_DIRECTORY, attributes=RENAMED_DIRECTORY)
+@deprecate_renamed_arguments(RENAMED_DIRECTORY, attributes=RENAMED_DIRECTORY)
 class JsonLines(MetricsHook):
     """Writes the metrics in ``trainer.values`` to ``directory/records.jsonl``, which ``shardformer plot`` can plot.
 

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from shardformer.comm.collectives import all_gather_objects
-from shardformer.errors import ConfigError, InputError, did_you_mean, get_first_line, import_optional
+from shardformer.errors import (
+    ConfigError,
+    InputError,
+    get_first_message_line,
+    import_optional_module,
+    suggest_similar_names,
+)
 from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
 from shardformer.training.data_loader import to_forward_arguments
 from shardformer.training.hook import Hook, TrainerProtocol, check_has_validation
@@ -113,7 +119,7 @@ class Metrics(Hook):
             except ValueError as error:
                 raise InputError(
                     f"The metric {name!r} cannot compare labels such as {labels[:3].tolist()} with predictions such as "
-                    f"{predictions[:3].tolist()}: {get_first_line(error)}.",
+                    f"{predictions[:3].tolist()}: {get_first_message_line(error)}.",
                     remedy="Pass another metric, such as Metrics('mean_squared_error') for a regression.",
                 ) from error
             trainer.values[f"validation/{name}"] = value
@@ -157,7 +163,7 @@ def _get_labels(batch: Any, model: Any) -> Tensor:
 
 def _find_sklearn_metric(name: str) -> Callable[[Any, Any], float]:
     instead = f"pass a function: Metrics({name}=...)"
-    import_optional("sklearn", f"Metrics({name!r})", "metrics", instead, "scikit-learn")
+    import_optional_module("sklearn", f"Metrics({name!r})", "metrics", instead, "scikit-learn")
     from sklearn import metrics
 
     if name == "f1":
@@ -172,7 +178,7 @@ def _find_sklearn_metric(name: str) -> Callable[[Any, Any], float]:
         raise ConfigError(
             f"Metrics({name!r}) is not a known metric.",
             rule="Use 'perplexity' or the name of a function in sklearn.metrics, with or without the suffix _score.",
-            remedy=did_you_mean(name, [*known, "f1", PERPLEXITY]),
+            remedy=suggest_similar_names(name, [*known, "f1", PERPLEXITY]),
         )
     return found  # type: ignore[no-any-return]
 

@@ -49,7 +49,7 @@ class MovingAverage(Hook):
         warmup: Annotated[bool, "Limit the decay to (1 + n) / (10 + n) in update n, counted from 0."] = True,
         validate: Annotated[bool, "Validate with the averaged weights."] = True,
     ) -> None:
-        check_number("MovingAverage.decay", decay, least=0, below=1, example=0.999)
+        check_number("MovingAverage.decay", decay, minimum=0, upper_bound=1, example=0.999)
         check_int("MovingAverage.every", every, unit="steps")
         self.decay, self.every, self.warmup, self.validate = decay, every, warmup, validate
         self.updates = 0
@@ -61,9 +61,12 @@ class MovingAverage(Hook):
 
     def before_train(self, trainer: TrainerProtocol) -> None:
         self._engine = engine = trainer.engine
-        _check_supported(engine)
+        _check_engine_is_supported(engine)
         self._skipped = engine.skipped
-        before, is_continued = {**self._averages, **self._remove_from_optimizer(engine)}, self._step == trainer.step
+        before, is_continued = (
+            {**self._averages, **self._pop_averages_from_optimizer(engine)},
+            self._step == trainer.step,
+        )
         self._averages = {}
         for _, param in _iter_trained_tensors(engine):
             dtype = torch.promote_types(param.dtype, torch.float32)
@@ -103,17 +106,17 @@ class MovingAverage(Hook):
                 "A checkpoint cannot be saved while the averaged weights are applied.",
                 remedy="Save after the with block, or call engine.export inside it.",
             )
-        self._store_in_optimizer(trainer.engine)
+        self._store_averages_in_optimizer(trainer.engine)
 
     def after_save(self, trainer: TrainerProtocol) -> None:
-        self._remove_from_optimizer(trainer.engine)
+        self._pop_averages_from_optimizer(trainer.engine)
 
     def after_train(self, trainer: TrainerProtocol) -> None:
-        self._store_in_optimizer(trainer.engine)  # for engine.save and engine.reshard
+        self._store_averages_in_optimizer(trainer.engine)  # for engine.save and engine.reshard
 
     def on_exception(self, trainer: TrainerProtocol) -> None:
         self._restore_weights(trainer.engine)
-        self._remove_from_optimizer(trainer.engine)
+        self._pop_averages_from_optimizer(trainer.engine)
 
     @contextmanager
     def applied(self, engine: Any) -> Iterator[None]:
@@ -133,7 +136,7 @@ class MovingAverage(Hook):
 
     # --- averages in the optimizer states
 
-    def _store_in_optimizer(self, engine: Any) -> None:
+    def _store_averages_in_optimizer(self, engine: Any) -> None:
         """Store the averaged weights in the optimizer states, so that a checkpoint contains them.
 
         Parameters without a gradient so far are skipped if their optimizer creates its state with the first gradient.
@@ -144,7 +147,7 @@ class MovingAverage(Hook):
             if optimizer.state.get(param) or not compute_state_after_step(optimizer, group, small):
                 optimizer.state[param][KEY] = self._get_average(param)
 
-    def _remove_from_optimizer(self, engine: Any) -> dict[Tensor, Tensor]:
+    def _pop_averages_from_optimizer(self, engine: Any) -> dict[Tensor, Tensor]:
         found = {}
         for optimizer, param in _iter_trained_tensors(engine):
             if (state := optimizer.state.get(param)) is not None:
@@ -191,12 +194,12 @@ class MovingAverage(Hook):
             x.detach().copy_(before)
         if (zero := _find_zero_optimizer(engine)) is not None:
             if (gathered := get_or_build_metadata(engine.model).parameter_owner) is not None:
-                gathered.release()
+                gathered.free_gathered_parameters()
             for shard in zero.shards:
                 shard.record_param_versions()
 
 
-def _check_supported(engine: Any) -> None:
+def _check_engine_is_supported(engine: Any) -> None:
     precision, offload = MixedPrecision.of(engine.parallel.precision), OffloadConfig.of(engine.parallel.offload)
     if precision.rounding is not None:
         raise ConfigError(
@@ -238,4 +241,4 @@ def _iter_overwritten_tensors(engine: Any) -> Iterator[Tensor]:
         if shard.full is None:
             yield shard.local
         if not shard.keeps:
-            yield from (gradient.param for gradient in shard.gradients)
+            yield from (gradient.param for gradient in shard.gradient_slots)

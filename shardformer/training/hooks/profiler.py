@@ -11,14 +11,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardformer.errors import ConfigError, check_int
-from shardformer.filesystem.atomic_write import replace_atomically, replace_text, to_absolute_path
-from shardformer.public_names import renamed_arguments
+from shardformer.filesystem.atomic_write import replace_file_atomically, replace_text_atomically, to_absolute_path
+from shardformer.public_names import deprecate_renamed_arguments
 from shardformer.training.hook import RENAMED_DIRECTORY, Hook, TrainerProtocol
 
 ROWS = 25
 
 
-@renamed_arguments(RENAMED_DIRECTORY, attributes=RENAMED_DIRECTORY)
+@deprecate_renamed_arguments(RENAMED_DIRECTORY, attributes=RENAMED_DIRECTORY)
 class Profiler(Hook):
     """Profiles some training steps on each rank with torch's profiler, and writes traces and summaries.
 
@@ -62,7 +62,7 @@ class Profiler(Hook):
         self._profile = profile(
             activities=activities,
             schedule=self._schedule,
-            on_trace_ready=self._write,
+            on_trace_ready=self._write_trace,
             profile_memory=self.memory,
             acc_events=True,
         )
@@ -85,21 +85,21 @@ class Profiler(Hook):
         if profiler is not None:
             profiler.__exit__(None, None, None)
 
-    def _write(self, profiler: Any) -> None:
+    def _write_trace(self, profiler: Any) -> None:
         if self._is_ending and self._steps_profiled % self._cycle <= self._cycle - self._active:
             return  # the run ended before the end of the warm-up
         trace = self._rank_folder / f"step-{self._step}.json"
-        with replace_atomically(trace) as hidden:
+        with replace_file_atomically(trace) as hidden:
             profiler.export_chrome_trace(str(hidden))
         order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         text = profiler.key_averages().table(sort_by=order, row_limit=ROWS)
-        replace_text(trace.with_suffix(".txt"), text)
+        replace_text_atomically(trace.with_suffix(".txt"), text)
         self.written.append(trace)
         if self.memory:
-            plot_memory(trace, trace.with_name(f"{trace.stem}-memory.png"))
+            plot_memory_trace(trace, trace.with_name(f"{trace.stem}-memory.png"))
 
 
-def plot_memory(trace: Path, image: Path) -> None:
+def plot_memory_trace(trace_file: Path, image_file: Path) -> None:
     """Plot the allocated memory over time from a profiler trace. If matplotlib is not installed, warn and return."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -109,7 +109,7 @@ def plot_memory(trace: Path, image: Path) -> None:
             "The Profiler cannot plot the memory without matplotlib. Run pip install 'shardformer[plot]'.", stacklevel=2
         )
         return
-    times, megabytes = read_memory_trace(trace)
+    times, megabytes = read_memory_trace(trace_file)
     if not times:
         return
     figure = Figure(figsize=(9, 3.5), layout="constrained")
@@ -121,13 +121,13 @@ def plot_memory(trace: Path, image: Path) -> None:
     axes.set_xlabel("ms")
     axes.set_ylabel("MB")
     axes.spines[["top", "right"]].set_visible(False)
-    with replace_atomically(image) as hidden:
+    with replace_file_atomically(image_file) as hidden:
         figure.savefig(hidden, dpi=130)
 
 
-def read_memory_trace(trace: Path) -> tuple[list[float], list[float]]:
+def read_memory_trace(trace_file: Path) -> tuple[list[float], list[float]]:
     """Read the allocated memory of the device over time from a trace, and return times in ms and memory in MB."""
-    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    events = json.loads(trace_file.read_text(encoding="utf-8"))["traceEvents"]
     seen = [e for e in events if e.get("name") == "[memory]"]
     kinds = {e["args"].get("Device Type", 0) for e in seen}
     device = max(kinds, default=0)  # 0 is the CPU

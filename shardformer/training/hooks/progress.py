@@ -41,7 +41,7 @@ class Progress(Hook):
             float, "Seconds between lines if there is no terminal. The last step and validations are always printed."
         ] = 10.0,
     ) -> None:
-        check_number("Progress.every_s", every_s, least=0, unit="seconds", example=10)
+        check_number("Progress.every_s", every_s, minimum=0, unit="seconds", example=10)
         self.every_s = every_s
         self._bar: Any = None
         self._console: Any = None
@@ -61,16 +61,16 @@ class Progress(Hook):
         if trainer.step:
             self._print_line(f"Resuming from step {trainer.step}.")
         if self._console.is_jupyter:
-            self._bar = _NotebookBar()
+            self._bar = _NotebookProgressBar()
         elif self._console.is_terminal:
-            self._bar = _TerminalBar(self._console)
+            self._bar = _TerminalProgressBar(self._console)
 
     def after_step(self, trainer: TrainerProtocol) -> None:
         if not trainer.is_first:
             return
         self._step_ends.append(time.perf_counter())
         if self._bar is not None:
-            self._bar.show(StatusLine.of(trainer, self._estimate_remaining_s(trainer)))
+            self._bar.show(StatusLine.from_trainer(trainer, self._estimate_remaining_seconds(trainer)))
         elif time.perf_counter() - self._printed_at >= self.every_s or trainer.step == trainer.num_steps:
             self._print_status(trainer)
 
@@ -78,7 +78,7 @@ class Progress(Hook):
         if trainer.is_first:
             found = {n.removeprefix(VALIDATION): v for n, v in trainer.values.items() if n.startswith(VALIDATION)}
             metrics = GAP.join(f"{name} {value:.4g}" for name, value in found.items())
-            self._print_line(f"step {format_step(trainer)}{GAP}validation{GAP}{metrics}")
+            self._print_line(f"step {format_step_progress(trainer)}{GAP}validation{GAP}{metrics}")
 
     def after_train(self, trainer: TrainerProtocol) -> None:
         if not trainer.is_first:
@@ -94,7 +94,7 @@ class Progress(Hook):
             self._bar.stop()
             self._bar = None
 
-    def _estimate_remaining_s(self, trainer: TrainerProtocol) -> float | None:
+    def _estimate_remaining_seconds(self, trainer: TrainerProtocol) -> float | None:
         ends = self._step_ends
         if len(ends) < 2 or trainer.num_steps is None:  # the first step is slower than all others
             return None
@@ -102,8 +102,8 @@ class Progress(Hook):
 
     def _print_status(self, trainer: TrainerProtocol) -> None:
         self._printed_at, self._printed_step = time.perf_counter(), trainer.step
-        line = StatusLine.of(trainer, self._estimate_remaining_s(trainer))
-        self._print_line(GAP.join([f"step {line.step}", *line.required[1:], *line.optional]))
+        line = StatusLine.from_trainer(trainer, self._estimate_remaining_seconds(trainer))
+        self._print_line(GAP.join([f"step {line.step_text}", *line.required[1:], *line.optional]))
 
     def _print_line(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False)
@@ -122,13 +122,13 @@ class StatusLine:
         self.done, self.required, self.optional = done, required, optional
 
     @classmethod
-    def of(cls, trainer: TrainerProtocol, remaining_s: float | None) -> StatusLine:
+    def from_trainer(cls, trainer: TrainerProtocol, remaining_s: float | None) -> StatusLine:
         values, total = trainer.values, trainer.num_steps
         texts = {name: text.format(values[name]) for name, text in PLAIN.items() if name in values}
         for name, text in SCALED.items():
             if name in values:
                 texts[name] = text.format(*scale_to_unit_prefix(values[name]))
-        required = [format_step(trainer), *filter(None, [texts.pop("loss", "")])]
+        required = [format_step_progress(trainer), *filter(None, [texts.pop("loss", "")])]
         elapsed = f"{format_duration(trainer.seconds)} elapsed"
         if total is not None:
             required.append("-:--:-- left" if remaining_s is None else f"{format_duration(remaining_s)} left")
@@ -139,10 +139,10 @@ class StatusLine:
         return cls(trainer.step / total if total else None, required, [texts[name] for name in order if name in texts])
 
     @property
-    def step(self) -> str:
+    def step_text(self) -> str:
         return self.required[0]
 
-    def texts(self, width: int) -> list[str]:
+    def select_texts(self, width: int) -> list[str]:
         """Return the texts to show next to the progress bar: all required texts, and the optional texts that fit."""
         shown = list(self.required)
         for text in self.optional:
@@ -165,13 +165,15 @@ class StatusLine:
         full = round(columns * (self.done or 0.0))
         done, left = ("#", "-") if is_ascii else ("━", "─")
         bar = (done * full, "bar.complete" if full < columns else "bar.finished"), (left * (columns - full), "bar.back")
-        return Text.assemble(*bar, " " * bool(columns), GAP.join(self.texts(width)), no_wrap=True, overflow="crop")
+        return Text.assemble(
+            *bar, " " * bool(columns), GAP.join(self.select_texts(width)), no_wrap=True, overflow="crop"
+        )
 
     def __rich_console__(self, console: Console, options: Any) -> Any:
         yield self.to_text(options.max_width, options.ascii_only)
 
 
-class _TerminalBar:
+class _TerminalProgressBar:
     """Progress bar on the last line of the terminal, which is redrawn several times per second."""
 
     def __init__(self, console: Console) -> None:
@@ -187,7 +189,7 @@ class _TerminalBar:
         self._live.stop()
 
 
-class _NotebookBar:
+class _NotebookProgressBar:
     """Progress bar in the output of a notebook cell, which is updated several times per second."""
 
     def __init__(self) -> None:
@@ -215,7 +217,7 @@ class _NotebookBar:
             self._handle.update(output, raw=True)
 
 
-def format_step(trainer: TrainerProtocol) -> str:
+def format_step_progress(trainer: TrainerProtocol) -> str:
     """Format the number of steps so far and the total number of steps, as in "48/60"."""
     return f"{trainer.step}/{trainer.num_steps}" if trainer.num_steps is not None else f"{trainer.step}"
 

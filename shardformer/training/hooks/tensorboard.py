@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardformer.errors import import_optional
-from shardformer.public_names import renamed_arguments
+from shardformer.errors import import_optional_module
+from shardformer.public_names import deprecate_renamed_arguments
 from shardformer.training.hook import RENAMED_DIRECTORY, TrainerProtocol
 from shardformer.training.hooks.json_lines import EverySteps, MetricsHook, OutputDirectory
 
@@ -16,7 +16,7 @@ _WRITER = (
 )
 
 
-@renamed_arguments(RENAMED_DIRECTORY, attributes=RENAMED_DIRECTORY)
+@deprecate_renamed_arguments(RENAMED_DIRECTORY, attributes=RENAMED_DIRECTORY)
 class TensorBoard(MetricsHook):
     """Writes the metrics in ``trainer.values`` to event files, which you can view with TensorBoard.
 
@@ -26,12 +26,12 @@ class TensorBoard(MetricsHook):
 
     def __init__(self, directory: OutputDirectory, every: EverySteps = 1) -> None:
         super().__init__(directory, every)
-        import_optional(*_WRITER)
+        import_optional_module(*_WRITER)
 
     def before_train(self, trainer: TrainerProtocol) -> None:
         if trainer.is_first:
             purge = trainer.step + 1 if trainer.step else None
-            self._writer = import_optional(*_WRITER).SummaryWriter(str(self.directory), purge_step=purge)
+            self._writer = import_optional_module(*_WRITER).SummaryWriter(str(self.directory), purge_step=purge)
 
     def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
         if self._writer is not None:

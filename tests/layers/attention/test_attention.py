@@ -423,9 +423,9 @@ def flash_attn_package(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[st
     package = types.ModuleType("flash_attn")
     vars(package)["flash_attn_func"] = flash_attn_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    attention.flash_attn.cache_clear()
+    attention.get_flash_attn_func.cache_clear()
     yield calls
-    attention.flash_attn.cache_clear()
+    attention.get_flash_attn_func.cache_clear()
 
 
 class OnCuda(Tensor):

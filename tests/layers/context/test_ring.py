@@ -13,7 +13,7 @@ from shardformer.comm.collectives import all_gather_objects
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.context_parallel import masks
 from shardformer.context_parallel import masks as mask
-from shardformer.context_parallel.attention_kernels import Dropout, RelativePositionBias, ScoreOptions
+from shardformer.context_parallel.attention_kernels import AttentionDropout, AttentionScoreOptions, RelativePositionBias
 from shardformer.context_parallel.masks import ChunkedMask, Predicate, causal_predicate
 from shardformer.context_parallel.ring_attention import RingExchange, ring_attention
 from shardformer.context_parallel.sequence_layout import SequencePositions
@@ -53,7 +53,7 @@ def kind_of(name: str, length: int) -> Kind:
 
 
 def in_one_place(
-    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, how: ScoreOptions, sinks: Tensor | None, line: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, how: AttentionScoreOptions, sinks: Tensor | None, line: Tensor | None
 ) -> Tensor:
     """Reference attention; a query without a visible key returns zeros, as torch's attention does."""
     k, v = (x.repeat_interleave(HEADS // KEYS, 1) for x in (k, v))
@@ -94,8 +94,8 @@ def test_ring_attention_equals_attention_on_one_rank(case: dict[str, Any]) -> No
         for heads in (HEADS, KEYS, KEYS)
     ]
     sinks = torch.randn(HEADS, dtype=torch.float64, requires_grad=True) if case["sinks"] else None
-    dropout = Dropout(0.3, 5, torch.arange(HEADS)) if case["scores"] == "dropped" else None
-    how = ScoreOptions(SCALE, 2.0 if case["scores"] == "capped" else None, dropout)
+    dropout = AttentionDropout(0.3, 5, torch.arange(HEADS)) if case["scores"] == "dropped" else None
+    how = AttentionScoreOptions(SCALE, 2.0 if case["scores"] == "capped" else None, dropout)
 
     def mask() -> ChunkedMask:
         return ChunkedMask(kind.predicate, kind.padding, positions, positions, BATCH, by_vmap=kind.by_vmap)
@@ -110,7 +110,7 @@ def test_ring_attention_equals_attention_on_one_rank(case: dict[str, Any]) -> No
     expected = torch.autograd.grad(whole, wanted, grad)
 
     def compute(context: ParallelContext) -> tuple[Tensor, list[Tensor]]:
-        at = positions.indices(context.sequence.rank)
+        at = positions.get_positions_of_rank(context.sequence.rank)
         mine = [t.detach()[:, :, at].requires_grad_() for t in tensors]
         own = [None if x is None else x.detach().requires_grad_() for x in (sinks, line)]
         out = ring_attention(*mine, RingExchange(context.sequence, mask(), how, case["gathers"]), *own)
@@ -119,7 +119,7 @@ def test_ring_attention_equals_attention_on_one_rank(case: dict[str, Any]) -> No
 
     found = run_as_threads(compute, sequence=ring)
     for rank, (out, grads) in enumerate(found):
-        at = positions.indices(rank)
+        at = positions.get_positions_of_rank(rank)
         torch.testing.assert_close(out, whole[:, :, at], rtol=0, atol=1e-12)
         for mine, full in zip(grads[:3], expected[:3], strict=True):
             torch.testing.assert_close(mine, full[:, :, at], rtol=0, atol=1e-12)
@@ -139,7 +139,7 @@ def test_communication_matches_the_formula(predicate: Predicate | None, share: f
             torch.randn(BATCH, heads, length // ring, WIDTH, requires_grad=True) for heads in (HEADS, KEYS, KEYS)
         )
         travel = RingExchange(
-            context.sequence, ChunkedMask(predicate, None, positions, positions, BATCH), ScoreOptions(SCALE)
+            context.sequence, ChunkedMask(predicate, None, positions, positions, BATCH), AttentionScoreOptions(SCALE)
         )
         with CollectiveRecorder(context) as recorder:
             ring_attention(q, k, v, travel).sum().backward()
@@ -161,7 +161,9 @@ def test_keys_are_sent_only_to_ranks_within_the_window() -> None:
                 q,
                 k,
                 v,
-                RingExchange(context.sequence, ChunkedMask(window, None, positions, positions, 1), ScoreOptions(1.0)),
+                RingExchange(
+                    context.sequence, ChunkedMask(window, None, positions, positions, 1), AttentionScoreOptions(1.0)
+                ),
             )
         return recorder.count("send")
 
@@ -182,15 +184,17 @@ def test_16_bit_error_of_a_long_ring_is_close_to_one_kernel() -> None:
         at = SequencePositions(length, ranks)
 
         def compute(context: ParallelContext) -> list[Tensor]:
-            own = at.indices(context.sequence.rank)
+            own = at.get_positions_of_rank(context.sequence.rank)
             mine = [x[:, :, own].requires_grad_() for x in (q, k, v)]
             out = ring_attention(
                 *mine,
-                RingExchange(context.sequence, ChunkedMask(causal_predicate, None, at, at, 1), ScoreOptions(0.25)),
+                RingExchange(
+                    context.sequence, ChunkedMask(causal_predicate, None, at, at, 1), AttentionScoreOptions(0.25)
+                ),
             )
             return [out.detach(), *torch.autograd.grad(out, mine, grad[:, :, own])]
 
-        order = torch.cat([at.indices(rank) for rank in range(ranks)]).argsort()
+        order = torch.cat([at.get_positions_of_rank(rank) for rank in range(ranks)]).argsort()
         found = run_as_threads(compute, sequence=ranks)
         return [torch.cat(parts, 2)[:, :, order].double() for parts in zip(*found, strict=True)]
 
@@ -208,7 +212,7 @@ def late(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tenso
 def test_mask_evaluated_in_chunks_is_the_same(predicate: Predicate, monkeypatch: pytest.MonkeyPatch) -> None:
     positions, chunks = SequencePositions(16, 2), range(4)
 
-    def found() -> dict[tuple[int, int], masks.Visibility]:
+    def found() -> dict[tuple[int, int], masks.ChunkVisibility]:
         monkeypatch.setattr(mask, "_VISIBILITY_CACHE", masks._VisibilityCache())
         sees = ChunkedMask(predicate, None, positions, positions, 1)
         return {(row, col): sees.get_visibility(row, col) for row in chunks for col in chunks}
@@ -226,8 +230,8 @@ def test_windows_of_different_sizes_are_cached_separately(monkeypatch: pytest.Mo
         return lambda samples, heads, queries, keys: (keys <= queries) & (queries - keys < size)
 
     wide, narrow = (ChunkedMask(looking_back(size), None, positions, positions, 1) for size in (16, 5))
-    assert wide.get_visibility(3, 0) is masks.Visibility.ALL
-    assert narrow.get_visibility(3, 0) is masks.Visibility.NOTHING
+    assert wide.get_visibility(3, 0) is masks.ChunkVisibility.ALL
+    assert narrow.get_visibility(3, 0) is masks.ChunkVisibility.NOTHING
 
 
 def test_mask_cache_is_per_thread_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def full() -> Tensor:
 
 def cut(x: Tensor, context: ParallelContext) -> tuple[Tensor, SequenceShardedTensor]:
     """Return the local rows, which require a gradient, and the sharded tensor of them."""
-    rows = IndexShards.of(SequencePositions(S, RANKS), context.sequence)
+    rows = IndexShards.from_positions(SequencePositions(S, RANKS), context.sequence)
     local = rows.slice_local(x, 1).requires_grad_()
     return local, SequenceShardedTensor(local, rows, 1)
 

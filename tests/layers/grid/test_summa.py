@@ -15,7 +15,7 @@ from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import Axis, ParallelContext, reshape_tensor_axis
 from shardformer.mesh.tensor_grid import TensorGrid
-from shardformer.tensor_parallel.grid.layers import layer_norm
+from shardformer.tensor_parallel.grid.layers import sharded_layer_norm
 
 SAMPLES, LENGTH, IN, OUT = 8, 3, 10, 14
 CASES: list[tuple[tuple[int, ...], bool]] = [
@@ -89,7 +89,7 @@ def test_grid_layer_norm_equals_the_plain_layer_norm(mode: str, sizes: tuple[int
         part = own(x, grid.batch, grid.hidden).requires_grad_()
         weight, bias = (get_local_chunk(p, grid.hidden, 0).detach() for p in (norm.weight, norm.bias))
         with CollectiveRecorder(grid.hidden) as recorder:
-            out = layer_norm(part, weight, bias, grid.hidden, IN, norm.eps)
+            out = sharded_layer_norm(part, weight, bias, grid.hidden, IN, norm.eps)
         assert torch.allclose(out, own(norm(x), grid.batch, grid.hidden), atol=1e-12)
         out.backward(own(grad, grid.batch, grid.hidden))
         assert x.grad is not None and part.grad is not None

@@ -18,7 +18,7 @@ from shardformer.comm.deferred_tensor import resolve_deferred_tensors
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
 from shardformer.layout.activation_layout import SEQUENCE_PARALLEL, ActivationLayout
-from shardformer.layout.sharding_metadata import shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.tensor_parallel.block import TensorParallelBlock
@@ -240,7 +240,7 @@ def compared(
     for out in outs:
         if out.requires_grad:
             (out * w).sum().backward()
-    specs = shard_specs(ours)
+    specs = get_shard_specs(ours)
     pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {
         "output": (outs[0], outs[1]),
         "x": (xs[0].grad, xs[1].grad),
@@ -400,7 +400,7 @@ class Offsets(nn.Module):
 def offsets_in_eval_mode() -> list[float]:
     stream = ActivationSharding(SEQUENCE_PARALLEL, ParallelContext.from_world({}).tensor, random=True)
     offsets = Offsets().eval()
-    stream.register_token_free_hooks(offsets, random=True)
+    stream.register_token_free_module_hooks(offsets, random=True)
     stream.shard_stack_input(torch.randn(B, S, H), False)
     return [float(value) for value in offsets()]
 

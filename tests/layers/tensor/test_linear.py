@@ -15,7 +15,7 @@ from shardformer.comm.collectives import gather_full_tensor
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import Split
-from shardformer.layout.sharding_metadata import shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.tensor_parallel.layers import FusedLinear1D_Col, Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
@@ -97,7 +97,7 @@ def compared(case: Case) -> Found:
     loss = (y * (w[..., own] if gives_part else w)).sum()
     with CollectiveRecorder(axis) as backward:
         loss.backward()
-    specs = shard_specs(layer)
+    specs = get_shard_specs(layer)
     wants = {
         "output": (y, want[..., own] if gives_part else want),
         "input's gradient": (x.grad, want_x.grad[..., own] if takes_part else want_x.grad),
@@ -198,7 +198,7 @@ def constructed(kind: str) -> list[float]:
     out = [float((state - torch.get_rng_state()).abs().max())]
     for a, b in zip(plain, ours, strict=True):
         for name, spec in b.shard_specs.items():
-            local = spec.slice(a.get_parameter(name).detach(), {axis.name: axis.rank})
+            local = spec.slice_full_tensor(a.get_parameter(name).detach(), {axis.name: axis.rank})
             out.append(float((local - b.get_parameter(name)).abs().max()))
     return out
 
@@ -329,7 +329,7 @@ def head_losses() -> dict[str, float]:
     with CollectiveRecorder(axis) as recorder:
         loss = nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels)
     loss.backward()
-    spec = shard_specs(head)["weight"]
+    spec = get_shard_specs(head)["weight"]
     assert plain.weight.grad is not None
     return {
         "loss": float((loss - want).detach().abs()),

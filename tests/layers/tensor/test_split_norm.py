@@ -40,7 +40,7 @@ def test_norm_over_kv_heads_equals_the_plain_norm(kind: Any, layout: HeadLayout)
 
     def normalise(context: ParallelContext) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         rank = context.tensor.rank
-        expand = layout.map_local_kv_heads(rank)
+        expand = layout.get_local_kv_head_per_query(rank)
         norm = ShardedNorm(
             make_fused_norm(plain),
             layout.get_kv_split(),
@@ -69,5 +69,5 @@ def test_norm_over_kv_heads_equals_the_plain_norm(kind: Any, layout: HeadLayout)
 
 def _indices(layout: HeadLayout, rank: int) -> Tensor:
     """Return the input features of a rank: its own, or one KV head for each query head."""
-    held, expand = layout.get_kv_split().indices(rank), layout.map_local_kv_heads(rank)
+    held, expand = layout.get_kv_split().indices(rank), layout.get_local_kv_head_per_query(rank)
     return held if expand is None else held.view(-1, HEAD_DIM)[expand].flatten()

@@ -9,7 +9,11 @@ from torch import Tensor
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.tensor_parallel.vocab_parallel_statistics import NUMBERS, TokenStatistics, vocab_parallel_statistics
+from shardformer.tensor_parallel.vocab_parallel_statistics import (
+    NUMBERS,
+    TokenStatistics,
+    vocab_parallel_token_statistics,
+)
 
 NUM_TOKENS, VOCAB = 23, 127
 BOUNDS = [0, 60, 60, 127]
@@ -58,7 +62,7 @@ def test_statistics_and_gradients_equal_those_of_the_full_logits(dtype: torch.dt
     def run(context: ParallelContext) -> tuple[TokenStatistics, Tensor]:
         axis = context.tensor
         local_Tv = logits_TV[:, BOUNDS[axis.rank] : BOUNDS[axis.rank + 1]].clone().requires_grad_()
-        found = vocab_parallel_statistics(local_Tv, labels_T, axis, BOUNDS, tuple(NUMBERS))
+        found = vocab_parallel_token_statistics(local_Tv, labels_T, axis, BOUNDS, tuple(NUMBERS))
         return found, gradient(found, local_Tv)
 
     full_TV = logits_TV.clone().requires_grad_()
@@ -81,7 +85,7 @@ def test_only_requested_statistics_are_sent_in_one_collective() -> None:
         local_Tv = logits_TV.chunk(2, 1)[axis.rank].clone().requires_grad_()
         with CollectiveRecorder(axis) as recorder:
             for requested in ((), ("entropy", "is_top1")):
-                found = vocab_parallel_statistics(local_Tv, labels_T, axis, (0, 64, VOCAB), requested)
+                found = vocab_parallel_token_statistics(local_Tv, labels_T, axis, (0, 64, VOCAB), requested)
                 assert (found.entropy is None, found.mean_logits) == (not requested, None)
                 found.log_probs.sum().backward()
         return [(call.op, call.payload_bytes) for call in recorder.calls]

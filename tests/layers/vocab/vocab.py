@@ -8,7 +8,7 @@ from torch import Tensor
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.layout.shard_spec import get_even_bounds
 from shardformer.mesh.parallel_context import Axis
-from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, shard_logits
+from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, wrap_local_logits
 
 B, S, V = 2, 3, 127
 SHAPE = (B, S, V)
@@ -23,7 +23,7 @@ def make(
     plain = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
     local = plain[..., bounds[axis.rank] : bounds[axis.rank + 1]].clone().requires_grad_()
     # A head's output is not a leaf.
-    return plain.requires_grad_(), local, shard_logits(local * 1, axis, bounds), CollectiveRecorder(axis)
+    return plain.requires_grad_(), local, wrap_local_logits(local * 1, axis, bounds), CollectiveRecorder(axis)
 
 
 def own(full: Tensor, axis_dim: int = -1) -> Tensor:

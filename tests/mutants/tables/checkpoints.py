@@ -110,8 +110,8 @@ MUTANTS = [
     mutant(
         "lock-of-a-running-job-is-taken-over",
         "shardformer/filesystem/lock.py",
-        "if not (is_own or owner.is_dead or (not owner.is_on_this_machine and _is_stale(lock.path))):",
-        "if not (is_own or owner.is_on_this_machine or _is_stale(lock.path)):",
+        "if not (is_own or owner.is_dead or (not owner.is_on_this_machine and _is_lock_file_stale(lock.path))):",
+        "if not (is_own or owner.is_on_this_machine or _is_lock_file_stale(lock.path)):",
         "Two jobs of one host save into one folder and delete each other's checkpoints.",
         first=("tests/disk/test_lock.py", "tests/checkpoint/test_jobs.py"),
     ),

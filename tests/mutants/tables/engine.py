@@ -18,8 +18,8 @@ MUTANTS = [
     mutant(
         "each-epoch-in-the-same-order",
         "shardformer/training/sample_order.py",
-        'return torch.Generator().manual_seed(hash_seed(seed, epoch, "order"))',
-        'return torch.Generator().manual_seed(hash_seed(seed, "order"))',
+        'return torch.Generator().manual_seed(hash_to_seed(seed, epoch, "order"))',
+        'return torch.Generator().manual_seed(hash_to_seed(seed, "order"))',
         "Every epoch has the order of the first epoch.",
         first=("tests/engine/test_data.py::test_every_epoch_is_shuffled_anew_unless_shuffle_is_false",),
     ),

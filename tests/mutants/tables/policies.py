@@ -21,7 +21,7 @@ MUTANTS = [
     mutant(
         "uneven-heads-in-a-fused-projection",
         "shardformer/policies/convert_roles.py",
-        "if any(layout.map_local_kv_heads(r) for r in range(layout.ranks)):",
+        "if any(layout.get_local_kv_head_per_query(r) for r in range(layout.ranks)):",
         "if layout.ranks < 1:",
         "A fused projection whose KV heads do not divide is sharded wrongly instead of refused.",
         first=(
@@ -134,8 +134,8 @@ MUTANTS = [
     mutant(
         "replaced-forward-is-trusted",
         "shardformer/sharding/checks.py",
-        'return "forward" not in vars(module) and _get_package(of_class) in LIBRARIES',
-        "return _get_package(of_class) in LIBRARIES",
+        'return "forward" not in vars(module) and _get_top_level_package(of_class) in LIBRARIES',
+        "return _get_top_level_package(of_class) in LIBRARIES",
         "A layer whose forward was replaced is sharded by a policy that does not fit it.",
         first=("tests/policies/infer/test_trust.py",),
     ),

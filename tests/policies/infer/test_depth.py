@@ -16,11 +16,11 @@ from shardformer.discovery.derive_policy import DerivedPolicy, derive_layer_stac
 from shardformer.discovery.layer_stacks import find_pipeline_hints
 from shardformer.discovery.reduced_model import ReferenceGradients, reduce_model
 from shardformer.discovery.shrink_config import shrink_config
-from shardformer.discovery.validation import validate_stages
+from shardformer.discovery.validation import validate_pipeline_stages
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.policies.roles import LayerStack
 from shardformer.shard_model_api import resolve_policy
-from shardformer.verify.small_models import num_samples
+from shardformer.verify.small_models import count_samples
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
 from tests.policies.toy import ToyLM
@@ -48,7 +48,7 @@ def compute_reference(family: str, name: str) -> ReferenceGradients:
     reduced = reduce_model(
         getattr(transformers, name)(shrink_config(transformers.AutoConfig.for_model(family, architectures=[name])))
     )
-    return ReferenceGradients.of(reduced.model, reduced.run)
+    return ReferenceGradients.from_model(reduced.model, reduced.run)
 
 
 def stacks_of(policy: Any) -> list[LayerStack]:
@@ -63,7 +63,7 @@ def test_pipeline_hints_are_inferred_and_required(family: str) -> None:
     policy = type(derive_layer_stacks(reference.model))
     stacks = stacks_of(policy)
     assert policy.no_pipeline is None
-    assert validate_stages(reference, policy, stacks) is None
+    assert validate_pipeline_stages(reference, policy, stacks) is None
     ((field, paths),) = needs.items()
     assert any(
         set(paths) <= set(getattr(stack if field == "cross_states" else stack.stages, field) or ()) for stack in stacks
@@ -72,7 +72,7 @@ def test_pipeline_hints_are_inferred_and_required(family: str) -> None:
         without = [replace(stack, cross_states=None) for stack in stacks]
     else:
         without = [replace(stack, stages=replace(stack.stages, **{field: ()})) for stack in stacks]
-    assert validate_stages(reference, policy, without) is not None
+    assert validate_pipeline_stages(reference, policy, without) is not None
 
 
 @pytest.mark.reduced(one_in=2)
@@ -90,7 +90,7 @@ def test_a_single_layer_cannot_be_validated() -> None:
     del layers[1:]
     policy = type("Table", (DerivedPolicy,), {"base": "", "stack": LayerStack("model.decoder.layers", [])})
     assert (
-        find_pipeline_hints(ReferenceGradients.of(reference.model, reference.run), policy)[1]
+        find_pipeline_hints(ReferenceGradients.from_model(reference.model, reference.run), policy)[1]
         == "it does not have two layers that run in sequence"
     )
 
@@ -128,8 +128,8 @@ def test_stages_may_begin_between_the_first_and_the_last_layer(reader: int | Non
     torch.manual_seed(0)
     x = torch.randn(2, 6, dtype=torch.float64)
     policy = type("Table", (DerivedPolicy,), {"base": "", "stack": LayerStack("layers", [])})
-    reference = ReferenceGradients.of(OfFour(reader).double(), lambda model: model(x))
-    assert (validate_stages(reference, policy, stacks_of(policy)) is not None) == is_refused
+    reference = ReferenceGradients.from_model(OfFour(reader).double(), lambda model: model(x))
+    assert (validate_pipeline_stages(reference, policy, stacks_of(policy)) is not None) == is_refused
 
 
 # ------------------------------------------------------------------------------------------- models without a policy
@@ -165,10 +165,10 @@ def tokens(step: int) -> dict[str, Tensor]:
 
 
 def test_a_model_with_unknown_inputs_trains_over_data_and_pipe(pool2: WorkerPool) -> None:
-    policy, source = resolve_policy(ToyLM(), None, tensor=1)
+    policy, source = resolve_policy(ToyLM(), None, tensor_size=1)
     assert source == "the order of its layers"
     assert "No example inputs can be generated for ToyLM" in policy.notes[0]
     report = verify(ToyLM, tokens, 1, 2, loss_fn=toy_loss, pool=pool2)
     assert report.passed, str(report)
-    report = verify(ToyLM, tokens, 1, loss_fn=toy_loss, pipeline=VerifyPipeline(2, 2, {}, num_samples), pool=pool2)
+    report = verify(ToyLM, tokens, 1, loss_fn=toy_loss, pipeline=VerifyPipeline(2, 2, {}, count_samples), pool=pool2)
     assert report.passed, str(report)

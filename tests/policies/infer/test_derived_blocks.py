@@ -10,7 +10,11 @@ import transformers
 from torch import nn
 
 from shardformer.config import ShardConfig
-from shardformer.discovery.derive_policy import VALIDATION_RANKS, _choose_validation_ranks, derive_policy_from_forward
+from shardformer.discovery.derive_policy import (
+    VALIDATION_RANKS,
+    _choose_rank_counts_for_role,
+    derive_policy_from_forward,
+)
 from shardformer.discovery.example_inputs import make_example_batches, make_forward_fn
 from shardformer.discovery.reduced_model import ReferenceGradients
 from shardformer.discovery.shrink_config import shrink_config
@@ -18,7 +22,7 @@ from shardformer.discovery.validation import validate_policy
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.registry import FAMILIES
 from shardformer.policies.roles import MLP, Attention, AttentionProjections
-from shardformer.sharding.plan import make_plan
+from shardformer.sharding.plan import make_sharding_plan
 
 FOUND = {
     "codegen": ("CodeGenForCausalLM", ["attn.qkv_proj", "attn.out_proj", "mlp.fc_in"]),
@@ -55,11 +59,11 @@ def test_these_weights_are_sharded_by_a_derived_policy(family: str) -> None:
     model = drawn(family)
     run = make_forward_fn(model, make_example_batches(model)[0])
     policy = derive_policy_from_forward(model, run)
-    assert validate_policy(ReferenceGradients.of(model, run), policy, 3) is None
+    assert validate_policy(ReferenceGradients.from_model(model, run), policy, 3) is None
     described = policy()
     described.set_model(model)
     described.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
-    cut = make_plan(model, described).get_sharded_parameter_ids()
+    cut = make_sharding_plan(model, described).get_sharded_parameter_ids()
     for end in FOUND[family][1]:
         weights = [p for name, p in model.named_parameters() if name.removesuffix(".weight").endswith(end)]
         assert all(id(p) in cut for p in weights[1:]), end  # a first stage may have fewer heads than ranks
@@ -70,12 +74,14 @@ def test_interleaved_heads_are_also_validated_over_an_uneven_size() -> None:
     """Interleaved heads look like CodeGen's four partitions over 2 and 4 ranks, but not over 3."""
     split = {"qkv": "qkv", "out": "out"}
     assert [
-        *_choose_validation_ranks(Attention("attn", AttentionProjections(**split, interleaved=True)), VALIDATION_RANKS)
+        *_choose_rank_counts_for_role(
+            Attention("attn", AttentionProjections(**split, interleaved=True)), VALIDATION_RANKS
+        )
     ] == [
         *VALIDATION_RANKS,
         3,
     ]
     assert [
-        *_choose_validation_ranks(Attention("attn", AttentionProjections(**split, partitions=4)), VALIDATION_RANKS)
+        *_choose_rank_counts_for_role(Attention("attn", AttentionProjections(**split, partitions=4)), VALIDATION_RANKS)
     ] == [*VALIDATION_RANKS]
-    assert [*_choose_validation_ranks(MLP("mlp", up="up", down="down"), VALIDATION_RANKS)] == [*VALIDATION_RANKS]
+    assert [*_choose_rank_counts_for_role(MLP("mlp", up="up", down="down"), VALIDATION_RANKS)] == [*VALIDATION_RANKS]

@@ -26,7 +26,7 @@ from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
 from shardformer.shard_model_api import shard_model
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
-from shardformer.verify.small_models import SmallModel
+from shardformer.verify.small_models import SmallModelFactory
 from tests.policies.toy import HIDDEN, WIDTH, FeedForward, SelfAttention, ToyLM, ToyPolicy
 from tests.test_bad_input import OnlyMLP, Refusal, Written, refusal_of, refused
 from tests.verify.tower import Tower, TowerPolicy
@@ -194,7 +194,7 @@ def test_a_weight_that_gets_no_gradient_is_a_difference() -> None:
     def shard(model: nn.Module, context: ParallelContext) -> None:
         shard_model(model, ToyPolicy, context=context).get_parameter("norm.weight").requires_grad_(False)
 
-    reference = reduced_model.ReferenceGradients.of(ToyLM().double(), lambda model: model(ids))
+    reference = reduced_model.ReferenceGradients.from_model(ToyLM().double(), lambda model: model(ids))
     assert validation.validate_sharding(reference, shard, tensor=2) == (
         "norm.weight has no gradient in the sharded model, unlike in the original"
     )
@@ -304,8 +304,8 @@ def test_validation_can_be_disabled() -> None:
 
 def test_a_policy_is_validated_once_for_identical_models(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
-    validate = user_policy_validation._validate_on_copy
-    monkeypatch.setattr(given, "_validate_on_copy", lambda *args: (tried.append("once"), validate(*args))[1])
+    validate = user_policy_validation._validate_on_model_copy
+    monkeypatch.setattr(given, "_validate_on_model_copy", lambda *args: (tried.append("once"), validate(*args))[1])
     policy = table(ATTENTION, FEED_FORWARD)
     sharded(ToyLM, policy)
     sharded(ToyLM, policy)
@@ -349,7 +349,7 @@ class SoftLlama(transformers.LlamaForCausalLM):
 
 def test_a_large_model_is_validated_on_a_reduced_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(given, "SMALL_NUMEL", 0)
-    config = SmallModel("llama")().config
+    config = SmallModelFactory("llama")().config
     for report in sharded(lambda: transformers.LlamaForCausalLM(config), Renamed):
         assert "was not validated" not in report
     words = ("the MLP 'mlp' of Renamed alone, SoftLlama ", "model.layers.0.mlp.down_proj")

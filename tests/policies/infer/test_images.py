@@ -19,7 +19,7 @@ from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.discovery.derive_policy import derive_policy_from_forward
 from shardformer.discovery.reduced_model import UNTRIED, reduce_model
 from shardformer.errors import ConfigError, ShardFormerError
-from shardformer.layout.sharding_metadata import get_metadata, shard_specs
+from shardformer.layout.sharding_metadata import get_metadata, get_shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.layer_sequence import SequenceParallelHints
@@ -151,11 +151,11 @@ def check(
             sharded_loss = loss_of(model(**batch), batch)
             sharded_loss.backward()
         torch.testing.assert_close(sharded_loss.detach(), loss.detach())
-        specs, coords = shard_specs(model), get_metadata(model).coords
+        specs, coords = get_shard_specs(model), get_metadata(model).coords
         for name, p in model.named_parameters():
             if (grad := gradients[name]) is not None:
                 assert p.grad is not None, name
-                torch.testing.assert_close(p.grad, specs[name].slice(grad, coords), msg=name)
+                torch.testing.assert_close(p.grad, specs[name].slice_full_tensor(grad, coords), msg=name)
         return {name for name, _ in model.named_parameters()}
 
     assert set().union(*run_as_threads(run, **layout)) == set(gradients)

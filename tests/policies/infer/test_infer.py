@@ -31,8 +31,8 @@ from shardformer.policies.policy import Policy
 from shardformer.policies.registry import FAMILIES
 from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
 from shardformer.shard_model_api import shard_model
-from shardformer.sharding.plan import make_plan
-from shardformer.verify.small_models import SMALL_CONFIGS, SmallModel
+from shardformer.sharding.plan import make_sharding_plan
+from shardformer.verify.small_models import SMALL_CONFIGS, SmallModelFactory
 from tests.policies.toy import ToyLM
 
 # family -> its class, and what share of the linear weights of its layers the policy cuts
@@ -74,8 +74,8 @@ def describe_policy(model: nn.Module, policy: Policy) -> list[str]:
     """Return the module replacements, blocks and stacks of a policy as text."""
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2}, {"tensor": 1})))
-    plan = make_plan(model, policy)
-    replaced = [line for line in plan.fingerprint() if " -> " in line]
+    plan = make_sharding_plan(model, policy)
+    replaced = [line for line in plan.get_fingerprint_lines() if " -> " in line]
     blocks = sorted(str(block) for _, block in plan.blocks)
     return [*sorted(replaced), *blocks, *map(str, plan.stacks)]
 
@@ -84,9 +84,9 @@ def describe_policy(model: nn.Module, policy: Policy) -> list[str]:
 @pytest.mark.reduced(one_in=7, at_most=1)
 @pytest.mark.parametrize("family", sorted(FOUND))
 def test_derived_policies_match_registered_policies(family: str) -> None:
-    model = SmallModel(family)()
+    model = SmallModelFactory(family)()
     assert _without_hints(describe_policy(model, derive_policy(model))) == _without_hints(
-        describe_policy(model, FAMILIES[family].load()())
+        describe_policy(model, FAMILIES[family].load_policy_class()())
     )
 
 
@@ -101,7 +101,9 @@ def _without_hints(lines: list[str]) -> list[str]:
 def test_unregistered_families_are_sharded(family: str) -> None:
     model = small(family)
     policy = derive_policy(model)
-    reference = ReferenceGradients.of(model.double().eval(), make_forward_fn(model, make_example_batches(model)[0]))
+    reference = ReferenceGradients.from_model(
+        model.double().eval(), make_forward_fn(model, make_example_batches(model)[0])
+    )
     for ranks in (2, 3):
         assert validate_policy(reference, type(policy), ranks) is None
     sequence = validate_policy(
@@ -109,7 +111,7 @@ def test_unregistered_families_are_sharded(family: str) -> None:
     )
     assert sequence is None and policy.no_sequence_parallel is None
     policy.set_model(model)
-    replaced = {id(model.get_submodule(path)) for path in make_plan(model, policy).replacements}
+    replaced = {id(model.get_submodule(path)) for path in make_sharding_plan(model, policy).replacements}
     layers = tuple(stack.layers for stack in policy.stacks())
     linears = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith(layers)]
     share = sum(m.weight.numel() for m in linears if id(m) in replaced) / sum(m.weight.numel() for m in linears)
@@ -146,7 +148,7 @@ def test_sequence_parallel_hints_are_inferred(
     stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack
     assert any(name in getattr(stack.sequence, need) for stack in stacks) and policy.no_sequence_parallel is None
     assert f'"{name}"' in format_policy_module(policy), "it is written down too"
-    reference = ReferenceGradients.of(reduced.model, reduced.run)
+    reference = ReferenceGradients.from_model(reduced.model, reduced.run)
     assert validate_policy(reference, type(policy), 3, enable_sequence_parallelism=True) is None
     without = [replace(s, sequence=replace(s.sequence, **{need: ()})) for s in stacks]
     monkeypatch.setattr(type(policy), "stack", without)
@@ -182,7 +184,7 @@ def test_printed_source_contains_sequence_hints(family: str) -> None:
     model = small(family).double().eval()
     names: dict[str, Any] = {}
     exec(format_policy_module(derive_policy(model), "Written"), names)
-    reference = ReferenceGradients.of(model, make_forward_fn(model, make_example_batches(model)[0]))
+    reference = ReferenceGradients.from_model(model, make_forward_fn(model, make_example_batches(model)[0]))
     assert validate_policy(reference, names["Written"], 2, enable_sequence_parallelism=True) is None
 
 
@@ -222,16 +224,16 @@ class NoAttribute(WholeMLP):
 
 @pytest.mark.parametrize("policy", [Interleaved, RowTwice, NoAttribute])
 def test_a_wrong_policy_fails_validation(policy: type[GPT2Policy]) -> None:
-    model = SmallModel("gpt2")().double().eval()
-    reference = ReferenceGradients.of(model, make_forward_fn(model, make_example_batches(model)[0]))
+    model = SmallModelFactory("gpt2")().double().eval()
+    reference = ReferenceGradients.from_model(model, make_forward_fn(model, make_example_batches(model)[0]))
     assert validate_policy(reference, WholeMLP, 2) is None
     assert "does not run" in (problem := str(validate_policy(reference, policy, 2))) or "differs" in problem
 
 
 def test_a_failure_describes_the_problem_before_the_raw_error() -> None:
-    model = SmallModel("gpt2")().double().eval()
+    model = SmallModelFactory("gpt2")().double().eval()
     problem = validate_policy(
-        ReferenceGradients.of(model, make_forward_fn(model, make_example_batches(model)[0])), NoAttribute, 2
+        ReferenceGradients.from_model(model, make_forward_fn(model, make_example_batches(model)[0])), NoAttribute, 2
     )
     assert problem is not None and re.fullmatch(r"the sharded model does not run \(ValueError: .{,100}\)", problem)
 
@@ -246,8 +248,8 @@ def test_blocks_that_fail_over_four_ranks_are_replicated() -> None:
 
 
 def test_validation_keeps_weights_and_leaves_no_gradients() -> None:
-    model = SmallModel("gpt2")().double().eval()
-    reference = ReferenceGradients.of(model, make_forward_fn(model, make_example_batches(model)[0]))
+    model = SmallModelFactory("gpt2")().double().eval()
+    reference = ReferenceGradients.from_model(model, make_forward_fn(model, make_example_batches(model)[0]))
     before = {name: p.clone() for name, p in model.named_parameters()}
     assert validate_policy(reference, GPT2Policy, 2) is None
     assert all(p.grad is None and p.equal(before[name]) for name, p in model.named_parameters())
@@ -274,7 +276,7 @@ def odd_one(num_layers: int) -> Any:
 
 def test_a_sharded_model_is_refused_on_all_ranks() -> None:
     def refused(context: ParallelContext) -> None:
-        model = shard_model(SmallModel("gpt2")(), context=context)
+        model = shard_model(SmallModelFactory("gpt2")(), context=context)
         with pytest.raises(ConfigError, match="is already sharded"):
             derive_policy(model)
 

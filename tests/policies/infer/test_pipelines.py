@@ -26,7 +26,7 @@ from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import LayerStack
 from shardformer.shard_model_api import shard_model
 from shardformer.verify.report import Report
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
 
@@ -119,11 +119,11 @@ def test_a_wrong_number_of_layer_outputs_is_named(number: int) -> None:
     policy: type[RolePolicy] = GPTJPolicy if number == 0 else LlamaPolicy
     assert isinstance(policy.stack, LayerStack)
     stack = replace(policy.stack, stages=PipelineHints(num_outputs=number))
-    wrong, models = type("Wrong", (policy,), {"stack": stack}), [SmallModel(family)() for _ in range(2)]
+    wrong, models = type("Wrong", (policy,), {"stack": stack}), [SmallModelFactory(family)() for _ in range(2)]
 
     def step(context: ParallelContext) -> None:
         Pipeline(shard_model(models[context.rank], wrong, context=context), micro_batches=2).step(
-            RandomBatches(DEFAULT_HEAD[family])(0)
+            RandomBatchFactory(DEFAULT_HEAD[family])(0)
         )
 
     with pytest.raises(PolicyError, match=rf"\.0 returned a {returned}, but the policy has num_outputs={number}"):

@@ -14,7 +14,7 @@ from shardformer.discovery.shrink_config import ODD, build_meta_model, find_laye
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, LayerStack
-from shardformer.sharding.plan import make_plan
+from shardformer.sharding.plan import make_sharding_plan
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def list_sharded_linears(model: nn.Module, policy: RolePolicy) -> set[str]:
     """Return the last two path components of each linear layer that the policy shards in all layers."""
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
-    sharded = make_plan(model, policy).get_sharded_parameter_ids()
+    sharded = make_sharding_plan(model, policy).get_sharded_parameter_ids()
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n}
     replicated = {".".join(n.split(".")[-2:]) for n, m in linears.items() if id(m.weight) not in sharded}
     return {".".join(n.split(".")[-2:]) for n in linears} - replicated

@@ -45,7 +45,7 @@ def test_encoder_states_enter_a_block_once_with_cross_states(name: str) -> None:
     policy: Any = derive_policy_from_forward(reduced.model, reduced.run)
     assert policy.no_pipeline is None and policy.stack[1].cross_states == ("decoder", "encoder_hidden_states")
     assert any(block.inputs.arguments for block in policy.stack[1].blocks if isinstance(block, Attention))
-    assert validate_policy(ReferenceGradients.of(reduced.model, reduced.run), policy, 2) is None
+    assert validate_policy(ReferenceGradients.from_model(reduced.model, reduced.run), policy, 2) is None
 
 
 def test_a_policy_with_states_that_enter_twice_is_refused() -> None:
@@ -138,7 +138,9 @@ def test_experts_as_wide_as_the_hidden_states_use_the_validated_dim(hidden: int,
     assert policy.stack.blocks[1].dims == {"gate_up_proj": 1, "down_proj": 2}
     assert (
         validate_policy(
-            ReferenceGradients.of(model, make_forward_fn(model, make_example_batches(model)[0])), type(policy), 2
+            ReferenceGradients.from_model(model, make_forward_fn(model, make_example_batches(model)[0])),
+            type(policy),
+            2,
         )
         is None
     )
@@ -194,7 +196,7 @@ def test_fp32_cancellation_is_tolerated_and_missing_terms_are_not() -> None:
 
     torch.manual_seed(0)
     x = torch.randn(32, 64, dtype=torch.float64)
-    reference = ReferenceGradients.of(Inside(), lambda model: model(x))
+    reference = ReferenceGradients.from_model(Inside(), lambda model: model(x))
     largest = max(float(g.abs().max()) for g in reference.gradients.values() if g is not None)
     assert 0 < reference.fp32_tolerances["scale"] < 1e-5 * largest
     assert reference.is_within_tolerance(

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from shardformer.discovery import derive_policy as deriving
-from shardformer.discovery.candidate_roles import collect_transformers_plan, find_role_in_plan
+from shardformer.discovery.candidate_roles import collect_transformers_tp_plan, find_role_matching_plan
 from shardformer.discovery.derive_policy import derive_policy
 from shardformer.policies.roles import MLP, Attention, AttentionProjections, Experts
 
@@ -33,7 +33,7 @@ def count_validations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_the_plan_has_paths_in_the_full_model() -> None:
-    plan = collect_transformers_plan(qwen())
+    plan = collect_transformers_tp_plan(qwen())
     assert plan["model.layers.*.mlp.down_proj"] == "rowwise"
     assert len(plan) == len(transformers.Qwen2Config.base_model_tp_plan)
 
@@ -64,27 +64,27 @@ def test_a_wrong_draft_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
         drafted.extend([layers] if plan else [])
         return wrong if plan and isinstance(roles[0], Attention) else None
 
-    monkeypatch.setattr(deriving, "find_role_in_plan", draft)
+    monkeypatch.setattr(deriving, "find_role_matching_plan", draft)
     assert str(derive_policy(qwen())) == expected
     assert drafted
 
 
 def test_a_plan_selects_the_role_that_shards_the_same_weights() -> None:
     mlp, other = MLP("m", up=["gate?", "up"], down="down"), MLP("m", up=["gate", "down"], down="up")
-    assert find_role_in_plan(PLAN, "l", [other, mlp]) == mlp
-    assert find_role_in_plan({**PLAN, "l.*.m.up": "replicate"}, "l", [other, mlp]) is None
-    assert find_role_in_plan(PLAN, "other", [mlp]) is None
+    assert find_role_matching_plan(PLAN, "l", [other, mlp]) == mlp
+    assert find_role_matching_plan({**PLAN, "l.*.m.up": "replicate"}, "l", [other, mlp]) is None
+    assert find_role_matching_plan(PLAN, "other", [mlp]) is None
 
 
 @pytest.mark.parametrize(("style", "fused"), [("colwise", 1), ("packed_colwise", 2)])
 def test_stacked_experts_are_packed_as_the_plan_describes(style: str, fused: int) -> None:
     plan = {"l.*.e.up": style, "l.*.e.down": "rowwise"}
     roles = [Experts("e", up=["up", "up_bias"], down="down", fused=n) for n in (1, 2)]
-    assert find_role_in_plan(plan, "l", roles) == roles[fused - 1]
+    assert find_role_matching_plan(plan, "l", roles) == roles[fused - 1]
     transposed = {"l.*.e.up": "packed_rowwise", "l.*.e.down": "colwise"}
-    assert find_role_in_plan(transposed, "l", roles) == roles[1]
+    assert find_role_matching_plan(transposed, "l", roles) == roles[1]
 
 
 def test_fused_heads_are_searched() -> None:
     plan = {"l.*.a.qkv": "colwise_gather_output", "l.*.a.out": "rowwise_split_input"}
-    assert find_role_in_plan(plan, "l", [Attention("a", AttentionProjections(qkv="qkv", out="out"))]) is None
+    assert find_role_matching_plan(plan, "l", [Attention("a", AttentionProjections(qkv="qkv", out="out"))]) is None

@@ -18,7 +18,7 @@ import shardformer
 from shardformer.errors import PolicyError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 
 
 class OverFeatures(LlamaMLP):
@@ -54,7 +54,7 @@ class OwnLlama(transformers.LlamaForCausalLM):
 
 @cache
 def first() -> Any:
-    return SmallModel("llama")().train()
+    return SmallModelFactory("llama")().train()
 
 
 def plain() -> Any:
@@ -98,7 +98,7 @@ def with_activation() -> Any:
 @pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("make", [of_class(OtherOrder), patched(OtherOrder.forward), with_activation], ids=range(3))
 def test_validated_user_code_is_sharded(make: Callable[[], Any]) -> None:
-    batch = RandomBatches(DEFAULT_HEAD["llama"])(0)
+    batch = RandomBatchFactory(DEFAULT_HEAD["llama"])(0)
     expected = float(make()(**batch).loss.detach())
 
     def do(context: ParallelContext) -> None:
@@ -129,7 +129,7 @@ def test_code_that_the_policy_does_not_know_is_refused(make: Callable[[], Any]) 
 def test_user_code_is_not_validated_without_tensor_parallelism() -> None:
     def do(context: ParallelContext) -> None:
         shardformer.shard_model(of_class(OverFeatures)(), context=context)(
-            **RandomBatches(DEFAULT_HEAD["llama"])(0)
+            **RandomBatchFactory(DEFAULT_HEAD["llama"])(0)
         ).loss.backward()
 
     run_as_threads(do, data=2)

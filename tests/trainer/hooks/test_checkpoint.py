@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardformer.checkpoint.retention import CheckpointRetention, list_checkpoints
+from shardformer.checkpoint.retention import CheckpointRetention, list_checkpoints_with_save_times
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
@@ -154,7 +154,7 @@ def test_a_new_run_raises_if_the_folder_has_checkpoints(tmp_path: Path) -> None:
     trained(tmp_path, 2)
     with pytest.raises(ConfigError, match="resume=False"):
         trained(tmp_path, 2, resume=False)
-    assert list_checkpoints(tmp_path)
+    assert list_checkpoints_with_save_times(tmp_path)
 
 
 @pytest.mark.parametrize("options", [{"every_steps": 0}, {"every_minutes": 0}, {"every_minutes": True}])

@@ -94,9 +94,9 @@ def test_a_wider_terminal_shows_more_values() -> None:
 def test_the_remaining_time_is_that_of_recent_steps() -> None:
     shown = Progress(every_s=0)
     trainer: Any = SimpleNamespace(num_steps=10, step=3)
-    assert shown._estimate_remaining_s(trainer) is None
+    assert shown._estimate_remaining_seconds(trainer) is None
     shown._step_ends.extend([100.0, 102.0, 104.0])
-    assert shown._estimate_remaining_s(trainer) == 14.0
+    assert shown._estimate_remaining_seconds(trainer) == 14.0
     assert [format_duration(s) for s in (0.4, 59.6, 3600, 360_000)] == ["0:00:00", "0:01:00", "1:00:00", "100:00:00"]
 
 
