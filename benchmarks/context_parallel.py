@@ -110,7 +110,7 @@ def _ours(name: str, whole: Sequence[Tensor], context: ParallelContext) -> Atten
     positions = SequencePositions(length, 1, ranks) if name == "ulysses" else SequencePositions(length, ranks)
     at = positions.get_positions_of_rank(axis.rank)
     q, k, v, grad = (x[:, :, at].contiguous() for x in whole)
-    alone = ParallelContext.of({}).sequence
+    alone = ParallelContext.from_sizes({}).sequence
     ring = alone if name == "ulysses" else axis
     travel = RingExchange(
         ring,

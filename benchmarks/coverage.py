@@ -212,7 +212,7 @@ def survey(model_type: str, name: str, tell: Callable[[Record], None] = lambda r
 def cut(model: nn.Module, policy: Policy, called: set[str]) -> tuple[float, list[str]]:
     """Return the sharded fraction of the weights, and the names of unsharded weights outside the layers."""
     policy.set_model(model)
-    policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
+    policy.set_shard_config(ShardConfig(context=ParallelContext.from_sizes({"tensor": 2})))
     parts = set(make_sharding_plan(model, policy).get_sharded_parameter_ids())
     every = {anywhere(path) for path in called}
     weights: dict[int, tuple[str, int]] = {}

@@ -16,15 +16,15 @@ from common import Llama
 import shardformer
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import Pipeline
-from shardformer.pipeline.schedule_chart import choose_colors, format_action
+from shardformer.pipeline.schedule_chart import choose_action_colors, format_action
 from shardformer.pipeline.schedules import (
     Action,
     ActionKind,
     ActionSpan,
     Schedule,
-    compute_bubble,
+    compute_bubble_fraction,
     make_schedule,
-    simulate,
+    simulate_schedule,
 )
 from shardformer.pipeline.stage_manager import PipelineStageManager
 
@@ -114,9 +114,9 @@ def run(args: argparse.Namespace) -> tuple[list[Any], bool]:
 
 
 def as_row(schedule: Schedule, best: Played, played: Sequence[Played]) -> dict[str, str]:
-    form = compute_bubble(schedule.name, schedule.stages, schedule.micro_batches, schedule.num_model_chunks)
+    form = compute_bubble_fraction(schedule.name, schedule.stages, schedule.micro_batches, schedule.num_model_chunks)
     durations = best.durations()
-    ideal, timed = simulate(schedule), simulate(schedule, durations)
+    ideal, timed = simulate_schedule(schedule), simulate_schedule(schedule, durations)
     return {
         "schedule": schedule.name,
         "micro-batches": str(schedule.micro_batches),
@@ -140,7 +140,7 @@ def draw(schedule: Schedule, played: Played, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    timeline = simulate(schedule, played.durations())
+    timeline = simulate_schedule(schedule, played.durations())
     figure, axes = plt.subplots(2, 1, figsize=(12, 4.2), layout="constrained", sharex=True)
     measured = [[ActionSpan(*span) for span in row] for row in played.rows]
     drawn: Sequence[tuple[str, Sequence[Sequence[ActionSpan]], float]] = (
@@ -162,7 +162,7 @@ def _draw_rows(axis: Any, schedule: Schedule, rows: Sequence[Sequence[ActionSpan
     narrowest = 1.5 * max(end for row in rows for *_, end in row) / 100
     for rank, row in enumerate(rows):
         for action, start, end in row:
-            face, ink = choose_colors(schedule, action)
+            face, ink = choose_action_colors(schedule, action)
             axis.barh(rank, (end - start) * 1e3, 0.8, start * 1e3, color=face, edgecolor="white", linewidth=0.4)
             if end - start > narrowest:  # wide enough for its name
                 middle, name = (start + end) / 2 * 1e3, format_action(schedule, action)

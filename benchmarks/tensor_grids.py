@@ -65,7 +65,7 @@ def measure_model(setting: Setting) -> tuple[dict[str, Timing], dict[str, float]
 def measure_product(setting: Setting) -> dict[str, Timing]:
     """Measure in every process: one linear layer with four times as many output features, forward and backward."""
     context = reshape_tensor_axis(ParallelContext.from_world({"tensor": dist.get_world_size()}), (2, 2))
-    grid, hidden = TensorGrid.of(context, "2d"), setting.size.hidden
+    grid, hidden = TensorGrid.from_context(context, "2d"), setting.size.hidden
     torch.manual_seed(0)
     native = torch.nn.Linear(hidden, 4 * hidden)
     x = torch.randn(setting.batch // 2, setting.size.sequence, hidden // 2)

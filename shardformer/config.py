@@ -347,7 +347,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         from shardformer.gradient_accumulation.micro_batches import check_micro_batch_arguments
-        from shardformer.mesh.rank_grid import check_axis_size, count_ranks
+        from shardformer.mesh.rank_grid import check_axis_size, count_ranks_on_axis
         from shardformer.mesh.tensor_grid import compute_grid_shape
         from shardformer.offload.activations import OFFLOAD_TARGETS
         from shardformer.offload.host import OffloadConfig
@@ -374,12 +374,12 @@ class ParallelConfig:
         for name in ("data", "pipe"):
             if (size := getattr(self, name)) is not None:
                 check_axis_size(name, size)
-        count_ranks(self.sequence)
-        if count_ranks(self.tensor, "tensor") > 1 and self.tensor_parallel_mode != "1d":
+        count_ranks_on_axis(self.sequence)
+        if count_ranks_on_axis(self.tensor, "tensor") > 1 and self.tensor_parallel_mode != "1d":
             compute_grid_shape(self.tensor_parallel_mode, self.tensor)
         if self.micro_batches is not None or self.micro_batch_size is not None:
             check_micro_batch_arguments(self.micro_batches, self.micro_batch_size)
-        MixedPrecision.of(self.precision), OffloadConfig.of(self.offload)
+        MixedPrecision.from_value(self.precision), OffloadConfig.from_argument(self.offload)
         ZeroOptions(
             max_grad_norm=self.max_grad_norm,
             on_nonfinite=self.on_nonfinite,
@@ -438,9 +438,9 @@ class ParallelConfig:
     @property
     def sizes(self) -> dict[str, int | None]:
         """Size of each mesh axis, by the name of the axis. The size of the data axis may be None."""
-        from shardformer.mesh.rank_grid import count_ranks
+        from shardformer.mesh.rank_grid import count_ranks_on_axis
 
-        composite = {name: count_ranks(getattr(self, name), name) for name in ("sequence", "tensor")}
+        composite = {name: count_ranks_on_axis(getattr(self, name), name) for name in ("sequence", "tensor")}
         return {"data": self.data, "pipe": self.pipe, **composite}
 
     def describe(self, sizes: Mapping[str, int]) -> str:
@@ -514,7 +514,10 @@ class ParallelConfig:
         from shardformer.offload.host import OffloadConfig
         from shardformer.zero.mixed_precision import MixedPrecision
 
-        needed = MixedPrecision.of(self.precision).dtype is not None or OffloadConfig.of(self.offload).to is not None
+        needed = (
+            MixedPrecision.from_value(self.precision).dtype is not None
+            or OffloadConfig.from_argument(self.offload).to is not None
+        )
         return 0 if self.zero_stage is None and needed else self.zero_stage
 
 

@@ -14,13 +14,13 @@ LIBRARIES = ("torch", "transformers", "timm", "shardformer")
 """Libraries whose modules are known: their dropout is a module, ``drop_prob`` or a config field."""
 
 
-def is_transposed(module: nn.Module) -> bool:
+def has_transposed_weight(module: nn.Module) -> bool:
     """Return whether a linear layer stores its weight as (in_features, out_features), like transformers' Conv1D."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_transposed(module)
+    return isinstance(module, nn.Linear) or has_transposed_weight(module)
 
 
 OPTIONAL_HINT = " If some models lack this module, end the path with a ?, or set optional=True on the block or stack"
@@ -30,8 +30,8 @@ def join_path(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
-def resolve_path(prefix: str, name: str) -> str:
-    return name[1:] if name.startswith(".") else join_path(prefix, name)
+def resolve_path(prefix: str, relative_path: str) -> str:
+    return relative_path[1:] if relative_path.startswith(".") else join_path(prefix, relative_path)
 
 
 def list_named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -39,7 +39,7 @@ def list_named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def find_configs(model: nn.Module) -> list[Any]:
+def find_model_configs(model: nn.Module) -> list[Any]:
     """Return the ``config`` objects of all modules in a model, without duplicates."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     return list({id(config): config for config in configs if hasattr(config, "__dict__")}.values())
@@ -50,7 +50,7 @@ def as_path_list(paths: str | Sequence[str]) -> Sequence[str]:
     return [paths] if isinstance(paths, str) else paths
 
 
-def find_module(module: nn.Module, path: str) -> nn.Module | None:
+def find_submodule(module: nn.Module, path: str) -> nn.Module | None:
     for part in path.split(".") if path else []:
         child = module._modules.get(part)
         if child is None:
@@ -59,7 +59,7 @@ def find_module(module: nn.Module, path: str) -> nn.Module | None:
     return module
 
 
-def get_by_path(owner: object, path: str) -> Any:
+def get_attribute_by_path(owner: object, path: str) -> Any:
     """Return the submodule or attribute at a dotted path, or None if it does not exist."""
     try:
         return attrgetter(path)(owner) if path else owner
@@ -67,10 +67,10 @@ def get_by_path(owner: object, path: str) -> Any:
         return None
 
 
-def get_parent(model: object, path: str) -> tuple[Any, str]:
+def get_parent_and_attribute_name(model: object, path: str) -> tuple[Any, str]:
     """Return the object that owns the last attribute of a dotted path (or None), and the name of the attribute."""
     at, _, name = path.rpartition(".")
-    return get_by_path(model, at), name
+    return get_attribute_by_path(model, at), name
 
 
 def match_paths(path: str, names: Iterable[str]) -> list[str]:
@@ -90,32 +90,32 @@ def match_paths(path: str, names: Iterable[str]) -> list[str]:
     ]
 
 
-def get_module(module: nn.Module, path: str, where: str = "", hint: str = OPTIONAL_HINT) -> nn.Module:
-    found = find_module(module, path)
+def get_submodule_or_raise(module: nn.Module, path: str, where: str = "", hint: str = OPTIONAL_HINT) -> nn.Module:
+    found = find_submodule(module, path)
     if found is None:
         raise make_module_not_found_error(where, path, module, hint)
     return found
 
 
-def module_exists(module: nn.Module, path: str, where: str = "") -> bool:
+def submodule_exists(module: nn.Module, path: str, where: str = "") -> bool:
     """Return whether a submodule exists at ``path``. Raises PolicyError if it is missing and has no final ``?``."""
-    there = find_module(module, path.rstrip("?")) is not None
+    there = find_submodule(module, path.rstrip("?")) is not None
     if not there and not path.endswith("?"):
         raise make_module_not_found_error(where, path, module)
     return there
 
 
-def list_existing_paths(names: Sequence[str], prefix: str, layer: nn.Module, path: str) -> list[str]:
+def list_existing_submodule_paths(names: Sequence[str], prefix: str, layer: nn.Module, path: str) -> list[str]:
     """Return the paths in ``names`` at which a layer has a submodule. Raises PolicyError if the layer has none."""
     paths = [resolve_path(prefix, name) for name in names]
-    out = [name.rstrip("?") for name in paths if module_exists(layer, name, path)]
+    out = [name.rstrip("?") for name in paths if submodule_exists(layer, name, path)]
     if not out:
         raise make_module_not_found_error(path, paths[0].rstrip("?"), layer)
     return out
 
 
-def get_linear(layer: nn.Module, name: str, path: str) -> nn.Module:
-    found = get_module(layer, name, path)
+def get_linear_submodule(layer: nn.Module, name: str, path: str) -> nn.Module:
+    found = get_submodule_or_raise(layer, name, path)
     if not is_linear(found):
         raise PolicyError(
             f"{path}.{name} is a {type(found).__name__}, but must be an nn.Linear or transformers' Conv1D.",
@@ -124,10 +124,10 @@ def get_linear(layer: nn.Module, name: str, path: str) -> nn.Module:
     return found
 
 
-def get_num_features(module: nn.Module, *, out: bool) -> int:
+def get_num_features(module: nn.Module, *, of_output: bool) -> int:
     weight = module.weight
     assert isinstance(weight, Tensor)
-    return int(weight.shape[int(out == is_transposed(module))])
+    return int(weight.shape[int(of_output == has_transposed_weight(module))])
 
 
 def make_module_not_found_error(where: str, name: str, module: nn.Module, hint: str = OPTIONAL_HINT) -> PolicyError:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import get_worker_info
 
-from shardformer.module_paths import LIBRARIES, find_configs
+from shardformer.module_paths import LIBRARIES, find_model_configs
 from shardformer.torch_compat import DropoutBase, tolist_or_ones, without_fake_tensors
 
 SPLITMIX64 = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -277,5 +277,5 @@ def uses_dropout(model: nn.Module) -> bool:
             return True
         if isinstance(module, DropoutBase) and module.p > 0:
             return True
-    fields = [item for config in find_configs(model) for item in vars(config).items()]
+    fields = [item for config in find_model_configs(model) for item in vars(config).items()]
     return any([name for name, value in fields if "drop" in name and isinstance(value, float) and value > 0])

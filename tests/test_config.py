@@ -103,7 +103,7 @@ def test_other_classes_accept_earlier_names() -> None:
     with pytest.warns(DeprecationWarning):
         training = VerifyTraining(zero=1, reference="whole")  # type: ignore[call-arg]
     assert training == VerifyTraining(zero_stage=1, average_loss_over="tokens")
-    model = shardformer.shard_model(nn.Linear(2, 2), context=shardformer.ParallelContext.of({}))
+    model = shardformer.shard_model(nn.Linear(2, 2), context=shardformer.ParallelContext.from_sizes({}))
     with pytest.warns(DeprecationWarning, match="average_over_data"):
         assert shardformer.Pipeline(model, average_over_data=True)._averages_tokens  # type: ignore[call-arg]
 

@@ -89,7 +89,7 @@ def test_a_misspelt_name_gets_a_suggestion() -> None:
 
 
 def test_earlier_argument_names_and_order_still_work(tmp_path: Path) -> None:
-    context = shardformer.ParallelContext.of({})
+    context = shardformer.ParallelContext.from_sizes({})
     model = shardformer.shard_model(torch.nn.Linear(2, 2), context=context)
     with pytest.warns(DeprecationWarning, match="The first argument of shard_optimizer is now the model"):
         optimizer = shardformer.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=0)  # type: ignore[arg-type]

@@ -380,25 +380,25 @@ def find_json_differences(one: Any, other: Any, path: str) -> list[str]:
     return [path] if repr(one) != repr(other) else []
 
 
-def from_json(value: Any) -> Any:
+def decode_json_value(value: Any) -> Any:
     """Convert the output of ``to_json`` back to a Python value."""
     if isinstance(value, list):
-        return [from_json(each) for each in value]
+        return [decode_json_value(each) for each in value]
     if not isinstance(value, Mapping):
         return value
     kind = value.get(KIND)
     if kind is None:
-        return {key: from_json(each) for key, each in value.items()}
+        return {key: decode_json_value(each) for key, each in value.items()}
     of = value["of"]
     if kind in _SEQUENCES:
-        return _SEQUENCES[kind](from_json(each) for each in of)
+        return _SEQUENCES[kind](decode_json_value(each) for each in of)
     if kind == "tensor":
         return torch.tensor(of, dtype=getattr(torch, value["dtype"]))
     if kind == "numpy":
         return numpy.array(of, dtype=value["dtype"])[()]
     if kind == "dtype":
         return getattr(torch, of)
-    pairs = {_to_hashable(from_json(k)): from_json(v) for k, v in of}
+    pairs = {_to_hashable(decode_json_value(k)): decode_json_value(v) for k, v in of}
     return Counter(pairs) if kind == "Counter" else pairs
 
 

@@ -246,7 +246,7 @@ class LoadPlan:
         self._optimizers = [each.optimizer for each in optimizers]
         self._load_states: list[Callable[[], object]] = []  # code of optimizers, which may fail
         self._copy_values: list[Callable[[], object]] = []
-        self._has_same_data_axis = index.sizes.get("data", 1) == tensors.sizes.get("data", 1)
+        self._has_same_data_axis = index.sizes.get("data", 1) == tensors.axis_sizes.get("data", 1)
         self.has_random = self._has_optimizer and self._has_same_data_axis
         self._kind = type(tensors.model).__name__
         self._saved = {n.partition("/")[2]: e for n, e in index.tensors.items() if n.startswith(f"{WEIGHTS}/")}
@@ -271,7 +271,7 @@ class LoadPlan:
 
     def _check_model_tensors(self) -> None:
         for name, tensor in self._tensors.tensors.items():
-            shape = self._tensors.get_region(tensor).shape
+            shape = self._tensors.get_local_region(tensor).shape
             if name not in self._saved:
                 raise ConfigError(
                     f"{self._where} was saved from a {self.index.values['model']} and does not contain {name}, which "
@@ -296,14 +296,14 @@ class LoadPlan:
             )
 
     def _add_model_tensors(self) -> None:
-        zero, data = self._tensors.zero, self._tensors.coords.get("data", 0)
-        gathered = self._tensors.gathered
+        zero, data = self._tensors.zero, self._tensors.mesh_coords.get("data", 0)
+        gathered = self._tensors.gathered_param_ids
         for name, tensor in self._tensors.tensors.items():
             if id(tensor) not in gathered:
                 buffer = get_buffer_key(data, name)
                 is_saved = self._has_same_data_axis and buffer in self.index.tensors
                 source = buffer if is_saved else self._choose_weight_source(name, tensor.dtype)
-                self._values[name] = source, self._add_tensor_to_read(source, self._tensors.get_region(tensor))
+                self._values[name] = source, self._add_tensor_to_read(source, self._tensors.get_local_region(tensor))
                 self._copy_values.append(partial(tensor.detach().copy_, self._values[name][1]))
         trained = {id(shard) for shard in (zero.shards if zero is not None else ())}
         for shard in self._tensors.iterate_zero_shards():
@@ -321,7 +321,7 @@ class LoadPlan:
         return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{name}"
 
     def _add_zero_slice(self, shard: FlatShard, param_slice: ParamSlice, *, is_trained: bool) -> None:
-        name, region = self._tensors.get_slice_name(param_slice), self._tensors.get_slice_region(param_slice)
+        name, region = self._tensors.get_slice_param_name(param_slice), self._tensors.get_slice_region(param_slice)
         source = self._choose_weight_source(name, shard.wide_dtype if is_trained else shard.dtype)
         read, values = self._values.get(name, ("", None))
         if read == source and values is not None and not param_slice.gradient.is_shared:
@@ -359,7 +359,7 @@ class LoadPlan:
                 (slot, key, self._add_tensor_to_read(name, region))
                 for slot, key, name, region in each.find_saved_states(self.index)
             ]
-            self._load_states.append(partial(each.load_saved_values, values, read, exact=has_saved_dtypes))
+            self._load_states.append(partial(each.load_saved_state, values, read, exact=has_saved_dtypes))
 
     def _check_schedulers(self) -> None:
         saved = [each["kind"] for each in self.index.values["scheduler"]]
@@ -376,8 +376,8 @@ class LoadPlan:
 
         Under another layout, the states of the first rank with the same data rank are restored.
         """
-        coords, saved = self._tensors.coords, self.index.values["coords"]
-        same_layout = self.index.sizes == self._tensors.sizes
+        coords, saved = self._tensors.mesh_coords, self.index.values["coords"]
+        same_layout = self.index.sizes == self._tensors.axis_sizes
         same_place = [rank for rank, other in enumerate(saved) if same_layout and other == coords]
         same_data = [rank for rank, other in enumerate(saved) if other.get("data", 0) == coords.get("data", 0)]
         rank = (same_place or same_data)[0]
@@ -419,9 +419,11 @@ class LoadPlan:
         for load_states in self._load_states:
             load_states()
         for name in self._tensors.extra_states.keys() & values["extra_states"].keys():
-            self._get_module_of_extra_state(name).set_extra_state(file_format.from_json(values["extra_states"][name]))
+            self._get_module_of_extra_state(name).set_extra_state(
+                file_format.decode_json_value(values["extra_states"][name])
+            )
         for scheduler, saved in zip(self._schedulers, values["scheduler"], strict=False):
-            scheduler.load_state_dict(file_format.from_json(saved["state"]))
+            scheduler.load_state_dict(file_format.decode_json_value(saved["state"]))
         on_loaded()
 
     def _get_module_of_extra_state(self, extra_state_name: str) -> nn.Module:
@@ -525,7 +527,7 @@ def load_checkpoint_with_callback(
             tried.append(error.what)
             if number == len(found) - 1:
                 raise
-    extra = file_format.from_json(index.values["extra"])
+    extra = file_format.decode_json_value(index.values["extra"])
     made = LoadedCheckpoint(loaded, index.step, extra, num_bytes, tuple(tried), loading.has_random)
     loading.commit(partial(on_loaded, made))
     checkpoint_directory.mark_resumed_from(tensors.model, [str(loaded.parent)])

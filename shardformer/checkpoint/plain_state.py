@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardformer.checkpoint.chunks import FlatRegion
-from shardformer.checkpoint.file_format import CheckpointIndex, encode_json_value, from_json
+from shardformer.checkpoint.file_format import CheckpointIndex, decode_json_value, encode_json_value
 from shardformer.checkpoint.load import ChunkReader
 from shardformer.checkpoint.save import prepare_save
 from shardformer.checkpoint.training_state import (
@@ -76,7 +76,7 @@ def _read_optimizer_state_dict(path: Path, groups: Groups) -> dict[str, Any]:
     numbers = {name: number for number, name in enumerate(name for names in groups for name in names)}
     state: dict[int, dict[str, Any]] = {}
     for name, scalars in values["scalars"].items():
-        state[numbers[name]] = {key: from_json(value) for key, value in scalars.items()}
+        state[numbers[name]] = {key: decode_json_value(value) for key, value in scalars.items()}
     with closing(ChunkReader(path)) as reader:
         for full_name, entry in index.tensors.items():
             _, key, name = full_name.split("/", 2)
@@ -84,7 +84,7 @@ def _read_optimizer_state_dict(path: Path, groups: Groups) -> dict[str, Any]:
             for box in entry.boxes:
                 reader.read_chunk_part(full_name, box, (box.start, box.size), full[_make_slices(box.start, box.size)])
             state.setdefault(numbers[name], {})[unquote(key)] = full
-    options = [{key: from_json(value) for key, value in each["options"].items()} for each in values["groups"]]
+    options = [{key: decode_json_value(value) for key, value in each["options"].items()} for each in values["groups"]]
     param_groups = [
         {**each, "params": [numbers[name] for name in names]} for each, names in zip(options, groups, strict=True)
     ]
@@ -105,7 +105,7 @@ def load_full_optimizer_state(model: nn.Module, optimizer: Optimizer, state_dict
 
     def load() -> None:
         saved, tensors_of = _split_optimizer_state(state_dict, groups, states.kind)
-        states.load_saved_values(saved, list(_iterate_local_states(states, tensors_of)), exact=True)
+        states.load_saved_state(saved, list(_iterate_local_states(states, tensors_of)), exact=True)
 
     with tensors.zero.writable_state() if tensors.zero is not None else nullcontext():
         run_on_all_ranks(load, tensors.world, WHAT)
@@ -126,7 +126,7 @@ def _collect_states_and_param_groups(optimizer: Optimizer, tensors: ModelTensors
         else:
             groups = [[slot.name for slot in slots] for slots in found[0].groups]
         names = list(tensors.tensors)
-        if tensors.has_stages and any(group != sorted(group, key=names.index) for group in groups):
+        if tensors.has_pipeline_stages and any(group != sorted(group, key=names.index) for group in groups):
             raise ConfigError(
                 f"The parameters of this {found[0].kind} are not in the order of model.parameters().",
                 rule="With pipeline stages, the parameter order of the unsharded model's optimizer is then unknown.",
@@ -139,7 +139,7 @@ def _collect_states_and_param_groups(optimizer: Optimizer, tensors: ModelTensors
     merged = [
         list(dict.fromkeys(name for group in of_ranks for name in group)) for of_ranks in zip(*ranks, strict=True)
     ]
-    if tensors.has_stages:
+    if tensors.has_pipeline_stages:
         order = {name: number for number, name in enumerate(tensors.plain_names)}
         merged = [sorted(group, key=order.__getitem__) for group in merged]
     return states, merged
@@ -209,8 +209,8 @@ def load_into_zero_shards(model: nn.Module, state_dict: Mapping[str, Any]) -> tu
 
     with tensors.zero.writable_state():
         for x in tensors.tensors.values():
-            if id(x) in full and id(x) not in tensors.gathered:
-                x.detach().copy_(_copy_local_part(full[id(x)], tensors.get_region(x)))
+            if id(x) in full and id(x) not in tensors.gathered_param_ids:
+                x.detach().copy_(_copy_local_part(full[id(x)], tensors.get_local_region(x)))
         for shard in tensors.iterate_zero_shards():
             for piece in shard.slices:
                 if (value := full.get(id(piece.gradient.param))) is None:

@@ -440,13 +440,13 @@ class ReshardSource:
         self._world = tensors.world
         self._folders = get_model_directories(tensors.model)
         self._reading = ExitStack()
-        self._reading.enter_context(tensors.readable())
+        self._reading.enter_context(tensors.readable_zero_shards())
         _, self._state = collect_training_state(tensors, lambda: None, optimizer, None, None)
         entries: dict[str, IndexEntry] = {}
         local = [(item.name, get_dtype_name(item.dtype), item.shape) for item in self._state.items]
         for name, dtype, shape in chain.from_iterable(all_gather_objects(local, tensors.world)):
             entries.setdefault(name, IndexEntry(dtype, shape))
-        self._index = CheckpointIndex(0, time.time(), tensors.sizes, entries, self._state.values)
+        self._index = CheckpointIndex(0, time.time(), tensors.axis_sizes, entries, self._state.values)
 
     @property
     def param_names_by_group(self) -> list[list[list[str]]]:

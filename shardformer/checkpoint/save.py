@@ -353,7 +353,7 @@ def check_can_save(model: nn.Module, optimizer: Any = None, *, scheduler: Any = 
     """
     tensors = ModelTensors(model)
     wait_for_all_ranks("check_can_save", tensors.world)
-    with tensors.readable():
+    with tensors.readable_zero_shards():
         collect_training_state(tensors, lambda: None, optimizer, scheduler, extra)
 
 
@@ -401,7 +401,7 @@ def prepare_save(
         if world.rank > 0:
             checkpoint_directory.wait_for_hidden_folder(hidden)
 
-    with tensors.readable():
+    with tensors.readable_zero_shards():
         requests, state = collect_training_state(tensors, check, optimizer, scheduler, extra)
         folders, steps, hosts, names = zip(*requests, strict=True)
         for rank, request in enumerate(zip(steps, folders, strict=True)):
@@ -415,7 +415,7 @@ def prepare_save(
         try:
             run_on_all_ranks(lock_directory, world, f"Saving into {root}")
             run_on_all_ranks(check_folder, world, f"Saving into {root}")
-            index = CheckpointIndex(step, time.time(), tensors.sizes, values=state.values)
+            index = CheckpointIndex(step, time.time(), tensors.axis_sizes, values=state.values)
             snapshot = RankSnapshot(world.rank, world.size, index)
             assigned = select_chunks_to_write(state.chunks_by_rank, world)
             for item in state.items:

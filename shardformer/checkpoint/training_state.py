@@ -24,9 +24,9 @@ from shardformer.checkpoint.file_format import (
     CheckpointIndex,
     check_dtype_can_be_saved,
     compute_chunk_checksum,
+    decode_json_value,
     encode_json_value,
     find_json_differences,
-    from_json,
 )
 from shardformer.comm.collective_call import gather_from_all_ranks
 from shardformer.errors import ConfigError, suggest_similar_names
@@ -84,12 +84,12 @@ class ModelTensors:
                 self.tensors[first] = value
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def axis_sizes(self) -> dict[str, int]:
         """Size of each mesh axis, by the name of the axis."""
         return self._state.context.sizes if self._state.context.world is not None else {"data": self.world.size}
 
     @property
-    def coords(self) -> dict[str, int]:
+    def mesh_coords(self) -> dict[str, int]:
         return self._state.context.coords if self._state.context.world is not None else {"data": self.world.rank}
 
     @property
@@ -97,11 +97,11 @@ class ModelTensors:
         return next((x.device for x in self.tensors.values() if x.is_cuda), self._state.context.device)
 
     @property
-    def has_stages(self) -> bool:
+    def has_pipeline_stages(self) -> bool:
         """Whether the model is split into pipeline stages on several ranks."""
         return self._state.stages is not None and self._state.context.pipe.size > 1
 
-    def readable(self) -> AbstractContextManager[object]:
+    def readable_zero_shards(self) -> AbstractContextManager[object]:
         """Return a context manager inside which the values of all ZeRO shards can be read."""
         return nullcontext() if self.zero is None else self.zero.readable_state()
 
@@ -109,21 +109,21 @@ class ModelTensors:
         """Return the name of a tensor in the unsharded model, or None if the model does not contain it."""
         return self._names.get(id(tensor))
 
-    def get_region(self, tensor: Tensor) -> FlatRegion:
+    def get_local_region(self, tensor: Tensor) -> FlatRegion:
         """Return which elements of a full parameter or buffer this rank stores."""
         entry = self._entries.get(id(tensor))
         if entry is None or not entry.spec.is_sharded:
             return FlatRegion(tuple(tensor.shape), None, {})
         return FlatRegion(entry.spec.shape, entry.spec, self._state.coords)
 
-    def get_slice_region(self, piece: ParamSlice) -> FlatRegion:
+    def get_slice_region(self, param_slice: ParamSlice) -> FlatRegion:
         """Return which elements of a full parameter a slice of a ZeRO shard contains."""
-        spec = piece.entry.spec
-        sharded = spec if spec.is_sharded and not piece.gradient.is_shared else None
-        return FlatRegion(spec.shape, sharded, self._state.coords, piece.param_range)
+        spec = param_slice.entry.spec
+        sharded = spec if spec.is_sharded and not param_slice.gradient.is_shared else None
+        return FlatRegion(spec.shape, sharded, self._state.coords, param_slice.param_range)
 
-    def get_slice_name(self, piece: ParamSlice) -> str:
-        return self._names[id(piece.gradient.param)]
+    def get_slice_param_name(self, param_slice: ParamSlice) -> str:
+        return self._names[id(param_slice.gradient.param)]
 
     def iterate_zero_shards(self) -> Iterator[FlatShard]:
         """Yield all ZeRO shards on this rank, including those of frozen parameters under stage 3."""
@@ -133,7 +133,7 @@ class ModelTensors:
             yield from (s for unit in self.zero.stage3_param_groups for s in unit.shards if id(s) not in seen)
 
     @property
-    def gathered(self) -> set[int]:
+    def gathered_param_ids(self) -> set[int]:
         """The ``id()`` of each parameter that ZeRO stage 3 shards and gathers on demand."""
         return {id(p) for unit in (self.zero.stage3_param_groups if self.zero is not None else ()) for p in unit.params}
 
@@ -142,24 +142,24 @@ class ModelTensors:
         buffers = {n: x.detach() for n, x in self.tensors.items() if not isinstance(x, nn.Parameter)}
         return {name: compute_chunk_checksum(x, (0,) * x.dim()) for name, x in buffers.items()}
 
-    def items(self) -> Iterator[TensorItem]:
+    def iterate_tensor_items(self) -> Iterator[TensorItem]:
         """Yield the parameters, master weights and buffers that this rank saves. Must be called inside ``readable()``.
 
         Buffers are yielded only by ranks with sequence rank 0 and tensor rank 0. Each data rank yields its own buffers,
         and the caller drops those that ``find_identical_buffers`` returns.
         """
-        gathered, data = self.gathered, self.coords.get("data", 0)
-        is_front = all(self.coords.get(name, 0) == 0 for name in ("sequence", "tensor"))
+        gathered, data = self.gathered_param_ids, self.mesh_coords.get("data", 0)
+        is_front = all(self.mesh_coords.get(name, 0) == 0 for name in ("sequence", "tensor"))
         for name, tensor in self.tensors.items():
             if id(tensor) in gathered:
                 continue
             if isinstance(tensor, nn.Parameter) or (is_front and data == 0):
-                yield self.get_region(tensor).make_tensor_item(f"{WEIGHTS}/{name}", tensor.detach())
+                yield self.get_local_region(tensor).make_tensor_item(f"{WEIGHTS}/{name}", tensor.detach())
             elif is_front:
-                yield self.get_region(tensor).make_tensor_item(get_buffer_key(data, name), tensor.detach())
+                yield self.get_local_region(tensor).make_tensor_item(get_buffer_key(data, name), tensor.detach())
         for shard in self.iterate_zero_shards():
             for piece in shard.slices:
-                name, region = self.get_slice_name(piece), self.get_slice_region(piece)
+                name, region = self.get_slice_param_name(piece), self.get_slice_region(piece)
                 if shard.keeps:
                     yield region.make_tensor_item(f"{WEIGHTS}/{name}", shard.local[piece.shard_range])
                 if shard.rounded is not None and shard.rounded.rest is not None:
@@ -250,9 +250,11 @@ class OptimizerStates:
             slots = []
             for param in group["params"]:
                 if (piece := pieces.get(id(param))) is not None:
-                    slots.append(OptimizerTensor(tensors.get_slice_name(piece), param, tensors.get_slice_region(piece)))
+                    slots.append(
+                        OptimizerTensor(tensors.get_slice_param_name(piece), param, tensors.get_slice_region(piece))
+                    )
                 elif (name := tensors.get_name(param)) is not None:
-                    slots.append(OptimizerTensor(name, param, tensors.get_region(param)))
+                    slots.append(OptimizerTensor(name, param, tensors.get_local_region(param)))
                 else:
                     raise ConfigError(
                         f"{self.kind} has a parameter of shape {tuple(param.shape)} that is not in the model.",
@@ -277,7 +279,7 @@ class OptimizerStates:
 
     # --- saving
 
-    def items(self) -> Iterator[TensorItem]:
+    def iterate_tensor_items(self) -> Iterator[TensorItem]:
         """Yield the optimizer state tensors that this rank stores."""
         for slot, key, value, is_item in self._iterate_states():
             if is_item:
@@ -288,22 +290,23 @@ class OptimizerStates:
                 x = x.reshape(-1) if region.flat_range is not None else x
                 yield region.make_tensor_item(f"optimizer.{self._number}/{quote(str(key), safe='')}/{slot.name}", x)
 
-    def _get_full_region(self, key: str, shape: tuple[int, ...], slot: OptimizerTensor) -> FlatRegion:
+    def _get_full_region(self, key: str, shape: tuple[int, ...], optimizer_tensor: OptimizerTensor) -> FlatRegion:
         """Return the region of an optimizer state tensor that does not have the shape of its parameter.
 
         Raises ConfigError if the parameter is sharded.
         """
-        if slot.region.is_full:
+        if optimizer_tensor.region.is_full:
             return FlatRegion(shape, None, {})
         raise ConfigError(
-            f"The state {key!r} of {self.kind} for {slot.name} has the shape {shape}, but this rank has a shard of "
-            f"shape {tuple(slot.param.shape)} of this parameter, whose full shape is {slot.region.shape}.",
+            f"The state {key!r} of {self.kind} for {optimizer_tensor.name} has the shape {shape}, but this rank has a "
+            f"shard of shape {tuple(optimizer_tensor.param.shape)} of this parameter, whose full shape is "
+            f"{optimizer_tensor.region.shape}.",
             rule="The optimizer state of a sharded parameter can be saved only if it has the parameter's shape.",
             remedy="Call shard_optimizer(model, optimizer) before training. It passes full parameters to such "
             "optimizers, even with stage=0.",
         )
 
-    def collect_values(self) -> dict[str, Any]:
+    def collect_non_tensor_values(self) -> dict[str, Any]:
         """Return this rank's optimizer options, parameter names and scalar states for the checkpoint index."""
         where = f"optimizer {self.kind}"
         groups = []
@@ -359,11 +362,15 @@ class OptimizerStates:
                 shape = index.tensors[full_name].shape
                 yield slot, key, full_name, self.get_state_region(key, shape, slot)
 
-    def get_state_region(self, key: str, shape: tuple[int, ...], slot: OptimizerTensor) -> FlatRegion:
+    def get_state_region(self, key: str, shape: tuple[int, ...], optimizer_tensor: OptimizerTensor) -> FlatRegion:
         """Return which elements of a full optimizer state tensor this rank stores."""
-        return slot.region if shape == slot.region.shape else self._get_full_region(key, shape, slot)
+        return (
+            optimizer_tensor.region
+            if shape == optimizer_tensor.region.shape
+            else self._get_full_region(key, shape, optimizer_tensor)
+        )
 
-    def load_saved_values(
+    def load_saved_state(
         self, saved: Mapping[str, Any], state_tensors: Sequence[tuple[OptimizerTensor, str, Tensor]], *, exact: bool
     ) -> None:
         """Load the saved state and parameter group options into the optimizer.
@@ -375,14 +382,14 @@ class OptimizerStates:
         states: dict[int, dict[str, Any]] = {}
         for slot in self.get_optimizer_tensors():
             if (scalars := saved["scalars"].get(slot.name)) is not None:
-                states[id(slot.param)] = {key: from_json(value) for key, value in scalars.items()}
+                states[id(slot.param)] = {key: decode_json_value(value) for key, value in scalars.items()}
         for slot, key, value in state_tensors:
             shaped = value.view(slot.param.shape) if value.numel() == slot.param.numel() else value
             states.setdefault(id(slot.param), {})[key] = shaped
         groups: list[dict[str, Any]] = []
         numbers = count()
         for group, slots in zip(saved["groups"], self.groups, strict=True):
-            options = {k: from_json(v) for k, v in group["options"].items()}
+            options = {k: decode_json_value(v) for k, v in group["options"].items()}
             groups.append(options | {"params": list(islice(numbers, len(slots)))})
         numbered = {
             n: states[id(slot.param)] for n, slot in enumerate(self.get_optimizer_tensors()) if id(slot.param) in states
@@ -442,13 +449,13 @@ def get_random_state_tensors(device: torch.device) -> tuple[dict[str, Tensor], d
     return tensors, {"numpy": [name, *rest], "python": [version, gauss]}
 
 
-def set_random_state_tensors(tensors: dict[str, Tensor], numbers: dict[str, Any], device: torch.device) -> None:
+def set_random_state_tensors(tensors: dict[str, Tensor], other_values: dict[str, Any], device: torch.device) -> None:
     """Restore the random number generator states that ``get_random_state_tensors`` returned."""
     current, _ = get_random_state_tensors(device)
     of_torch = [tensors.get(name, current[name]) for name in current if name.startswith("torch.")]
-    name, *rest = numbers["numpy"]
+    name, *rest = other_values["numpy"]
     of_numpy = (name, tensors["numpy"].numpy().astype(numpy.uint32), *rest)
-    version, gauss = numbers["python"]
+    version, gauss = other_values["python"]
     set_random_states((of_torch, of_numpy, (version, tuple(tensors["python"].tolist()), gauss)), device)
 
 
@@ -456,7 +463,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class TrainingStateContents:
+class RankTrainingState:
     """The training state of one rank between two steps, ready to be saved or resharded.
 
     Args:
@@ -472,7 +479,7 @@ class TrainingStateContents:
 
 def collect_training_state(
     tensors: ModelTensors, check: Callable[[], T], optimizer: Any, scheduler: Any, extra: Any
-) -> tuple[list[T], TrainingStateContents]:
+) -> tuple[list[T], RankTrainingState]:
     """Collect the training state of this rank without copying its tensors.
 
     Also returns the result of ``check`` on each rank. Communicates one gather with the names and sizes of all tensors,
@@ -483,15 +490,15 @@ def collect_training_state(
     def collect() -> tuple[T, dict[str, Any], LocalChunks, dict[str, int]]:
         checked, optimizers = check(), collect_optimizer_states(optimizer, tensors)
         random, numbers = get_random_state_tensors(tensors.device)
-        items.extend(tensors.items())
-        items.extend(item for each in optimizers for item in each.items())
+        items.extend(tensors.iterate_tensor_items())
+        items.extend(item for each in optimizers for item in each.iterate_tensor_items())
         items.extend(
             FlatRegion(tuple(x.shape), None, {}).make_tensor_item(get_random_state_key(world.rank, n), x)
             for n, x in random.items()
         )
         for item in items:
             check_dtype_can_be_saved(item.name, item.dtype)
-        values = _collect_values(tensors, optimizers, scheduler, extra) | {"random": numbers}
+        values = _collect_non_tensor_values(tensors, optimizers, scheduler, extra) | {"random": numbers}
         return checked, values, list_local_chunks(items), tensors.compute_buffer_checksums()
 
     checked, ranks, chunks, sums = zip(*gather_from_all_ranks(collect, world, "Saving a checkpoint"), strict=True)
@@ -508,7 +515,7 @@ def collect_training_state(
         "extra_states": {name: value for rank in ranks for name, value in rank["extra_states"].items()},
     }
     kept = [item for item in items if item.name not in identical[world.rank]]
-    return list(checked), TrainingStateContents(kept, values, tuple(map(drop_tensors, chunks, identical)))
+    return list(checked), RankTrainingState(kept, values, tuple(map(drop_tensors, chunks, identical)))
 
 
 def _warn_about_local_values(ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -525,18 +532,18 @@ def _warn_about_local_values(ranks: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _collect_values(
+def _collect_non_tensor_values(
     tensors: ModelTensors, optimizers: Iterable[OptimizerStates], scheduler: Any, extra: Any
 ) -> dict[str, Any]:
     values: dict[str, Any] = {
         "model": type(tensors.model).__name__,
-        "optimizers": [each.collect_values() for each in optimizers],
+        "optimizers": [each.collect_non_tensor_values() for each in optimizers],
         "scheduler": [
             {"kind": type(s).__name__, "state": encode_json_value(s.state_dict(), f"the state of {type(s).__name__}")}
             for s in as_object_list(scheduler)
         ],
         "extra": encode_json_value(extra, "extra"),
-        "coords": tensors.coords,
+        "coords": tensors.mesh_coords,
         "extra_states": {name: encode_json_value(x, f"the state {name}") for name, x in tensors.extra_states.items()},
     }
     if tensors.zero is not None:

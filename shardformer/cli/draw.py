@@ -75,14 +75,14 @@ def draw(
         _print_tensor_grid(Console(highlight=False), grid, tensor_parallel_mode or "2d", as_json)
         return
 
-    from shardformer.pipeline.schedule_chart import check_chart_file, save_chart, timeline_to_dict
-    from shardformer.pipeline.schedules import get_default_chunks, make_schedule, simulate
+    from shardformer.pipeline.schedule_chart import check_chart_path, save_chart, timeline_to_dict
+    from shardformer.pipeline.schedules import get_default_num_chunks, make_schedule, simulate_schedule
 
     if out is not None:
-        check_chart_file(out)
-    _check_drawing_size(stages, micro_batches, num_model_chunks or get_default_chunks(schedule))
+        check_chart_path(out)
+    _check_drawing_size(stages, micro_batches, num_model_chunks or get_default_num_chunks(schedule))
     chosen = make_schedule(schedule, stages, micro_batches, num_model_chunks)
-    timeline = simulate(chosen, _parse_durations(durations, chosen), send)
+    timeline = simulate_schedule(chosen, _parse_durations(durations, chosen), send)
     if out is not None:
         save_chart(chosen, timeline, out)
     if as_json:
@@ -143,11 +143,11 @@ def _print_tensor_grid(console: Console, grid: str, mode: str, as_json: bool) ->
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from shardformer.mesh.rank_grid import count_ranks, parse_axis_size
-    from shardformer.mesh.tensor_grid import compare_communication, describe_grid_shards
+    from shardformer.mesh.rank_grid import count_ranks_on_axis, parse_axis_size
+    from shardformer.mesh.tensor_grid import compare_communication_with_1d, describe_grid_shards
 
     sizes = parse_axis_size(grid, "grid")
-    if (ranks := count_ranks(sizes, "grid")) > MAX_ROWS:
+    if (ranks := count_ranks_on_axis(sizes, "grid")) > MAX_ROWS:
         raise ConfigError(
             f"--grid {grid} has {ranks} ranks, but the table shows at most {MAX_ROWS} ranks.",
             remedy="Use a smaller grid, such as 4x4, which has the same pattern.",
@@ -155,7 +155,9 @@ def _print_tensor_grid(console: Console, grid: str, mode: str, as_json: bool) ->
     if as_json:
         all_shards = [asdict(shards) for shards in describe_grid_shards(mode, sizes)]
         print(
-            json.dumps({"mode": mode, "ranks": all_shards, "sent_per_layer": dict(compare_communication(mode, sizes))})
+            json.dumps(
+                {"mode": mode, "ranks": all_shards, "sent_per_layer": dict(compare_communication_with_1d(mode, sizes))}
+            )
         )
         return
     table = Table(box=SIMPLE_HEAD, caption_justify="left", caption="Each cell: number of the shard / number of shards.")
@@ -168,7 +170,7 @@ def _print_tensor_grid(console: Console, grid: str, mode: str, as_json: bool) ->
     console.print(table)
     console.print("Elements that each rank sends for one layer, in the forward and backward pass, with N tokens,")
     console.print("H hidden features and W weights (V: features inside a block, E: features at the end of a block):")
-    for layout, numbers in compare_communication(mode, sizes):
+    for layout, numbers in compare_communication_with_1d(mode, sizes):
         console.print(f"  {layout:20} {numbers}")
 
 
@@ -198,11 +200,11 @@ def _color_schedule(text: str, schedule: Schedule) -> Text:
     from rich.style import Style
     from rich.text import Text
 
-    from shardformer.pipeline.schedule_chart import CONTINUATION_MARK, choose_colors, format_action
+    from shardformer.pipeline.schedule_chart import CONTINUATION_MARK, choose_action_colors, format_action
 
     styles = {}
     for action in (action for order in schedule.actions for action in order):
-        face, ink = choose_colors(schedule, action)
+        face, ink = choose_action_colors(schedule, action)
         styles[format_action(schedule, action)] = Style(color=ink, bgcolor=face)
     result = Text()
     running: dict[str, Style] = {}  # the current action of each rank, which may continue in the next band

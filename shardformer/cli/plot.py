@@ -38,7 +38,7 @@ def plot(
     """Print the metrics of one or more training runs as a table, and plot them in a chart."""
     from rich.console import Console
 
-    from shardformer.pipeline.schedule_chart import check_chart_file
+    from shardformer.pipeline.schedule_chart import check_chart_path
     from shardformer.training.metrics_plot import (
         check_metric_names,
         describe_loss_differences,
@@ -59,7 +59,7 @@ def plot(
     path = out if out is not None else _get_default_output_folder(runs) / "curves.png"
     has_matplotlib = find_spec("matplotlib") is not None
     if has_matplotlib:
-        check_chart_file(path)
+        check_chart_path(path)
     console = Console(highlight=False)
     if as_json:
         print(json.dumps({**summarize_runs_for_json(found), "plot": str(path) if has_matplotlib else None}, indent=2))
@@ -70,7 +70,7 @@ def plot(
     if has_matplotlib:
         save_metrics_plot(found, path, selected or None)
     elif out is not None:
-        check_chart_file(out)
+        check_chart_path(out)
     if as_json:
         return
     if has_matplotlib:

@@ -173,10 +173,10 @@ def relaunch_in_processes(context: typer.Context, count: int) -> None:
 
     Exits with the status of these processes. Raises ConfigError if a launcher started another number of processes.
     """
-    from shardformer.mesh.init_distributed import get_launcher_variable
+    from shardformer.mesh.init_distributed import get_launcher_env_variable
     from shardformer.training.initialize import get_num_processes
 
-    if get_launcher_variable() is not None:
+    if get_launcher_env_variable() is not None:
         if get_num_processes() != count:
             raise ConfigError(
                 f"The parallel layout needs {count} processes, but the launcher started {get_num_processes()}.",

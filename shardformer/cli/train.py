@@ -145,9 +145,9 @@ def _launch_and_exit(
 
 def _get_no_launch_reason(dry_run: bool) -> str | None:
     """Return the reason why this command must not start processes, or None if it may start them."""
-    from shardformer.mesh.init_distributed import get_launcher_variable
+    from shardformer.mesh.init_distributed import get_launcher_env_variable
 
-    launched = get_launcher_variable()
+    launched = get_launcher_env_variable()
     return "in a dry run" if dry_run else f"under a launcher ({launched} is set)" if launched else None
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from shardformer.comm.collectives import all_gather_numbers, all_gather_objects, broadcast_object
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.mesh.transport import AnnouncedCall
+from shardformer.mesh.transport import AnnouncedCollective
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ def wait_for_all_ranks(call_name: str, *axes: Axis) -> None:
     for axis in axes:
         if axis.size == 1:
             continue
-        arrivals = axis.transport.announce_call(call_name, waits=True)
+        arrivals = axis.transport.announce_collective(call_name, waits=True)
         announced = [entry for entry in arrivals.calls if entry is not None]
         if len(announced) < axis.size:
             _raise_missing_ranks(call_name, axis, arrivals.calls, arrivals.missing)
@@ -134,7 +134,7 @@ def gather_numbers_and_check_call(call_name: str, axis: Axis, numbers: Sequence[
     """All-gather integers over an axis, and check that all its ranks make the call named ``call_name``."""
     if axis.size == 1:
         return [list(numbers)]
-    axis.transport.announce_call(call_name, waits=False)
+    axis.transport.announce_collective(call_name, waits=False)
     return _gather_call_numbers(call_name, axis, numbers)
 
 
@@ -187,7 +187,7 @@ def _raise_different_calls(calls: Sequence[str], axis: Axis) -> NoReturn:
 
 
 def _raise_missing_ranks(
-    call: str, axis: Axis, announced: Sequence[AnnouncedCall | None], missing: Mapping[int, str]
+    call: str, axis: Axis, announced: Sequence[AnnouncedCollective | None], missing: Mapping[int, str]
 ) -> NoReturn:
     others = []
     for rank, entry in zip(axis.ranks, announced, strict=True):

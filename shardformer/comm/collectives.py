@@ -221,7 +221,7 @@ for _schema in (
 
 def _run_all_reduce(x: Tensor, axis: str, op: str, purpose: str) -> Tensor:
     copied = x.clone(memory_format=torch.contiguous_format)  # an operator must not write to its input
-    return start_all_reduce(copied, Axis.by_key(axis), op=op, purpose=purpose).wait()
+    return start_all_reduce(copied, Axis.get_by_key(axis), op=op, purpose=purpose).wait()
 
 
 def _fake_all_reduce(x: Tensor, axis: str, op: str, purpose: str) -> Tensor:
@@ -231,7 +231,7 @@ def _fake_all_reduce(x: Tensor, axis: str, op: str, purpose: str) -> Tensor:
 def _run_all_gather(
     x: Tensor, axis: str, dim: int, full: int | None, lengths: Sequence[int] | None, purpose: str
 ) -> Tensor:
-    return start_all_gather(x, Axis.by_key(axis), dim, full, purpose=purpose, lengths=lengths).wait()
+    return start_all_gather(x, Axis.get_by_key(axis), dim, full, purpose=purpose, lengths=lengths).wait()
 
 
 def _fake_all_gather(
@@ -240,16 +240,16 @@ def _fake_all_gather(
     if lengths is not None:
         full = sum(lengths)
     elif full is None:
-        full = x.shape[dim] * Axis.by_key(axis).size
+        full = x.shape[dim] * Axis.get_by_key(axis).size
     return x.new_empty(_replace_dim_size(x, dim % x.dim(), full))
 
 
 def _run_reduce_scatter(x: Tensor, axis: str, dim: int, purpose: str) -> Tensor:
-    return start_reduce_scatter(x, Axis.by_key(axis), dim, purpose=purpose).wait()
+    return start_reduce_scatter(x, Axis.get_by_key(axis), dim, purpose=purpose).wait()
 
 
 def _fake_reduce_scatter(x: Tensor, axis: str, dim: int, purpose: str) -> Tensor:
-    of = Axis.by_key(axis)
+    of = Axis.get_by_key(axis)
     length = (x.shape[dim] + of.size - 1 - of.rank) // of.size  # that of ``get_even_bounds``, for symbolic lengths
     return x.new_empty(_replace_dim_size(x, dim % x.dim(), length))
 

@@ -119,7 +119,7 @@ def record_collective_start(
     traffic = axis.traffic
     if not traffic.enabled:
         return do_not_record_wait
-    return traffic.start(CollectiveRecord(op, axis.name, ranks or axis.size, full_bytes, purpose, traffic.where))
+    return traffic.record_start(CollectiveRecord(op, axis.name, ranks or axis.size, full_bytes, purpose, traffic.where))
 
 
 def get_num_bytes(x: Tensor) -> int:

@@ -22,9 +22,9 @@ from shardformer.comm.collectives import (
 from shardformer.errors import ConfigError
 from shardformer.layout.packed_weights import find_packed_weights, get_packed_tensors
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.meta_init.init_recipe import describe_recipe, get_deferred_storage, iter_random_steps
+from shardformer.meta_init.init_recipe import describe_init_recipe, get_deferred_storage, iter_random_init_steps
 from shardformer.meta_init.safetensors_source import FileFingerprint, find_weight_files
-from shardformer.module_paths import find_configs, list_named_tensors
+from shardformer.module_paths import find_model_configs, list_named_tensors
 from shardformer.random_state import get_random_states, hash_random_states, set_random_states
 from shardformer.torch_compat import has_meta_tensors
 
@@ -36,7 +36,7 @@ def compute_model_fingerprint(model: nn.Module) -> list[str]:
         + [f"{path or 'model'}: {_format_module(module)}" for path, module in model.named_modules()]
         + [
             f"config.{name}={value}"
-            for config in find_configs(model)
+            for config in find_model_configs(model)
             for name, value in _iterate_plain_config_fields(config)
         ]
         + [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
@@ -45,7 +45,7 @@ def compute_model_fingerprint(model: nn.Module) -> list[str]:
             for n, p in find_packed_weights(model).items()
         ]
         + [
-            f"{n}: {describe_recipe(place)}"
+            f"{n}: {describe_init_recipe(place)}"
             for n, t in (list_named_tensors(model) if has_meta_tensors(model) else ())
             if (place := get_deferred_storage(t)) is not None
         ]
@@ -80,7 +80,7 @@ def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
     tensors = [t for _, t in named if id(t) not in packed and t.numel() and not t.is_meta]
     waiting = named if has_meta_tensors(model) else ()
     places = [place for _, t in waiting if (place := get_deferred_storage(t)) is not None]
-    steps = [step for place in places for step in iter_random_steps(place)]
+    steps = [step for place in places for step in iter_random_init_steps(place)]
     notes = []
     for axis in axes:
         states = b"".join(step.state.numpy().tobytes() for step in steps if step.state is not None)

@@ -95,7 +95,7 @@ def _is_group_inside_host(context: ParallelContext, group: int) -> bool:
 
     A Ulysses group consists of consecutive ranks of the sequence axis.
     """
-    lines = context.grid.rank_groups("sequence")
+    lines = context.grid.list_rank_groups("sequence")
     return not any(
         context.grid.crosses_hosts(line[i : i + group]) for line in lines for i in range(0, len(line), group)
     )

@@ -559,7 +559,7 @@ def _find_final_norm(model: nn.Module, trace: ForwardTrace, layer_list_path: str
 
 
 def _get_num_linear_features(model: nn.Module, path: str, *, out: bool) -> int:
-    return get_num_features(model.get_submodule(path), out=out)
+    return get_num_features(model.get_submodule(path), of_output=out)
 
 
 EXPERT_STYLES = {"rowwise": ("colwise", "packed_colwise"), "colwise": ("packed_rowwise",)}

@@ -31,7 +31,12 @@ from shardformer.discovery.validation import (
     validate_policy,
 )
 from shardformer.module_paths import join_path, match_paths
-from shardformer.pipeline.layer_sequence import LayerSequence, PipelineHints, SequenceParallelHints, owner_layers
+from shardformer.pipeline.layer_sequence import (
+    LayerSequence,
+    PipelineHints,
+    SequenceParallelHints,
+    map_tensors_to_layers,
+)
 from shardformer.policies.module_descriptions import BlockDescription
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import LayerStack
@@ -140,7 +145,7 @@ class _PipelineHintSearch:
 
     def _find_modules_before_layers(self, sequence: LayerSequence, *, include_module_lists: bool) -> tuple[str, ...]:
         """Return the modules outside the layers on the first layer's stage, with those in module lists if requested."""
-        owners = owner_layers(self._model, sequence)
+        owners = map_tensors_to_layers(self._model, sequence)
         first = {name.rpartition(".")[0] for name, units in owners.items() if units == frozenset({0})}
         paths = [path for path in self._find_modules_outside_layers(sequence) if path in first]
         paths = [path for path in paths if include_module_lists or not re.search(r"\.\d", path)]
@@ -149,7 +154,7 @@ class _PipelineHintSearch:
     def _place_modules_by_call_order(self, stacks: LayerStacks) -> LayerStacks:
         """Assign modules to stages by call order if registration order differs, as for BART's embedding norm."""
         chain = self._build_layer_sequence(stacks)
-        owners, outside = owner_layers(self._model, chain), self._find_modules_outside_layers(chain)
+        owners, outside = map_tensors_to_layers(self._model, chain), self._find_modules_outside_layers(chain)
         calls = _record_call_order(self._last_reference, (*outside, *chain.layer_calls))
         out, end = list(stacks), len(chain.layer_calls) - 1
         bounds = [(calls.index(s.layer_calls[0]), calls.index(s.layer_calls[-1])) for s in chain.stacks]
@@ -162,7 +167,11 @@ class _PipelineHintSearch:
                 out[-1] = _copy_stack_with_hints(out[-1], with_last_layer=(*out[-1].stages.with_last_layer, own))
             for i, (before, after) in enumerate(pairwise(bounds) if len(bounds) == len(out) else []):
                 # modules between two stacks run on the last stage of the first stack
-                if before[1] < at < after[0] and out[i + 1].cross_states is None and unit != chain.starts[i + 1] - 1:
+                if (
+                    before[1] < at < after[0]
+                    and out[i + 1].cross_states is None
+                    and unit != chain.stack_starts[i + 1] - 1
+                ):
                     out[i] = _copy_stack_with_hints(out[i], with_last_layer=(*out[i].stages.with_last_layer, own))
         return out
 

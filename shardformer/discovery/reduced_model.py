@@ -24,7 +24,7 @@ from shardformer.discovery.example_inputs import Forward, UnknownInputsError, it
 from shardformer.discovery.shrink_config import SMALL_NUMEL, ConfigShrinker, find_layer_kinds, get_num_layers_to_keep
 from shardformer.errors import PolicyError, get_first_message_line
 from shardformer.gradient_accumulation.micro_batches import MEDIA_TOKEN_FIELDS, get_special_token_ids
-from shardformer.meta_init.materialization import copy_and_materialize, is_lazy
+from shardformer.meta_init.materialization import copy_and_materialize, has_deferred_weights
 from shardformer.sharding.checks import runs_library_code
 from shardformer.torch_compat import DropoutBase, TorchDispatchMode, has_data, tree_leaves
 
@@ -330,7 +330,7 @@ def _format_error(error: Exception) -> str:
 
 
 def _list_model_copiers(model: nn.Module) -> list[Callable[[], nn.Module]]:
-    make_copy = partial(copy_and_materialize if is_lazy(model) else copy.deepcopy, model)
+    make_copy = partial(copy_and_materialize if has_deferred_weights(model) else copy.deepcopy, model)
     return [make_copy] if count_parameters(model) <= SMALL_NUMEL else []
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardformer.discovery.reduced_model import reduce_model
 from shardformer.discovery.shrink_config import SMALL_NUMEL
 from shardformer.errors import ConfigError, get_first_message_line
-from shardformer.meta_init.materialization import copy_and_materialize, is_lazy
+from shardformer.meta_init.materialization import copy_and_materialize, has_deferred_weights
 
 # B batch, S sequence, V vocabulary
 
@@ -96,7 +96,7 @@ def _make_small_model(model: Any) -> tuple[nn.Module, Tensor]:
         reduced = reduce_model(model)
         small, ids_BS = reduced.model, reduced.batch["input_ids"][:1]
     else:
-        small = (copy_and_materialize if is_lazy(model) else copy.deepcopy)(model)
+        small = (copy_and_materialize if has_deferred_weights(model) else copy.deepcopy)(model)
         special = {value for name, value in model.config.to_dict().items() if name.endswith("_token_id")}
         plain = [token for token in range(model.get_input_embeddings().num_embeddings) if token not in special]
         ids_BS = torch.tensor(plain)[torch.randperm(len(plain))[None, :LENGTH]]

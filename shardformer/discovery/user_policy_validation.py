@@ -28,7 +28,7 @@ from shardformer.errors import PolicyError, ShardFormerError
 from shardformer.layout.tied_tensors import max_abs_difference
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.module_paths import as_path_list, get_by_path, join_path, match_paths
+from shardformer.module_paths import as_path_list, get_attribute_by_path, join_path, match_paths
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, Experts, Role
@@ -86,7 +86,7 @@ def _find_unlisted_attributes(policy: RolePolicy, role: Attention, reduced: Redu
         for path in paths[:1]:
             is_attribute = str(heads).startswith(".")
             owner = reduced.model.get_submodule(path) if is_attribute else getattr(reduced.model, "config", None)
-            count = get_by_path(owner, heads.removeprefix(".")) if isinstance(heads, str) else heads
+            count = get_attribute_by_path(owner, heads.removeprefix(".")) if isinstance(heads, str) else heads
             read = {n: v for n, v in numbers.get(path, {}).items() if n not in role.local_attrs and n != "layer_idx"}
             return ", ".join(f"{name}={value}" for name, value in read.items() if value == count)
     return ""

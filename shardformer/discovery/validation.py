@@ -35,7 +35,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.tensor_grid import GRID_AXIS_NAMES, TensorGrid
 from shardformer.module_paths import LIBRARIES
-from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, owner_layers, owner_stages
+from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, map_tensors_to_layers, map_tensors_to_stages
 from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward, StageForwardState, is_placeholder
 from shardformer.pipeline.stage_manager import copy_first_layer_attributes
 from shardformer.policies.policy import Policy
@@ -194,7 +194,7 @@ def validate_pipeline_stages(
         count = len(chain.layer_calls)
         if count < 2:
             return ONE_LAYER
-        ends = {1, count // 2, count - 1, *(at for start in chain.starts for at in (start - 1, start))}
+        ends = {1, count // 2, count - 1, *(at for start in chain.stack_starts for at in (start - 1, start))}
         for bound in sorted(ends & set(range(1, count))):
             for expected in (reference, *reference.further_batches):
                 _compare_stages(expected, chain, chain.get_stage_ranges([0, bound, count]))
@@ -208,8 +208,8 @@ def validate_pipeline_stages(
 def _compare_stages(
     reference: ReferenceGradients, layer_sequence: LayerSequence, layer_ranges: Sequence[LayerRange]
 ) -> None:
-    owners = owner_layers(reference.model, layer_sequence)
-    stages_of_param = owner_stages(owners, layer_ranges)
+    owners = map_tensors_to_layers(reference.model, layer_sequence)
+    stages_of_param = map_tensors_to_stages(owners, layer_ranges)
     stages: list[tuple[nn.Module, StageForward]] = []
     for stage in range(len(layer_ranges)):
         model, placeholders = copy_with_shared_weights(reference.model), ParameterPlaceholders()
@@ -217,11 +217,15 @@ def _compare_stages(
         copy_first_layer_attributes(model, layer_sequence, [layer_ranges[stage]])
         stages.append((model, StageForward(model, layer_sequence, placeholders, owners)))
     (first, first_forward), (second, second_forward) = stages
-    _, payload = first_forward.run(first, StageForwardState(layer_ranges[0], {}), lambda: reference.run(first))
+    _, payload = first_forward.run_stage_forward(
+        first, StageForwardState(layer_ranges[0], {}), lambda: reference.run(first)
+    )
     if payload is None:
         raise TrainingMismatchError("the forward pass did not call all layers of the first stage")
     received = {name: x.detach().requires_grad_(x.requires_grad) for name, x in payload.items()}
-    output, _ = second_forward.run(second, StageForwardState(layer_ranges[1], received), lambda: reference.run(second))
+    output, _ = second_forward.run_stage_forward(
+        second, StageForwardState(layer_ranges[1], received), lambda: reference.run(second)
+    )
     _compare_outputs(reference, output)
     trains = [name for name, x in payload.items() if x.requires_grad]
     if any(received[name].grad is None for name in trains):
@@ -444,7 +448,7 @@ def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str,
 
     bound = copy.copy(policy)
     bound.set_model(reduced.model)
-    bound.set_shard_config(ShardConfig(context=ParallelContext.of({})))
+    bound.set_shard_config(ShardConfig(context=ParallelContext.from_sizes({})))
     samples = _find_batch_dims_of_arguments(
         reduced, larger_batch_run, find_modules_with_extra_inputs(bound), [s.layers for s in bound.stacks()]
     )

@@ -499,7 +499,7 @@ class ShardedTrainer:
         size, index = self.args.world_size, self.args.process_index
         if checkpoint is not None and size > 1:
             files = [os.path.isfile(os.path.join(checkpoint, f"rng_state_{n}.pth")) for n in (size - 1, size)]
-            first = self.context.grid.rank_at({"data": self.context.data.rank})
+            first = self.context.grid.get_rank_at({"data": self.context.data.rank})
             size, index = (size, first) if files == [True, False] else (1, 0)
         with self._override_world_size_and_rank(size, index):
             super()._load_rng_state(checkpoint)  # type: ignore[misc]

@@ -28,7 +28,7 @@ from shardformer.kernels.model_specific_attention import (
     read_class_source,
     uses_attention_interface,
 )
-from shardformer.module_paths import find_configs
+from shardformer.module_paths import find_model_configs
 from shardformer.torch_patches import Patch, Undo, install_patch
 
 # without "flash", because transformers treats such names as the flash-attn package and passes packed sequences
@@ -118,7 +118,7 @@ def forward_with_fused_kernels(self: nn.Module, *args: Any, **kwargs: Any) -> An
 
 def find_attention_configs(model: nn.Module) -> list[Any]:
     """Return the configs from which the modules of a model read which attention implementation to use."""
-    return [config for config in find_configs(model) if hasattr(config, "_attn_implementation")]
+    return [config for config in find_model_configs(model) if hasattr(config, "_attn_implementation")]
 
 
 def find_attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:

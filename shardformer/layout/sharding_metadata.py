@@ -299,7 +299,7 @@ def get_local_metadata() -> list[ShardingMetadata]:
     """Return the metadata of all sharded models to which this rank belongs, in the same order on all ranks."""
     with _REGISTRY_LOCK:
         alive = list(_TABLES)
-    return sorted((table for table in alive if table.context.is_here), key=lambda table: table.number)
+    return sorted((table for table in alive if table.context.runs_in_current_thread), key=lambda table: table.number)
 
 
 def _register_metadata(metadata: ShardingMetadata) -> None:
@@ -394,7 +394,7 @@ def _build_metadata_from_layers(model: nn.Module) -> ShardingMetadata:
     for name, param in model.named_parameters():
         spec = specs.get(id(param), ShardSpec(param.shape))
         entries.append(ParamEntry(name, param, spec, GradientReduction(norm_over=tuple(spec.axes))))
-    return ShardingMetadata(ParallelContext.of({}), entries=entries, layer_axes=axes)
+    return ShardingMetadata(ParallelContext.from_sizes({}), entries=entries, layer_axes=axes)
 
 
 def get_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:

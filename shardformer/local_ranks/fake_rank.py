@@ -28,7 +28,7 @@ from torch import Tensor
 from shardformer.local_ranks.threads import DeferredWork
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.rank_grid import RankGrid
-from shardformer.mesh.transport import AnnouncedCall, PeerCallStatus, RankGroups, Transport, Work
+from shardformer.mesh.transport import AnnouncedCollective, PeerCollectiveStatus, RankGroups, Transport, Work
 from shardformer.torch_compat import (
     FakeCopyMode,
     FakeTensorMode,
@@ -58,8 +58,8 @@ def make_fake_context(
         device: device of the rank; default: the CPU.
     """
     sizes = {"data": data, "pipe": pipe, "sequence": sequence, "tensor": tensor}
-    world = FakeWorld(RankGrid.of(sizes).rank_at(coords or {}), backend)
-    return ParallelContext.of(sizes, coords, world=world, device=device)
+    world = FakeWorld(RankGrid.from_sizes(sizes).get_rank_at(coords or {}), backend)
+    return ParallelContext.from_sizes(sizes, coords, world=world, device=device)
 
 
 class FakeWorld:
@@ -109,8 +109,8 @@ class FakeTransport:
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         return [[1] * len(numbers)] * self._size  # constant, so that the traces of all ranks are equal
 
-    def announce_call(self, call: str, *, waits: bool) -> PeerCallStatus:
-        return PeerCallStatus([AnnouncedCall(call, not waits)] * self._size)
+    def announce_collective(self, call: str, *, waits: bool) -> PeerCollectiveStatus:
+        return PeerCollectiveStatus([AnnouncedCollective(call, not waits)] * self._size)
 
 
 class MemoryTracker(TorchDispatchMode):

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardformer.errors import WorkerError
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.rank_grid import RankGrid
-from shardformer.mesh.transport import AnnouncedCall, PeerCallStatus, RankGroups, Transport, Work
+from shardformer.mesh.transport import AnnouncedCollective, PeerCollectiveStatus, RankGroups, Transport, Work
 from shardformer.random_state import RandomStates, get_random_states, set_random_states
 
 EXCHANGE = 0
@@ -242,19 +242,19 @@ class ThreadTransport:
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         return self._gather_values("gather_numbers", list(numbers))()
 
-    def announce_call(self, call: str, *, waits: bool) -> PeerCallStatus:
+    def announce_collective(self, call: str, *, waits: bool) -> PeerCollectiveStatus:
         self._counts["calls"] += 1
         keys = self._make_message_keys("calls", ("calls", self._counts["calls"]))
         before = self._make_message_keys("calls", ("calls", self._counts["calls"] - 2))  # read by all ranks
         index = self._line.index(self._me)
         mailbox = self.world.mailbox
         mailbox.remove(before[index])
-        mailbox.put(keys[index], AnnouncedCall(call, not waits), len(keys))
+        mailbox.put(keys[index], AnnouncedCollective(call, not waits), len(keys))
         if not waits:
-            return PeerCallStatus()
+            return PeerCollectiveStatus()
         mailbox.wait_for_values(self._me, keys, mailbox.timeout_s)
         announced = [mailbox.peek(key) for key in keys]
-        return PeerCallStatus(
+        return PeerCollectiveStatus(
             announced, {rank: "does not arrive" for rank, entry in zip(self._line, announced) if entry is None}
         )
 
@@ -356,7 +356,7 @@ def run_as_threads(
         Exception: the first error that a rank raised. The collectives of the other ranks end, too.
     """
     sizes = {"data": data, "pipe": pipe, "sequence": sequence, "tensor": tensor}
-    grid = RankGrid.of(sizes)
+    grid = RankGrid.from_sizes(sizes)
     turn = TurnLock() if in_turn else None
     mailbox = Mailbox(len(grid.ranks), timeout_s, turn)
     results: dict[int, ThreadResult] = {}
@@ -365,7 +365,9 @@ def run_as_threads(
     def run(rank: int) -> None:
         try:
             with turn or nullcontext():
-                results[rank] = fn(ParallelContext.of(sizes, grid.coords(rank), world=ThreadWorld(mailbox, rank)))
+                results[rank] = fn(
+                    ParallelContext.from_sizes(sizes, grid.get_coords(rank), world=ThreadWorld(mailbox, rank))
+                )
         except BaseException as error:
             errors[rank] = error
         mailbox.mark_ended(rank, failed=rank in errors)

@@ -203,8 +203,8 @@ class DeadlockMonitor:
         """Read each rank's last report and the request number that it answers. The report of an ended rank is None."""
         found: dict[int, tuple[int, RankWaitReport | None]] = {}
         for rank in ranks:
-            if self._store.check([_get_report_key(rank)]):
-                question, _, answer = self._store.get(_get_report_key(rank)).decode().partition(" ")
+            if self._store.check([_get_report_store_key(rank)]):
+                question, _, answer = self._store.get(_get_report_store_key(rank)).decode().partition(" ")
                 found[rank] = (0, None) if question == ENDED else (int(question), RankWaitReport.from_text(answer))
         return found
 
@@ -220,7 +220,7 @@ class DeadlockMonitor:
                 continue
         if not self._has_left:
             with suppress(RuntimeError):
-                self._store.set(_get_report_key(self._rank), ENDED)
+                self._store.set(_get_report_store_key(self._rank), ENDED)
 
     def _report_if_requested(self, now: float) -> None:
         request = self._store.add(QUESTION, 0)
@@ -235,9 +235,9 @@ class DeadlockMonitor:
         report = (
             RankWaitReport()
             if call is None
-            else _build_report(call, joined, now - self._call_since, self._count_started_calls())
+            else _build_deadlock_report(call, joined, now - self._call_since, self._count_started_calls())
         )
-        self._store.set(_get_report_key(self._rank), f"{request} {report.to_text()}")
+        self._store.set(_get_report_store_key(self._rank), f"{request} {report.to_text()}")
 
     def _exit_if_deadlocked(self, now: float) -> None:
         frame, _ = _find_blocking_call()
@@ -264,7 +264,7 @@ class DeadlockMonitor:
         found = count_collectives_by_group()
         for carrier in list(self.carriers):
             if (transport := carrier()) is not None:
-                found |= transport.count_messages()
+                found |= transport.get_message_counts()
         return found
 
     def _exit_if_own_rank_in(self, ranks: Collection[int], message: str = "") -> None:
@@ -317,27 +317,35 @@ def _find_awaited_transfer(frame: FrameType) -> tuple[Any, int | None, str] | tu
     return None
 
 
-def _build_report(
-    call: FrameType,
-    awaited: tuple[Any, int | None, str] | tuple[Any, int, int] | None,
-    seconds: float,
-    begun: dict[str, int],
+def _build_deadlock_report(
+    call_frame: FrameType,
+    awaited_transfer: tuple[Any, int | None, str] | tuple[Any, int, int] | None,
+    seconds_waited: float,
+    begun_counts: dict[str, int],
 ) -> RankWaitReport:
-    place = _format_user_line(call)
-    name = "" if awaited is None else get_group_name(awaited[0])
-    if awaited is None or name not in begun:
-        return RankWaitReport(seconds, place, begun=begun)
-    group, number, what = awaited
+    place = _format_user_code_line(call_frame)
+    name = "" if awaited_transfer is None else get_group_name(awaited_transfer[0])
+    if awaited_transfer is None or name not in begun_counts:
+        return RankWaitReport(seconds_waited, place, begun=begun_counts)
+    group, number, what = awaited_transfer
     if isinstance(what, int):
         assert number is not None
         return RankWaitReport(
-            seconds, place, get_message_count_key(name, dist.get_rank()), [number], what + 1, "receive", begun
+            seconds_waited,
+            place,
+            get_message_count_key(name, dist.get_rank()),
+            [number],
+            what + 1,
+            "receive",
+            begun_counts,
         )
     ranks = dist.get_process_group_ranks(group)
-    return RankWaitReport(seconds, place, name, ranks, begun[name] if number is None else number, what, begun)
+    return RankWaitReport(
+        seconds_waited, place, name, ranks, begun_counts[name] if number is None else number, what, begun_counts
+    )
 
 
-def _format_user_line(frame: FrameType) -> str:
+def _format_user_code_line(frame: FrameType) -> str:
     at: FrameType | None = frame
     own = (os.path.join("torch", ""), os.path.join("shardformer", ""))
     while at is not None and any(f"{os.sep}{part}" in at.f_code.co_filename for part in own) and at.f_back is not None:
@@ -347,7 +355,7 @@ def _format_user_line(frame: FrameType) -> str:
     return f"{os.path.basename(path)}:{number}" + f" ({line})" * bool(line)
 
 
-def _get_report_key(rank: int) -> str:
+def _get_report_store_key(rank: int) -> str:
     return f"shardformer/presence/{rank}"
 
 

@@ -39,7 +39,7 @@ from shardformer.mesh.parallel_context import (
     reshape_tensor_axis,
 )
 from shardformer.mesh.rank_failures import SAME_ADDRESS, LostPeerError, Rendezvous
-from shardformer.mesh.rank_grid import AXES, count_ranks
+from shardformer.mesh.rank_grid import AXES, count_ranks_on_axis
 from shardformer.mesh.tensor_grid import compute_grid_shape
 from shardformer.torch_compat import PrefixStore, TCPStore
 
@@ -80,7 +80,7 @@ def init_process_group(device: torch.device, backend: str | None, timeout_s: flo
         torch.cuda.set_device(device)
     _select_network_interface()
     backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    timeout, store = timedelta(seconds=timeout_s), _create_restart_store(timedelta(seconds=timeout_s))
+    timeout, store = timedelta(seconds=timeout_s), _create_store_after_restart(timedelta(seconds=timeout_s))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with nullcontext() if size == 1 else _report_missing_ranks(rank, size, timeout_s):
         if store is None:
@@ -100,7 +100,7 @@ def _report_missing_ranks(rank: int, size: int, timeout_s: float) -> Iterator[No
         with rendezvous.report_missing_processes():
             yield
     except DistError as error:
-        missing = rendezvous.missing()
+        missing = rendezvous.describe_missing_processes()
         raise LostPeerError(
             f"Rank {rank} could not connect to {missing or f'all {size} ranks'} at {host}:{port} "
             f"({get_first_message_line(error):.160}).",
@@ -152,7 +152,7 @@ def find_network_interface(host: str) -> str | None:
     return None
 
 
-def _create_restart_store(timeout: timedelta) -> Any:
+def _create_store_after_restart(timeout: timedelta) -> Any:
     """Return a key-value store for restarted processes that previous attempts have not used, or None.
 
     torch's static rendezvous reuses its store across attempts, with the addresses of exited processes that gloo would
@@ -175,7 +175,7 @@ def destroy_process_group() -> None:
     """
     if not dist.is_initialized():
         return
-    _record_exit_error()
+    _write_exit_error_to_store()
     dist.destroy_process_group()
     deadline = time.monotonic() + REST_S
     time.sleep(POLL_S)  # releases the interpreter lock to a waiting thread
@@ -183,7 +183,7 @@ def destroy_process_group() -> None:
         time.sleep(POLL_S)
 
 
-def _record_exit_error() -> None:
+def _write_exit_error_to_store() -> None:
     """Write the error that ended this process to the launcher's store, where waiting ranks can read it.
 
     An error about a lost peer is skipped, because that peer may be the one with the store.
@@ -205,7 +205,7 @@ def _is_other_thread_running() -> bool:
     return False
 
 
-def get_launcher_variable() -> str | None:
+def get_launcher_env_variable() -> str | None:
     """Return the name of the environment variable that shows that a launcher started this process, or None.
 
     SLURM also sets ``SLURM_PROCID`` in the script of sbatch and in the shell of salloc, which are not tasks of srun.
@@ -281,7 +281,7 @@ def launch_from_torch(
         LaunchError: the environment of a launcher is missing.
         ConfigError: on all processes, if the sizes do not fit, or if one process cannot read its config or seed.
     """
-    _init_default_group(backend, timeout_s)
+    _init_default_process_group(backend, timeout_s)
     sizes: dict[str, Any] = {"tensor": tensor, "pipe": pipe, "data": data, "sequence": sequence}
 
     def read_sizes() -> dict[str, Any]:
@@ -289,16 +289,16 @@ def launch_from_torch(
         for name, size in _read_parallel_sizes(settings).items():
             if sizes.get(name) is None:
                 sizes[name] = size
-        _set_seed(settings.get("seed") if seed is None else seed)
-        return {name: count_ranks(n, name) if isinstance(n, tuple | list) else n for name, n in sizes.items()}
+        _set_torch_seed(settings.get("seed") if seed is None else seed)
+        return {name: count_ranks_on_axis(n, name) if isinstance(n, tuple | list) else n for name, n in sizes.items()}
 
     context = ParallelContext.from_world(read_sizes)
     context = reshape_tensor_axis(reshape_sequence_axis(context, sizes["sequence"]), sizes["tensor"])
-    _warn_cross_host_tensor_axis(context)
+    _warn_if_tensor_axis_crosses_hosts(context)
     return context
 
 
-def _warn_cross_host_tensor_axis(context: ParallelContext) -> None:
+def _warn_if_tensor_axis_crosses_hosts(context: ParallelContext) -> None:
     grid, line = context.grid, context.tensor.ranks
     if context.rank != 0 or not context.tensor.crosses_hosts:
         return
@@ -313,7 +313,7 @@ def _warn_cross_host_tensor_axis(context: ParallelContext) -> None:
     )
 
 
-def _init_default_group(backend: str | None, timeout_s: float | None) -> None:
+def _init_default_process_group(backend: str | None, timeout_s: float | None) -> None:
     if timeout_s is not None:
         check_number("timeout_s", timeout_s, upper_bound=math.inf, unit="seconds", example=600)
     if not dist.is_initialized():
@@ -327,7 +327,7 @@ def _init_default_group(backend: str | None, timeout_s: float | None) -> None:
             )
 
 
-def _set_seed(seed: Any) -> None:
+def _set_torch_seed(seed: Any) -> None:
     if seed is None:
         return
     if isinstance(seed, bool) or not isinstance(seed, int):

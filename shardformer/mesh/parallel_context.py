@@ -29,9 +29,9 @@ from shardformer.mesh.rank_failures import MonitoredWork, PeerRanks, ReceiveWork
 from shardformer.mesh.rank_grid import AXES, AxisSizes, RankGrid, RingUlyssesSize, TensorGridSize, build_rank_grid
 from shardformer.mesh.transport import (
     NO_TRANSPORT,
-    AnnouncedCall,
+    AnnouncedCollective,
     CollectiveLog,
-    PeerCallStatus,
+    PeerCollectiveStatus,
     RankGroups,
     Transport,
     Work,
@@ -99,7 +99,7 @@ class ProcessGroupTransport:
         # lets the other processes ask what this process waits for
         get_deadlock_monitor(get_default_store(), dist.get_rank()).carriers.append(weakref.ref(self))
 
-    def count_messages(self) -> dict[str, int]:
+    def get_message_counts(self) -> dict[str, int]:
         """Count the messages sent to each rank and all messages received, with the keys of ``Report.begun``."""
         name = get_group_name(self.group)
         sent = {
@@ -116,7 +116,7 @@ class ProcessGroupTransport:
         """``ProcessWorld`` that contains the processes of this process group."""
         return ProcessWorld(tuple(self._ranks))
 
-    def _needs_staging(self, x: Tensor) -> bool:
+    def _needs_host_staging(self, x: Tensor) -> bool:
         """Return whether a GPU tensor must be copied to host memory before gloo can send it.
 
         gloo accepts CUDA tensors in some collectives only, and not in sends and receives. Staging all of them allows
@@ -136,9 +136,9 @@ class ProcessGroupTransport:
         return self._backends.get(device.type) == "nccl"
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
-        if self._needs_staging(x):
+        if self._needs_host_staging(x):
             host = _copy_to_host(x)
-            return StagedWork([self.all_reduce(host, op)], [(x, host)])
+            return HostStagedWork([self.all_reduce(host, op)], [(x, host)])
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
         return self._monitor_work(dist.all_reduce(x, op=reduce_op, group=self.group, async_op=True), "an all-reduce")
 
@@ -151,9 +151,11 @@ class ProcessGroupTransport:
         return self._start_collective(out, x, scatter, "a reduce-scatter")
 
     def _start_collective(self, out: Tensor, x: Tensor, collective: Callable[..., Any], description: str) -> Work:
-        if self._needs_staging(x):
-            host = _new_host_buffer(out)
-            return StagedWork([self._start_collective(host, _copy_to_host(x), collective, description)], [(out, host)])
+        if self._needs_host_staging(x):
+            host = _allocate_host_buffer(out)
+            return HostStagedWork(
+                [self._start_collective(host, _copy_to_host(x), collective, description)], [(out, host)]
+            )
         return self._monitor_work(collective(out, x, group=self.group, async_op=True), description)
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
@@ -161,11 +163,11 @@ class ProcessGroupTransport:
 
         gloo does an all-to-all with less work than a send and a receive (measured: half the time during computation).
         """
-        if any(self._needs_staging(x) for x in (*outgoing.values(), *arriving.values())):
+        if any(self._needs_host_staging(x) for x in (*outgoing.values(), *arriving.values())):
             sent = {id(x): _copy_to_host(x) for x in outgoing.values()}  # a tensor for several ranks is copied once
-            into = {rank: _new_host_buffer(x) for rank, x in arriving.items()}
+            into = {rank: _allocate_host_buffer(x) for rank, x in arriving.items()}
             works = self.exchange({rank: sent[id(x)] for rank, x in outgoing.items()}, into)
-            return [StagedWork(works, [(arriving[rank], host) for rank, host in into.items()])]
+            return [HostStagedWork(works, [(arriving[rank], host) for rank, host in into.items()])]
         if len(self._ranks) == 2:
             return self._exchange_with_peer(outgoing.get(1 - self._rank), arriving.get(1 - self._rank))
         works = [self.receive(x, r, 0) for r, x in arriving.items() if x.numel()]
@@ -186,8 +188,8 @@ class ProcessGroupTransport:
         return [self._monitor_work(work, "an exchange", 1 - self._rank)]
 
     def send(self, x: Tensor, to: int, tag: int) -> Work:
-        if self._needs_staging(x):
-            return StagedWork([self.send(_copy_to_host(x), to, tag)])
+        if self._needs_host_staging(x):
+            return HostStagedWork([self.send(_copy_to_host(x), to, tag)])
         if torch.compiler.is_compiling():  # a counter would cause a recompilation at each message
             self._sends_uncounted = True
         else:
@@ -195,14 +197,14 @@ class ProcessGroupTransport:
         return MonitoredWork(dist.isend(x, self._ranks[to], group=self.group, tag=tag), self.peers, "a send", to)
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work:
-        if self._needs_staging(x):
-            host = _new_host_buffer(x)
-            return StagedWork([self.receive(host, source, tag)], [(x, host)])
+        if self._needs_host_staging(x):
+            host = _allocate_host_buffer(x)
+            return HostStagedWork([self.receive(host, source, tag)], [(x, host)])
         work = dist.irecv(x, self._ranks[source], group=self.group, tag=tag)
         return ReceiveWork(work, self.peers, source, (self.group, 0, "") if self._is_counted else None, self._arrived)
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        if self._needs_staging(x):
+        if self._needs_host_staging(x):
             host = _copy_to_host(x)
             self.broadcast(host, source)
             x.data.copy_(host)
@@ -236,57 +238,61 @@ class ProcessGroupTransport:
         gathered: list[list[int]] = torch.cat(rows).tolist()
         return gathered
 
-    def announce_call(self, call: str, *, waits: bool) -> PeerCallStatus:
+    def announce_collective(self, call: str, *, waits: bool) -> PeerCollectiveStatus:
         """Write the number and name of this rank's next collective call to the launcher's store, for other ranks."""
         store, rank = get_default_store(), dist.get_rank()
         reporter = get_deadlock_monitor(store, rank)
         name = f"shardformer/calls/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
         number = store.add(f"{name}/{rank}/count", 1)
         store.set(f"{name}/{rank}", json.dumps([number, call, not waits]))
-        return self._wait_for_peers(store, name, number, reporter) if waits else PeerCallStatus()
+        return self._wait_for_peers(store, name, number, reporter) if waits else PeerCollectiveStatus()
 
-    def _wait_for_peers(self, store: Any, name: str, number: int, reporter: DeadlockMonitor) -> PeerCallStatus:
+    def _wait_for_peers(
+        self, store: Any, group_name: str, call_number: int, deadlock_monitor: DeadlockMonitor
+    ) -> PeerCollectiveStatus:
         """Wait until every rank has announced this call, or is known to be unable to reach it."""
         begin, pause_s = time.monotonic(), FIRST_PAUSE_S
         first_request, ask_at = 0, begin + ASK_AFTER_S
         differs_since: float | None = None
         while True:
-            announced = self._get_announced_calls(store, name, number)
+            announced = self._get_announced_collectives(store, group_name, call_number)
             if None not in announced:
-                return PeerCallStatus(announced)
+                return PeerCollectiveStatus(announced)
             now = time.monotonic()
             absent = [rank for rank, entry in zip(self._ranks, announced, strict=True) if entry is None]
-            if store.check([f"{name}/failed/{number}"]):
-                return PeerCallStatus(announced, dict.fromkeys(absent, "gave up"))
+            if store.check([f"{group_name}/failed/{call_number}"]):
+                return PeerCollectiveStatus(announced, dict.fromkeys(absent, "gave up"))
             if differs_since is None and len({entry.call for entry in announced if entry is not None}) > 1:
                 differs_since = now
             if now > ask_at:
-                request, ask_at = reporter.request_reports(), now + ASK_EVERY_S
+                request, ask_at = deadlock_monitor.request_reports(), now + ASK_EVERY_S
                 first_request = first_request or request
-            missing = reporter.find_blocked_ranks(absent, first_request) if ask_at > begin + ASK_AFTER_S else {}
+            missing = deadlock_monitor.find_blocked_ranks(absent, first_request) if ask_at > begin + ASK_AFTER_S else {}
             is_late = now - begin > store.timeout.total_seconds()
             if is_late or len(missing) == len(absent) or (differs_since is not None and now - differs_since > REST_S):
-                store.set(f"{name}/failed/{number}", "")
-                return PeerCallStatus(announced, missing)
+                store.set(f"{group_name}/failed/{call_number}", "")
+                return PeerCollectiveStatus(announced, missing)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
-    def _get_announced_calls(self, store: Any, name: str, number: int) -> list[AnnouncedCall | None]:
-        """Return the collective call that each rank announced as its call ``number``, or None if it announced none.
+    def _get_announced_collectives(
+        self, store: Any, group_name: str, call_number: int
+    ) -> list[AnnouncedCollective | None]:
+        """Return the collective call that each rank announced as its call ``call_number``, or None if there is none.
 
         A rank with a higher number has made this call too, unless the call failed.
         """
-        keys = [f"{name}/{rank}" for rank in self._ranks]
+        keys = [f"{group_name}/{rank}" for rank in self._ranks]
         if store.has_extended_api() and store.check(keys):
             found = store.multi_get(keys)
         else:
             found = [store.get(key) if store.check([key]) else b"[0, null, null]" for key in keys]
-        own = AnnouncedCall(*json.loads(found[self._rank])[1:])
-        announced: list[AnnouncedCall | None] = []
+        own = AnnouncedCollective(*json.loads(found[self._rank])[1:])
+        announced: list[AnnouncedCollective | None] = []
         for value in found:
             count, call, is_step = json.loads(value)
-            is_past = count > number and not store.check([f"{name}/failed/{number}"])
-            announced.append(own if is_past else AnnouncedCall(call, is_step) if count == number else None)
+            is_past = count > call_number and not store.check([f"{group_name}/failed/{call_number}"])
+            announced.append(own if is_past else AnnouncedCollective(call, is_step) if count == call_number else None)
         return announced
 
     def _monitor_work(self, work: Any, description: str, peer: int | None = None) -> Work:
@@ -296,7 +302,7 @@ class ProcessGroupTransport:
         return MonitoredWork(work, self.peers, description, peer, joined)
 
 
-class StagedWork:
+class HostStagedWork:
     """Handle of a transfer through host memory. ``wait`` copies the received values to the device.
 
     Args:
@@ -322,7 +328,7 @@ def _copy_to_host(x: Tensor) -> Tensor:
     return x.detach().to("cpu", copy=True)
 
 
-def _new_host_buffer(x: Tensor) -> Tensor:
+def _allocate_host_buffer(x: Tensor) -> Tensor:
     return torch.empty_like(x, device="cpu")
 
 
@@ -361,7 +367,7 @@ class Axis:
         _AXES[key] = self
 
     @staticmethod
-    def by_key(key: str) -> Axis:
+    def get_by_key(key: str) -> Axis:
         """Return the axis with this key, by which graphs of torch.compile refer to the axis."""
         return _AXES[key]
 
@@ -442,7 +448,7 @@ class ParallelContext:
     def axis(self, name: str) -> Axis:
         """Return the mesh axis called ``name``. Raises ConfigError if the mesh has no such axis."""
         if name not in self.axes:
-            self.grid.check(name)
+            self.grid.check_axis_names(name)
         return self.axes[name]
 
     @property
@@ -475,7 +481,7 @@ class ParallelContext:
         return [self.axes[name] for name in self.grid.sizes]
 
     @property
-    def is_here(self) -> bool:
+    def runs_in_current_thread(self) -> bool:
         """Whether this rank runs in the calling thread. Always true if the rank is a process."""
         thread = None if self.world is None else self.world.thread
         return thread is None or thread is threading.current_thread()
@@ -496,7 +502,7 @@ class ParallelContext:
         return {name: axis.rank for name, axis in self.axes.items()}
 
     @classmethod
-    def of(
+    def from_sizes(
         cls,
         sizes: Mapping[str, int],
         coords: Mapping[str, int] | None = None,
@@ -511,8 +517,8 @@ class ParallelContext:
         >>> str(ParallelContext.of({"data": 2, "tensor": 4}, {"tensor": 3}).tensor)
         'tensor 3/4'
         """
-        grid = RankGrid.of(sizes)
-        return cls(grid, grid.rank_at(coords or {}), {}, device or torch.device("cpu"), world)._add_axes(AXES)
+        grid = RankGrid.from_sizes(sizes)
+        return cls(grid, grid.get_rank_at(coords or {}), {}, device or torch.device("cpu"), world)._add_axes(AXES)
 
     @classmethod
     def from_group(cls, group: Axis | dist.ProcessGroup | None, device: torch.device | None = None) -> ParallelContext:
@@ -520,10 +526,10 @@ class ParallelContext:
         tensor = group if isinstance(group, Axis) else replace(Axis.of(group), traffic=CollectiveLog())
         if tensor.group is not None:
             _LOGS[tensor.group] = tensor.traffic
-        grid, rank = RankGrid.of({"tensor": tensor.size}, tensor.ranks), tensor.ranks[tensor.rank]
+        grid, rank = RankGrid.from_sizes({"tensor": tensor.size}, tensor.ranks), tensor.ranks[tensor.rank]
         axes = {name: Axis(name, ranks=(rank,), traffic=tensor.traffic) for name in AXES[:-1]}
         world = tensor.transport.world or ProcessWorld(tensor.ranks)
-        by_lines = {grid.rank_groups("tensor"): tensor}
+        by_lines = {grid.list_rank_groups("tensor"): tensor}
         axes["tensor"] = tensor
         return cls(grid, rank, axes, device or get_local_device(), world, None, tensor.traffic, by_lines)
 
@@ -552,7 +558,7 @@ class ParallelContext:
                 # with a GPU, some versions of torch create NCCL groups for a mesh although the user chose gloo
                 is_chosen = dist.get_backend_config(group) == dist.get_backend_config()
                 transport = ProcessGroupTransport(group) if is_chosen else None
-                context._create_axis(name, grid.rank_groups(name), transport)
+                context._create_axis(name, grid.list_rank_groups(name), transport)
         return context._add_axes(AXES)
 
     def flatten(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> Axis:
@@ -570,7 +576,7 @@ class ParallelContext:
         wide = [name for name in names if self.axis(name).size > 1]
         if only is None and len(wide) <= 1:
             return self.axes[wide[0] if wide else names[0]]
-        rank_groups = self.grid.rank_groups(*wide, only=only)
+        rank_groups = self.grid.list_rank_groups(*wide, only=only)
         return self._by_rank_group.get(rank_groups) or self._create_axis("_".join(wide), rank_groups)
 
     def reshape_axis(self, of: str | Sequence[str], **sizes: int) -> ParallelContext:
@@ -580,13 +586,13 @@ class ParallelContext:
         ranks away. All processes must call it, in the same order, because it creates process groups. Raises ConfigError
         if the product of the sizes is wrong.
         """
-        grid = self.grid.add_view([of] if isinstance(of, str) else of, sizes)
+        grid = self.grid.with_reshaped_axes([of] if isinstance(of, str) else of, sizes)
         return replace(self, grid=grid)._add_axes(sizes)
 
     def _add_axes(self, names: Sequence[str] | Mapping[str, int]) -> ParallelContext:
         axes = dict(self.axes)
         for name in names:
-            rank_groups = self.grid.rank_groups(name)
+            rank_groups = self.grid.list_rank_groups(name)
             axis = self._by_rank_group.get(rank_groups) or self._create_axis(name, rank_groups)
             axes[name] = axis if axis.name == name else replace(axis, name=name)
         return replace(self, axes=axes)
@@ -612,19 +618,19 @@ class ParallelContext:
         return ", ".join(f"{a.name}={a.size}" for a in base if a.size > 1) or "one process"
 
 
-def reshape_sequence_axis(context: ParallelContext, sequence: RingUlyssesSize | None) -> ParallelContext:
-    """Reshape the sequence axis into a ring axis and a Ulysses axis if ``sequence`` is a pair of sizes."""
-    if sequence is None or isinstance(sequence, int):
+def reshape_sequence_axis(context: ParallelContext, ring_ulysses_size: RingUlyssesSize | None) -> ParallelContext:
+    """Reshape the sequence axis into a ring axis and a Ulysses axis if ``ring_ulysses_size`` is a pair of sizes."""
+    if ring_ulysses_size is None or isinstance(ring_ulysses_size, int):
         return context
-    ring, group = sequence
+    ring, group = ring_ulysses_size
     return context.reshape_axis("sequence", ring=ring, ulysses=group)
 
 
-def reshape_tensor_axis(context: ParallelContext, tensor: TensorGridSize | None) -> ParallelContext:
-    """Reshape the tensor axis into row, column and depth axes if ``tensor`` is a tuple of two or three sizes."""
-    if not isinstance(tensor, tuple | list) or len(tensor) == 1:
+def reshape_tensor_axis(context: ParallelContext, grid_size: TensorGridSize | None) -> ParallelContext:
+    """Reshape the tensor axis into row, column and depth axes if ``grid_size`` is a tuple of two or three sizes."""
+    if not isinstance(grid_size, tuple | list) or len(grid_size) == 1:
         return context
-    row, column, *depth = tensor
+    row, column, *depth = grid_size
     return context.reshape_axis("tensor", row=row, column=column, depth=depth[0] if depth else 1)
 
 

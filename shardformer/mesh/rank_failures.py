@@ -172,7 +172,7 @@ class Rendezvous:
     def report_missing_processes(self) -> Iterator[None]:
         """While the ``with`` block waits for all processes, print from a thread which of them have not connected."""
         is_complete = threading.Event()
-        report = self._print_missing_processes if self.place == 0 else self._print_if_unreachable
+        report = self._print_missing_processes if self.place == 0 else self._print_if_host_unreachable
         thread = threading.Thread(target=report, args=[is_complete], name="shardformer-rendezvous", daemon=True)
         thread.start()
         try:
@@ -181,57 +181,59 @@ class Rendezvous:
             is_complete.set()
             thread.join(2 * CONNECT_S)
 
-    def missing(self) -> str:
+    def describe_missing_processes(self) -> str:
         """Return which processes have not connected, such as "rank 1 of 2", or "" if this is unknown.
 
         Reliable once this process has waited for some seconds.
         """
         with suppress(RuntimeError):
             store = self._open_store()
-            absent = [place for place in range(self.size) if not store.check([self._get_connected_key(place)])]
+            absent = [place for place in range(self.size) if not store.check([self._get_connected_store_key(place)])]
             if absent and self.place not in absent:
                 shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
                 return f"{self.what}{'s' if len(absent) > 1 else ''} {shown} of {self.size}"
         return ""
 
-    def _print_missing_processes(self, is_complete: threading.Event) -> None:
-        if is_complete.wait(MARK_AFTER_S):
+    def _print_missing_processes(self, all_connected: threading.Event) -> None:
+        if all_connected.wait(MARK_AFTER_S):
             return
         if self._get_connection_error() is None:  # the store exists already if the launchers have connected
-            self._mark_connected()
-        if is_complete.wait(SAY_AFTER_S - MARK_AFTER_S):
+            self._mark_as_connected()
+        if all_connected.wait(SAY_AFTER_S - MARK_AFTER_S):
             return
         if (error := self._get_connection_error()) is not None:
             self._print_connection_error(error)
             return
-        self._mark_connected()
-        if (missing := self.missing()) and not is_complete.is_set():
-            self._print(f"has waited for {SAY_AFTER_S:g} s at {self.host}:{self.port} for {missing}. {self.advice}")
+        self._mark_as_connected()
+        if (missing := self.describe_missing_processes()) and not all_connected.is_set():
+            self._print_message(
+                f"has waited for {SAY_AFTER_S:g} s at {self.host}:{self.port} for {missing}. {self.advice}"
+            )
 
-    def _print_if_unreachable(self, is_complete: threading.Event) -> None:
-        if is_complete.wait(MARK_AFTER_S):
+    def _print_if_host_unreachable(self, all_connected: threading.Event) -> None:
+        if all_connected.wait(MARK_AFTER_S):
             return
         end = time.monotonic() + SAY_AFTER_S - MARK_AFTER_S
         while (error := self._get_connection_error()) is not None:
             if time.monotonic() >= end:
                 self._print_connection_error(error)
                 return
-            if is_complete.wait(AGAIN_S):
+            if all_connected.wait(AGAIN_S):
                 return
-        self._mark_connected()
+        self._mark_as_connected()
 
-    def _mark_connected(self) -> None:
+    def _mark_as_connected(self) -> None:
         with suppress(RuntimeError):
-            self._open_store().set(self._get_connected_key(self.place), platform.node())
+            self._open_store().set(self._get_connected_store_key(self.place), platform.node())
 
     def _print_connection_error(self, error: OSError) -> None:
-        self._print(
+        self._print_message(
             f"could not connect to {self.what} 0 at {self.host}:{self.port} for {SAY_AFTER_S:g} s "
             f"({error.strerror or error}). Check that the address is correct and the port is free, that "
             f"{self.what} 0 was started, and that its firewall allows the connection"
         )
 
-    def _print(self, text: str) -> None:
+    def _print_message(self, text: str) -> None:
         name = f"{self.what} {self.place} ({platform.node()})"
         print(f"shardformer: {name} {text}.", file=sys.stderr, flush=True)
 
@@ -247,5 +249,5 @@ class Rendezvous:
             self.host, self.port, None, False, timedelta(seconds=CONNECT_S), wait_for_workers=False, use_libuv=True
         )
 
-    def _get_connected_key(self, index: int) -> str:
+    def _get_connected_store_key(self, index: int) -> str:
         return f"shardformer/here/{self.what}/{self.attempt}/{index}"

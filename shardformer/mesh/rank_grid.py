@@ -22,7 +22,7 @@ AXES = ("data", "pipe", "sequence", "tensor")
 
 
 @dataclass(frozen=True)
-class AxisView:
+class ReshapedAxesView:
     """View of a rank grid, which reshapes the product of some axes into other named axes."""
 
     of: tuple[str, ...]
@@ -39,7 +39,8 @@ class RankGrid:
         views: additional axes that reshape these axes.
         hosts: host name of each of ``ranks``; empty if unknown.
 
-    >>> grid = RankGrid({"data": 2, "tensor": 4}, tuple(range(8))).add_view(["tensor"], {"row": 2, "column": 2})
+    >>> grid = RankGrid({"data": 2, "tensor": 4}, tuple(range(8))).with_reshaped_axes(["tensor"], {"row": 2, "column":
+    2})
     >>> grid.coords(6)
     {'data': 1, 'tensor': 2, 'row': 1, 'column': 0}
     >>> grid.rank_groups("row")
@@ -50,11 +51,13 @@ class RankGrid:
 
     sizes: Mapping[str, int]
     ranks: tuple[int, ...]
-    views: tuple[AxisView, ...] = ()
+    views: tuple[ReshapedAxesView, ...] = ()
     hosts: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, sizes: Mapping[str, int], ranks: Sequence[int] | None = None, hosts: Sequence[str] = ()) -> RankGrid:
+    def from_sizes(
+        cls, sizes: Mapping[str, int], ranks: Sequence[int] | None = None, hosts: Sequence[str] = ()
+    ) -> RankGrid:
         """Build a grid with the data, pipe, sequence and tensor axes. Axes that are not in ``sizes`` have size 1.
 
         The ranks count from 0 unless ``ranks`` is passed.
@@ -63,28 +66,28 @@ class RankGrid:
             check_axis_size(name, size)
         places = range(prod(sizes.values())) if ranks is None else ranks
         grid = cls({name: sizes.get(name, 1) for name in AXES}, tuple(places), (), tuple(hosts))
-        grid.check(*sizes)
+        grid.check_axis_names(*sizes)
         return grid
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def axis_names(self) -> tuple[str, ...]:
         """Names of the grid axes, followed by the axis names of the views."""
         return (*self.sizes, *(name for view in self.views for name in view.sizes))
 
-    def check(self, *names: str) -> None:
+    def check_axis_names(self, *names: str) -> None:
         """Raise ConfigError if one of ``names`` is not an axis of the grid."""
         for name in names:
-            if name not in self.names:
+            if name not in self.axis_names:
                 raise ConfigError(
-                    f"The mesh has no axis {name!r}. Its axes are {', '.join(self.names)}.",
-                    remedy=suggest_similar_names(name, self.names),
+                    f"The mesh has no axis {name!r}. Its axes are {', '.join(self.axis_names)}.",
+                    remedy=suggest_similar_names(name, self.axis_names),
                 )
 
-    def coords(self, rank: int) -> dict[str, int]:
+    def get_coords(self, rank: int) -> dict[str, int]:
         """Return the coordinates of a global rank as a dict from axis names to indices, including the axes of views."""
         return self._index_to_coords(self.ranks.index(rank))
 
-    def rank_at(self, coords: Mapping[str, int]) -> int:
+    def get_rank_at(self, coords: Mapping[str, int]) -> int:
         """Return the global rank at ``coords``. The coordinate on a missing axis is 0."""
         place = 0
         for name, size in self.sizes.items():
@@ -96,7 +99,7 @@ class RankGrid:
             )
         return self.ranks[place]
 
-    def rank_groups(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> RankGroups:
+    def list_rank_groups(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> RankGroups:
         """Return the groups of ranks that differ only in their coordinates on the axes ``names``.
 
         Args:
@@ -113,49 +116,50 @@ class RankGrid:
                 found.setdefault(tuple(at[name] for name in fixed), []).append(rank)
         return tuple(tuple(line) for line in found.values())
 
-    def add_view(self, of: Sequence[str], sizes: Mapping[str, int]) -> RankGrid:
-        """Return a grid with additional named axes that reshape the product of the axes ``of``.
+    def with_reshaped_axes(self, reshaped_axes: Sequence[str], sizes: Mapping[str, int]) -> RankGrid:
+        """Return a grid with additional named axes that reshape the product of the axes ``reshaped_axes``.
 
         Raises ConfigError if names or sizes do not fit.
         """
-        self.check(*of)
-        size = prod(self.sizes.get(name, 1) for name in of)
-        if not of or list(of) != [name for name in self.sizes if name in of]:
+        self.check_axis_names(*reshaped_axes)
+        size = prod(self.sizes.get(name, 1) for name in reshaped_axes)
+        if not reshaped_axes or list(reshaped_axes) != [name for name in self.sizes if name in reshaped_axes]:
             raise ConfigError(
-                f"The axes {list(of)} cannot be reshaped, because they are not mesh axes in the order of the mesh.",
+                f"The axes {list(reshaped_axes)} cannot be reshaped, because they are not mesh axes in the "
+                "order of the mesh.",
                 remedy=f"Use one or more of {', '.join(self.sizes)} in this order, and no axis of another view.",
             )
-        if used := [name for name in sizes if name in self.names]:
+        if used := [name for name in sizes if name in self.axis_names]:
             raise ConfigError(
                 f"The name {used[0]!r} of a new axis is already the name of another axis.",
-                remedy=f"Use a name other than {', '.join(self.names)}.",
+                remedy=f"Use a name other than {', '.join(self.axis_names)}.",
             )
         for name, n in sizes.items():
             check_axis_size(name, n)
         if prod(sizes.values()) != size or not sizes:
-            reshaped = _format_product({name: self.sizes[name] for name in of})
+            reshaped = _format_size_product({name: self.sizes[name] for name in reshaped_axes})
             raise ConfigError(
-                f"The new axes {_format_product(sizes) or dict(sizes)} do not have as many ranks as {reshaped}.",
+                f"The new axes {_format_size_product(sizes) or dict(sizes)} do not have as many ranks as {reshaped}.",
                 remedy=f"Use sizes whose product is {size}.",
             )
-        return replace(self, views=(*self.views, AxisView(tuple(of), dict(sizes))))
+        return replace(self, views=(*self.views, ReshapedAxesView(tuple(reshaped_axes), dict(sizes))))
 
     def crosses_hosts(self, ranks: Sequence[int]) -> bool | None:
         """Return whether the ranks in ``ranks`` are on more than one host, or None if their hosts are unknown."""
         return len({self.hosts[self.ranks.index(rank)] for rank in ranks}) > 1 if self.hosts else None
 
     def _index_to_coords(self, place: int) -> dict[str, int]:
-        coords = _unravel_index(place, self.sizes)
+        coords = _unravel_rank_index(place, self.sizes)
         for view in self.views:
             index = 0
             for name in view.of:
                 index = index * self.sizes[name] + coords[name]
-            coords |= _unravel_index(index, view.sizes)
+            coords |= _unravel_rank_index(index, view.sizes)
         return coords
 
     def _find_fixed_axes(self, names: Sequence[str]) -> list[str]:
         """Return the axes on which all ranks of each group along the axes ``names`` have the same coordinate."""
-        self.check(*names)
+        self.check_axis_names(*names)
         named = set(names)
         views = [v for v in self.views if named & v.sizes.keys() and not named.issuperset(v.of)]
         refolded = [name for view in views for name in view.of]
@@ -172,7 +176,7 @@ def check_axis_size(name: str, size: object) -> None:
     check_int(name, size, unit="ranks")
 
 
-def _unravel_index(index: int, sizes: Mapping[str, int]) -> dict[str, int]:
+def _unravel_rank_index(index: int, sizes: Mapping[str, int]) -> dict[str, int]:
     out = {}
     for name in reversed(list(sizes)):
         index, out[name] = divmod(index, sizes[name])
@@ -193,7 +197,7 @@ COMPOSITE_AXES = {
 }
 
 
-def count_ranks(sizes: TensorGridSize | None, axis: str = "sequence") -> int:
+def count_ranks_on_axis(sizes: TensorGridSize | None, axis: str = "sequence") -> int:
     """Return the number of ranks on an axis whose size is a number or a tuple of factors.
 
     Raises ConfigError if the size is invalid.
@@ -218,7 +222,7 @@ def parse_axis_size(text: str, axis: str) -> int | tuple[int, ...]:
         raise ConfigError(f"{axis}={text} is not a positive number.", remedy=f"Use --{axis} 1 or more.")
     try:
         sizes = tuple(int(part) for part in text.split("x"))
-        total = count_ranks(sizes, axis)
+        total = count_ranks_on_axis(sizes, axis)
     except (ValueError, ConfigError):
         _, meaning, example = COMPOSITE_AXES[axis]
         raise ConfigError(
@@ -248,7 +252,7 @@ def build_rank_grid(sizes: AxisSizes | Callable[[], AxisSizes]) -> RankGrid:
     shape: dict[str, int] = {}
     problem: Exception | None = None
     try:
-        shape = _infer_missing_sizes(dict(sizes() if callable(sizes) else sizes), world)
+        shape = _infer_missing_axis_sizes(dict(sizes() if callable(sizes) else sizes), world)
     except Exception as error:  # the other processes wait for this one, so they must learn of any failure
         problem = error
     message = "" if problem is None else str(problem)
@@ -266,10 +270,10 @@ def build_rank_grid(sizes: AxisSizes | Callable[[], AxisSizes]) -> RankGrid:
                 f"{other_message or other}.",
                 remedy="Pass the same sizes on every process.",
             )
-    return RankGrid.of(shape, hosts=[host for *_, host in answers])
+    return RankGrid.from_sizes(shape, hosts=[host for *_, host in answers])
 
 
-def _infer_missing_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
+def _infer_missing_axis_sizes(sizes: dict[str, int | None], world_size: int) -> dict[str, int]:
     for name, size in sizes.items():
         if size is not None:
             check_axis_size(name, size)
@@ -277,10 +281,10 @@ def _infer_missing_sizes(sizes: dict[str, int | None], world: int) -> dict[str, 
     tensor, data = passed.get("tensor"), passed.get("data")
     pipe, sequence = passed.get("pipe", 1), passed.get("sequence", 1)
     known = prod(passed.values())
-    if world % known and (tensor is None or data is None):
-        divisors = [n for n in range(1, world + 1) if world % n == 0]
+    if world_size % known and (tensor is None or data is None):
+        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
         raise ConfigError(
-            f"{_format_product(passed)} does not divide the number of processes, {world}.",
+            f"{_format_size_product(passed)} does not divide the number of processes, {world_size}.",
             remedy=(
                 f"Use sizes whose product is one of {', '.join(map(str, divisors))}"
                 if len(passed) > 1
@@ -289,18 +293,18 @@ def _infer_missing_sizes(sizes: dict[str, int | None], world: int) -> dict[str, 
             + f", or start a multiple of {known} processes.",
         )
     if tensor is None:
-        tensor = world // known if data is not None or not passed else 1
+        tensor = world_size // known if data is not None or not passed else 1
     if data is None:
-        data = world // (tensor * pipe * sequence)
+        data = world_size // (tensor * pipe * sequence)
     resolved = {"data": data, "pipe": pipe, "sequence": sequence, "tensor": tensor}
-    if prod(resolved.values()) != world:
+    if prod(resolved.values()) != world_size:
         shown = {n: s for n, s in reversed(resolved.items()) if s > 1 or n in ("tensor", "data")}
         raise ConfigError(
-            f"{_format_product(shown)} is not equal to the number of processes, {world}.",
+            f"{_format_size_product(shown)} is not equal to the number of processes, {world_size}.",
             remedy=f"Omit one of the sizes, which is then inferred, or start {prod(resolved.values())} processes.",
         )
     return resolved
 
 
-def _format_product(sizes: Mapping[str, int | None]) -> str:
+def _format_size_product(sizes: Mapping[str, int | None]) -> str:
     return " times ".join(f"{name}={size}" for name, size in sizes.items())

@@ -47,7 +47,7 @@ class TensorGrid:
     core: Axis
 
     @classmethod
-    def of(cls, context: ParallelContext, mode: str) -> TensorGrid:
+    def from_context(cls, context: ParallelContext, mode: str) -> TensorGrid:
         """Build the grid from a context with row, column and depth axes. All processes must call this together."""
         row, column, depth = (context.axis(name) for name in GRID_AXIS_NAMES)
         batch = context.flatten("row", "column" if mode == "3d" else "depth")
@@ -60,7 +60,7 @@ class TensorGrid:
         return {axis.name: axis.rank for axis in (self.row, self.column, self.depth)}
 
     @property
-    def samples(self) -> int:
+    def batch_divisor(self) -> int:
         """Number by which the padded batch size must be divisible."""
         return lcm(self.batch.size, self.core.size)
 
@@ -88,33 +88,37 @@ def compute_grid_shape(mode: str, size: int | Sequence[int], depth: int | None =
     if isinstance(size, tuple | list):
         row, column, third = (*size, 1)[:3]
         if mode == "2d" and third > 1:
-            raise _make_size_error(f"({row}, {column}, {third})", mode, f"Use tensor=({row}, {column * third})")
+            raise _make_grid_size_error(f"({row}, {column}, {third})", mode, f"Use tensor=({row}, {column * third})")
         if mode != "2d" and third == 1 < row * column:
-            raise _make_size_error(f"({row}, {column})", mode, f"Pass three sizes, such as tensor=({row}, {column}, 2)")
+            raise _make_grid_size_error(
+                f"({row}, {column})", mode, f"Pass three sizes, such as tensor=({row}, {column}, 2)"
+            )
         return row, column, third
     assert isinstance(size, int), size
     if mode == "2.5d" and depth is not None:
         side = isqrt(size // depth) if depth else 0
         if side * side * depth != size:
-            raise _make_size_error(
+            raise _make_grid_size_error(
                 f"{size} and depth={depth}", mode, f"Use a size that is {depth} times a square number"
             )
         return side, side, depth
     if mode == "2d":
         side = isqrt(size)
         if side * side != size:
-            raise _make_size_error(
+            raise _make_grid_size_error(
                 str(size), mode, f"Pass rows and columns, such as tensor={_factor_nearly_square(size)}"
             )
         return side, side, 1
     if mode == "3d":
         side = round(size ** (1 / 3))
         if side**3 != size:
-            raise _make_size_error(str(size), mode, "Pass three sizes, such as tensor=(2, 2, 2) or tensor=(4, 2, 2)")
+            raise _make_grid_size_error(
+                str(size), mode, "Pass three sizes, such as tensor=(2, 2, 2) or tensor=(4, 2, 2)"
+            )
         return side, side, side
     sides = [n for n in range(isqrt(size), 1, -1) if size % (n * n) == 0 and size > n * n]
     if not sides:
-        raise _make_size_error(str(size), mode, "Pass three sizes, such as tensor=(2, 2, 2)")
+        raise _make_grid_size_error(str(size), mode, "Pass three sizes, such as tensor=(2, 2, 2)")
     return sides[0], sides[0], size // sides[0] ** 2
 
 
@@ -135,7 +139,7 @@ def _factor_nearly_square(size: int) -> tuple[int, int]:
     return size // small, small
 
 
-def _make_size_error(sizes: str, mode: str, remedy: str) -> ConfigError:
+def _make_grid_size_error(sizes: str, mode: str, remedy: str) -> ConfigError:
     shapes = {"2d": "rows x columns", "2.5d": "rows x columns x copies", "3d": "rows x columns x depth"}
     alone = {"2d": "a square", "2.5d": "a stack of two or more squares", "3d": "a cube"}
     return ConfigError(
@@ -170,19 +174,19 @@ def describe_grid_shards(mode: str, sizes: int | tuple[int, ...]) -> list[GridSh
     row, column, depth = compute_grid_shape(mode, sizes)
     shards = []
     for rank in range(row * column * depth):
-        context = ParallelContext.of({"tensor": row * column * depth}, {"tensor": rank})
-        grid = TensorGrid.of(context.reshape_axis("tensor", row=row, column=column, depth=depth), mode)
+        context = ParallelContext.from_sizes({"tensor": row * column * depth}, {"tensor": rank})
+        grid = TensorGrid.from_context(context.reshape_axis("tensor", row=row, column=column, depth=depth), mode)
         axes = [grid.row, grid.column, grid.depth][: 2 if mode == "2d" else 3]
         batch, hidden, core, width = (
-            _format_shard(axis.rank, axis.size) for axis in (grid.batch, grid.hidden, grid.core, grid.column)
+            _format_shard_position(axis.rank, axis.size) for axis in (grid.batch, grid.hidden, grid.core, grid.column)
         )
-        contracted = _format_shard(grid.contraction.rank * row + grid.row.rank, grid.contraction.size * row)
+        contracted = _format_shard_position(grid.contraction.rank * row + grid.row.rank, grid.contraction.size * row)
         place = ", ".join(str(axis.rank) for axis in axes)
         shards.append(GridShards(rank, place, f"{batch}, {hidden}", f"{core}, {width}", f"{width}, {contracted}"))
     return shards
 
 
-def compare_communication(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[str, str]]:
+def compare_communication_with_1d(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[str, str]]:
     """Compare how many elements a rank sends per layer in 1D tensor parallelism and on a grid.
 
     Counts the forward and backward pass of a layer with N tokens, H hidden features, W weights, V features inside its
@@ -208,7 +212,7 @@ def compare_communication(mode: str, sizes: int | tuple[int, ...]) -> list[tuple
 def summarize_grid(grid: TensorGrid) -> str:
     """Describe in words which shards each rank of a grid stores and how many elements it sends per layer."""
     sizes = (grid.row.size, grid.column.size, grid.depth.size)
-    (_, line), (_, own) = compare_communication(grid.mode, sizes)
+    (_, line), (_, own) = compare_communication_with_1d(grid.mode, sizes)
     widths = ", V features inside its blocks and E features at their ends" if "V" in own else ""
     return (
         f"Tensor parallelism on a grid: {grid}. Between blocks, a rank has 1/{grid.batch.size} of the samples and "
@@ -218,5 +222,5 @@ def summarize_grid(grid: TensorGrid) -> str:
     )
 
 
-def _format_shard(index: int, count: int) -> str:
+def _format_shard_position(index: int, count: int) -> str:
     return "all" if count == 1 else f"{index + 1}/{count}"

@@ -85,15 +85,15 @@ class CollectiveLog:
     where: CallSite = NO_CALL_SITE
     steps: int = 0
 
-    def start(self, call: CollectiveRecord) -> Callable[[], None]:
+    def record_start(self, record: CollectiveRecord) -> Callable[[], None]:
         """Log the start of a collective, and return a function that logs the wait for its result."""
-        if call.op != "receive":
-            self.calls.append(call)
-        self.events.append(CollectiveEvent("start", call))
-        return lambda: self.events.append(CollectiveEvent("wait", call)) if self.enabled else None
+        if record.op != "receive":
+            self.calls.append(record)
+        self.events.append(CollectiveEvent("start", record))
+        return lambda: self.events.append(CollectiveEvent("wait", record)) if self.enabled else None
 
     @contextmanager
-    def within(self, *, module: str | None = None, action: str | None = None) -> Iterator[None]:
+    def set_call_site(self, *, module: str | None = None, action: str | None = None) -> Iterator[None]:
         """Record the module path or pipeline action for all collectives that start in the ``with`` block."""
         before = self.where
         self.where = CallSite(before.module if module is None else module, before.action if action is None else action)
@@ -116,14 +116,14 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
-class AnnouncedCall(NamedTuple):
+class AnnouncedCollective(NamedTuple):
     """Collective call that a rank has reached, as it is announced to the other ranks."""
 
     call: str
     is_step: bool  # whether the ranks compare numbers at this call
 
 
-class PeerCallStatus(NamedTuple):
+class PeerCollectiveStatus(NamedTuple):
     """Collective calls that the ranks of an axis have announced, and the status of ranks that did not arrive.
 
     Args:
@@ -131,7 +131,7 @@ class PeerCallStatus(NamedTuple):
         missing: global rank -> status of a rank that did not arrive.
     """
 
-    calls: Sequence[AnnouncedCall | None] = ()
+    calls: Sequence[AnnouncedCollective | None] = ()
     missing: Mapping[int, str] = MappingProxyType({})
 
 
@@ -204,7 +204,7 @@ class Transport(Protocol):
         This is much faster than ``gather_objects``, and does not synchronize a device if host memory can be sent.
         """
 
-    def announce_call(self, call: str, *, waits: bool) -> PeerCallStatus:
+    def announce_collective(self, call: str, *, waits: bool) -> PeerCollectiveStatus:
         """Announce to the other ranks that this rank has reached a collective call.
 
         Args:
@@ -213,7 +213,7 @@ class Transport(Protocol):
         """
 
 
-class _NoTransport:
+class _UnavailableTransport:
     """Transport of an axis that cannot communicate, because it has size 1 or no process groups."""
 
     world = group = None
@@ -227,4 +227,4 @@ class _NoTransport:
         )
 
 
-NO_TRANSPORT = cast(Transport, _NoTransport())
+NO_TRANSPORT = cast(Transport, _UnavailableTransport())

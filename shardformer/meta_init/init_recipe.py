@@ -1,7 +1,7 @@
 """Record the operations that initialize a meta tensor as its recipe, and run them later to compute its values.
 
     DeferredStorage    a storage on the meta device, shared by all views of a tensor
-    InitStep           a recorded operation, with references to the steps that wrote its inputs
+    RecordedInitStep           a recorded operation, with references to the steps that wrote its inputs
     recipe             the steps that compute the current values of a storage
 
 A step that draws random numbers stores the state of the generator before the step. Each storage can therefore be
@@ -42,11 +42,11 @@ class DeferredStorage:
     """A storage on the meta device whose values can be computed later, by the operations of its recipe."""
 
     num_bytes: int
-    writer: InitStep | None = None
+    writer: RecordedInitStep | None = None
 
 
 @dataclass(frozen=True)
-class TensorView:
+class DeferredTensorView:
     """A strided view of a deferred storage, which replaces a meta tensor in the arguments of a recorded operation."""
 
     deferred: DeferredStorage
@@ -55,27 +55,27 @@ class TensorView:
     stride: tuple[int, ...]
     offset: int
 
-    def of(self, storage: UntypedStorage) -> Tensor:
+    def to_tensor(self, storage: UntypedStorage) -> Tensor:
         """Return the tensor that this view describes in a storage that has values."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(eq=False)
-class InitStep:
+class RecordedInitStep:
     """A recorded tensor operation, with references to the steps that wrote its inputs."""
 
-    func: Any  # a torch operator or a ``SafetensorsSource``
-    args: tuple[Any, ...]  # each tensor without values is a ``TensorView``
+    func: Any  # a torch operator or a ``SafetensorsTensorReader``
+    args: tuple[Any, ...]  # each tensor without values is a ``DeferredTensorView``
     kwargs: dict[str, Any]
-    out: tuple[TensorView | None, ...] = ()  # output views, or None for an output that is not a new tensor
-    before: tuple[InitStep, ...] = ()  # the steps that wrote the inputs
+    out: tuple[DeferredTensorView | None, ...] = ()  # output views, or None for an output that is not a new tensor
+    before: tuple[RecordedInitStep, ...] = ()  # the steps that wrote the inputs
     state: Tensor | None = None  # generator state before the operation, if it draws random numbers
     number: int = field(default_factory=lambda: next(_STEP_NUMBERS))
 
-    def deferred_storages(self) -> list[DeferredStorage]:
+    def list_deferred_storages(self) -> list[DeferredStorage]:
         """Return the deferred storages that the step reads or writes, each once."""
-        views = [x for x in tree_flatten((self.args, self.kwargs, self.out))[0] if isinstance(x, TensorView)]
+        views = [x for x in tree_flatten((self.args, self.kwargs, self.out))[0] if isinstance(x, DeferredTensorView)]
         return list({id(v.deferred): v.deferred for v in views}.values())
 
 
@@ -95,21 +95,23 @@ def defer_storage(tensor: Tensor) -> DeferredStorage:
     return deferred
 
 
-def drop_recipe(tensor: Tensor) -> None:
+def drop_init_recipe(tensor: Tensor) -> None:
     """Remove the recipe of a meta tensor, whose values can then no longer be computed."""
     tensor.untyped_storage().__dict__.pop(ATTRIBUTE, None)
 
 
-def get_view(tensor: Tensor) -> TensorView:
+def get_deferred_view(tensor: Tensor) -> DeferredTensorView:
     """Return a view of a tensor's deferred storage that has the shape, strides and offset of the tensor."""
     deferred = get_deferred_storage(tensor)
     assert deferred is not None
-    return TensorView(deferred, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+    return DeferredTensorView(
+        deferred, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+    )
 
 
-def get_recipe(deferred: DeferredStorage) -> list[InitStep]:
+def get_init_recipe(deferred: DeferredStorage) -> list[RecordedInitStep]:
     """Return the recorded steps that compute the values of a deferred storage, in the order of recording."""
-    found: dict[int, InitStep] = {}
+    found: dict[int, RecordedInitStep] = {}
     waiting = [deferred.writer] if deferred.writer is not None else []
     while waiting:
         step = waiting.pop()
@@ -119,17 +121,17 @@ def get_recipe(deferred: DeferredStorage) -> list[InitStep]:
     return [found[number] for number in sorted(found)]
 
 
-def run_recipe(deferred: DeferredStorage) -> UntypedStorage:
+def run_init_recipe(deferred: DeferredStorage) -> UntypedStorage:
     """Run the recipe of a deferred storage on the CPU, and free intermediate storages after their last use."""
-    steps = get_recipe(deferred)
-    uses = Counter(id(p) for step in steps for p in step.deferred_storages())
+    steps = get_init_recipe(deferred)
+    uses = Counter(id(p) for step in steps for p in step.list_deferred_storages())
     storages: dict[int, UntypedStorage] = {}
     with disable_current_modes(), torch.no_grad(), torch.device("cpu"):
         if not steps:
             return _allocate_storage(deferred)
         for step in steps:
-            run_step(step, storages)
-            for p in step.deferred_storages():
+            run_init_step(step, storages)
+            for p in step.list_deferred_storages():
                 uses[id(p)] -= 1
                 if not uses[id(p)] and p is not deferred:
                     del storages[id(p)]
@@ -137,13 +139,13 @@ def run_recipe(deferred: DeferredStorage) -> UntypedStorage:
     return storage.clone() if getattr(steps[-1].func, "is_borrowed", False) else storage
 
 
-def compute_values(tensor: Tensor) -> Tensor:
+def compute_deferred_values(tensor: Tensor) -> Tensor:
     """Run the recipe of a meta tensor, and return the resulting values as a CPU tensor."""
-    view = get_view(tensor)
-    return view.of(run_recipe(view.deferred))
+    view = get_deferred_view(tensor)
+    return view.to_tensor(run_init_recipe(view.deferred))
 
 
-def run_step(step: InitStep, storages: dict[int, UntypedStorage]) -> None:
+def run_init_step(step: RecordedInitStep, storages: dict[int, UntypedStorage]) -> None:
     """Run one recorded step, and store its results in ``storages``.
 
     Args:
@@ -151,10 +153,10 @@ def run_step(step: InitStep, storages: dict[int, UntypedStorage]) -> None:
     """
 
     def get_real_value(x: Any) -> Any:
-        if isinstance(x, TensorView):
+        if isinstance(x, DeferredTensorView):
             if id(x.deferred) not in storages:  # will be overwritten, or was never written
                 storages[id(x.deferred)] = _allocate_storage(x.deferred)
-            return x.of(storages[id(x.deferred)])
+            return x.to_tensor(storages[id(x.deferred)])
         return x
 
     args, kwargs = tree_map(get_real_value, step.args), tree_map(get_real_value, step.kwargs)
@@ -187,34 +189,34 @@ def _allocate_storage(deferred: DeferredStorage) -> UntypedStorage:
     return torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
 
 
-def _convert_to_recorded_layout(value: Tensor, view: TensorView) -> UntypedStorage:
+def _convert_to_recorded_layout(value: Tensor, view: DeferredTensorView) -> UntypedStorage:
     """Return the storage of a result, copied first if its strides or dtype differ from the recorded ones."""
     if (value.stride(), value.storage_offset(), value.dtype) == (view.stride, view.offset, view.dtype):
         return value.untyped_storage()
     storage = _allocate_storage(view.deferred)
-    view.of(storage).copy_(value)
+    view.to_tensor(storage).copy_(value)
     return storage
 
 
-def iter_random_steps(deferred: DeferredStorage) -> Iterator[InitStep]:
+def iter_random_init_steps(deferred: DeferredStorage) -> Iterator[RecordedInitStep]:
     """Iterate over the steps of a recipe that draw random numbers."""
-    return (step for step in get_recipe(deferred) if step.state is not None)
+    return (step for step in get_init_recipe(deferred) if step.state is not None)
 
 
-def describe_recipe(deferred: DeferredStorage) -> str:
+def describe_init_recipe(deferred: DeferredStorage) -> str:
     """Describe the operators of a recipe and a hash of their arguments as text, without random seeds."""
     digest, names = hashlib.sha256(), []
     numbers: dict[int, int] = {}
 
     def as_text(x: Any) -> str:
-        if isinstance(x, TensorView):
+        if isinstance(x, DeferredTensorView):
             number = numbers.setdefault(id(x.deferred), len(numbers))
             return f"{number} {x.dtype} {x.size} {x.stride} {x.offset}"
         if isinstance(x, Tensor):
             return f"{x.dtype} {tuple(x.shape)} {hashlib.sha256(view_as_bytes(x.cpu()).numpy().tobytes()).hexdigest()}"
         return str(x)
 
-    for step in get_recipe(deferred):
+    for step in get_init_recipe(deferred):
         leaves, shape = tree_flatten((step.args, step.kwargs, step.out))
         digest.update(f"{step.func} {[as_text(x) for x in leaves]} {shape}".encode())
         names.append(getattr(step.func, "__name__", str(step.func)).partition(".")[0])

@@ -16,7 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 from shardformer.errors import ConfigError
 from shardformer.meta_init import init_recipe
-from shardformer.meta_init.init_recipe import DeferredStorage, InitStep, TensorView, get_deferred_storage, get_view
+from shardformer.meta_init.init_recipe import (
+    DeferredStorage,
+    DeferredTensorView,
+    RecordedInitStep,
+    get_deferred_storage,
+    get_deferred_view,
+)
 from shardformer.torch_compat import TorchDispatchMode, schema_of, tree_flatten, tree_map
 from shardformer.torch_patches import Patch, install_patch
 
@@ -55,7 +61,7 @@ IS_META: Any = getattr_static(Tensor, "is_meta").__get__
 DEVICE: Any = getattr_static(Tensor, "device").__get__
 
 
-class ReportCpuDevice(TorchFunctionMode):
+class ReportCpuDeviceMode(TorchFunctionMode):
     """A function mode in which lazily built tensors report the CPU as their device, because init functions check it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,7 +72,7 @@ class ReportCpuDevice(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class InitRecorder(TorchDispatchMode):
+class InitRecorderMode(TorchDispatchMode):
     """A dispatch mode that records operations on lazily built tensors, and runs all other operations normally.
 
     Operations that need a value (``item()``, a comparison) compute it immediately. An operation that draws random
@@ -78,7 +84,7 @@ class InitRecorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives its bases no types
-        self._cpu_device_mode = ReportCpuDevice()
+        self._cpu_device_mode = ReportCpuDeviceMode()
 
     def __enter__(self) -> Self:
         self._cpu_device_mode.__enter__()
@@ -96,27 +102,27 @@ class InitRecorder(TorchDispatchMode):
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         if not any(get_deferred_storage(x) for x in tensors):
             if self.creates_lazily and func in FACTORIES and _creates_float_tensor(func, args, kwargs):
-                return self._create_deferred(func, args, dict(kwargs))
+                return self._create_deferred_tensors(func, args, dict(kwargs))
             if (
                 self.creates_lazily
                 and func is aten.empty_like.default
                 and args[0].is_meta
-                and not _targets_meta(kwargs)
+                and not _targets_meta_device(kwargs)
             ):
                 like = {"dtype": kwargs.get("dtype") or args[0].dtype, "device": kwargs.get("device")}
                 return self.__torch_dispatch__(aten.empty.memory_format, types, (list(args[0].shape),), like)
             return func(*args, **kwargs)
-        if _targets_meta(kwargs):
+        if _targets_meta_device(kwargs):
             return func(*args, **kwargs)
         written = _find_written_tensors(func, args, kwargs)
         if any(x.is_meta and get_deferred_storage(x) is None for x in tensors):
             for x in written:  # an input has unknown values, so the output has too
-                init_recipe.drop_recipe(x)
+                init_recipe.drop_init_recipe(x)
             return func(*_move_to_meta(args), **_move_to_meta(kwargs))
         if any(get_deferred_storage(x) is None for x in written):  # writes to a tensor with values
             return func(*_materialize_arguments(args), **_materialize_arguments(kwargs))
         try:
-            result = func(*_move_to_meta(args), **_replace_device("meta", _move_to_meta(kwargs)))
+            result = func(*_move_to_meta(args), **_replace_device_kwarg("meta", _move_to_meta(kwargs)))
         except RuntimeError:  # the result depends on values, or the call is invalid and raises below
             result_with_values = func(*_materialize_arguments(args), **_materialize_arguments(kwargs))
             if not written:
@@ -125,7 +131,7 @@ class InitRecorder(TorchDispatchMode):
         self._record_operation(func, args, kwargs, written, result)
         return result
 
-    def _create_deferred(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _create_deferred_tensors(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         device = torch.device(kwargs.get("device") or "cpu")
         if device.type != "cpu":
             if device.type == "meta" and not self.allows_meta:
@@ -139,13 +145,13 @@ class InitRecorder(TorchDispatchMode):
         if func in RANDOM_FACTORIES:
             fill, num_args = RANDOM_FACTORIES[func]
             generator = kwargs.pop("generator", None)
-            empty = self._create_deferred(aten.empty.memory_format, args[num_args:], kwargs)
+            empty = self._create_deferred_tensors(aten.empty.memory_format, args[num_args:], kwargs)
             return self.__torch_dispatch__(fill, (), (empty, *args[:num_args]), {"generator": generator})
         result = func(*args, **{**kwargs, "device": torch.device("meta")})
         deferred = init_recipe.defer_storage(result)
         if func in FILLED_FACTORIES:
             options = {**kwargs, "device": device, "dtype": result.dtype}
-            deferred.writer = InitStep(func, args, options, (get_view(result),))
+            deferred.writer = RecordedInitStep(func, args, options, (get_deferred_view(result),))
         return result
 
     def _record_operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor], result: Any) -> None:
@@ -156,25 +162,25 @@ class InitRecorder(TorchDispatchMode):
         if not new and not written:
             return  # a view, or a query that needs no values
         if func in SLICING_OPS and (steps := _slice_before_cast(func, args, kwargs, result)):
-            get_view(result).deferred.writer = steps
+            get_deferred_view(result).deferred.writer = steps
             return
-        step = InitStep(
-            func, tree_map(_prepare_argument, args), _replace_device("cpu", tree_map(_prepare_argument, kwargs))
+        step = RecordedInitStep(
+            func, tree_map(_snapshot_argument, args), _replace_device_kwarg("cpu", tree_map(_snapshot_argument, kwargs))
         )
-        step.out = tuple(get_view(x) if any(x is n for n in new) else None for x in results)
+        step.out = tuple(get_deferred_view(x) if any(x is n for n in new) else None for x in results)
         draws, generator = torch.Tag.nondeterministic_seeded in func.tags, kwargs.get("generator")
         if draws:
             step.state = torch.get_rng_state() if generator is None else generator.get_state()
             step.kwargs.pop("generator", None)
         overwritten = _find_overwritten_storage(func, written)
-        step.before = _list_writer_steps(p for p in step.deferred_storages() if p is not overwritten)
+        step.before = _list_writer_steps(p for p in step.list_deferred_storages() if p is not overwritten)
         if draws:
             _advance_generator(func, step, generator, overwritten is not None)
         for x in (*written, *new):
-            get_view(x).deferred.writer = step
+            get_deferred_view(x).deferred.writer = step
 
 
-class LazyInit(InitRecorder):
+class LazyInit(InitRecorderMode):
     """A context that builds models without allocating weights: ``with LazyInit(): model = BertModel(config)``.
 
     Parameters and floating-point buffers are created on the meta device, each with a recipe. ``shard_model`` or
@@ -250,42 +256,44 @@ def _creates_float_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return dtype.is_floating_point
 
 
-def _slice_before_cast(func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> InitStep | None:
+def _slice_before_cast(func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> RecordedInitStep | None:
     """Cast a slice of a tensor instead of slicing the cast tensor, so that no full-size copy is allocated."""
-    sources: list[TensorView] = []
+    sources: list[DeferredTensorView] = []
 
     def to_source(x: Any) -> Any:
-        view = get_view(x) if isinstance(x, Tensor) and get_deferred_storage(x) is not None else None
+        view = get_deferred_view(x) if isinstance(x, Tensor) and get_deferred_storage(x) is not None else None
         source = _find_cast_source(view) if view is not None else None
         if view is None or source is None:
             return x
-        sources.append(TensorView(source.deferred, source.dtype, view.size, view.stride, view.offset))
+        sources.append(DeferredTensorView(source.deferred, source.dtype, view.size, view.stride, view.offset))
         return sources[-1]
 
     new_args = tree_map(to_source, args)
     count = sum(isinstance(x, Tensor) for x in tree_flatten(args)[0])
     if len(sources) < count or len({view.dtype for view in sources}) > 1:
         return None
-    out, dtype = get_view(result), sources[0].dtype
+    out, dtype = get_deferred_view(result), sources[0].dtype
     storage = DeferredStorage(out.deferred.num_bytes // out.dtype.itemsize * dtype.itemsize)
-    part = TensorView(storage, dtype, out.size, out.stride, 0)
-    slice_step = InitStep(func, new_args, kwargs, (part,), _list_writer_steps(view.deferred for view in sources))
-    return InitStep(aten._to_copy.default, (part,), {"dtype": out.dtype}, (out,), (slice_step,))
+    part = DeferredTensorView(storage, dtype, out.size, out.stride, 0)
+    slice_step = RecordedInitStep(
+        func, new_args, kwargs, (part,), _list_writer_steps(view.deferred for view in sources)
+    )
+    return RecordedInitStep(aten._to_copy.default, (part,), {"dtype": out.dtype}, (out,), (slice_step,))
 
 
-def _find_cast_source(view: TensorView) -> TensorView | None:
+def _find_cast_source(view: DeferredTensorView) -> DeferredTensorView | None:
     """Return the tensor that was cast to create ``view``, or None if either tensor was modified after the cast."""
     cast = view.deferred.writer
     if cast is None or cast.func is not aten._to_copy.default:
         return None
     source, out = cast.args[0], cast.out[0]
-    if not isinstance(source, TensorView) or out is None or out.deferred is not view.deferred:
+    if not isinstance(source, DeferredTensorView) or out is None or out.deferred is not view.deferred:
         return None
     has_same_layout = (source.size, source.stride, source.offset) == (out.size, out.stride, out.offset)
     return source if has_same_layout and cast.before == _list_writer_steps([source.deferred]) else None
 
 
-def _targets_meta(kwargs: dict[str, Any]) -> bool:
+def _targets_meta_device(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"
 
 
@@ -306,38 +314,40 @@ def _find_overwritten_storage(func: Any, written: list[Tensor]) -> DeferredStora
     return None
 
 
-def _list_writer_steps(deferred_storages: Any) -> tuple[InitStep, ...]:
+def _list_writer_steps(deferred_storages: Any) -> tuple[RecordedInitStep, ...]:
     return tuple({id(p.writer): p.writer for p in deferred_storages if p.writer is not None}.values())
 
 
-def _advance_generator(func: Any, step: InitStep, generator: Any, overwrites: bool) -> None:
+def _advance_generator(func: Any, step: RecordedInitStep, generator: Any, overwrites: bool) -> None:
     """Run a recorded step only to advance a random generator as the step does, and discard the result."""
     given = {"generator": generator} if generator is not None else {}
-    inputs = [] if overwrites else step.deferred_storages()
-    probe = InitStep(func, step.args, {**step.kwargs, **given})
-    init_recipe.run_step(probe, {id(deferred): init_recipe.run_recipe(deferred) for deferred in inputs})
+    inputs = [] if overwrites else step.list_deferred_storages()
+    probe = RecordedInitStep(func, step.args, {**step.kwargs, **given})
+    init_recipe.run_init_step(probe, {id(deferred): init_recipe.run_init_recipe(deferred) for deferred in inputs})
 
 
-def _prepare_argument(argument: Any) -> Any:
+def _snapshot_argument(argument: Any) -> Any:
     """Prepare an argument for a recorded step: replace a meta tensor with a view, and copy a tensor with values."""
     if not isinstance(argument, Tensor):
         return argument
-    return get_view(argument) if get_deferred_storage(argument) is not None else argument.detach().clone()
+    return get_deferred_view(argument) if get_deferred_storage(argument) is not None else argument.detach().clone()
 
 
 def _materialize_arguments(arguments: Any) -> Any:
-    return tree_map(lambda x: x if get_deferred_storage(x) is None else init_recipe.compute_values(x), arguments)
+    return tree_map(
+        lambda x: x if get_deferred_storage(x) is None else init_recipe.compute_deferred_values(x), arguments
+    )
 
 
 def _move_to_meta(arguments: Any) -> Any:
     return tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, arguments)
 
 
-def _replace_device(device: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _replace_device_kwarg(device: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "device": torch.device(device)} if kwargs.get("device") is not None else kwargs
 
 
-class RecordedCall:
+class RecordingMethodWrapper:
     """A wrapper around a method of a lazily built model, which records how the method changes weights."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
@@ -374,12 +384,14 @@ def wrap_methods_for_recording(model: nn.Module) -> None:
             break
         own = vars(kind).items()
         names |= {name for name, value in own if isinstance(value, FunctionType) and not name.startswith("_")}
-    vars(model).update({name: RecordedCall(model, name) for name in names - {"forward"} if name not in vars(model)})
+    vars(model).update(
+        {name: RecordingMethodWrapper(model, name) for name in names - {"forward"} if name not in vars(model)}
+    )
 
 
 def restore_wrapped_methods(model: nn.Module) -> None:
     """Restore the original methods of a model that ``wrap_methods_for_recording`` has wrapped."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if isinstance(value, RecordedCall):
+            if isinstance(value, RecordingMethodWrapper):
                 del vars(module)[name]

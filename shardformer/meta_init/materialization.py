@@ -11,10 +11,16 @@ from torch import Tensor, UntypedStorage, nn
 
 from shardformer.errors import ConfigError, check_argument
 from shardformer.layout.sharding_metadata import check_is_module
-from shardformer.meta_init.init_recipe import DeferredStorage, defer_storage, get_deferred_storage, get_view, run_recipe
+from shardformer.meta_init.init_recipe import (
+    DeferredStorage,
+    defer_storage,
+    get_deferred_storage,
+    get_deferred_view,
+    run_init_recipe,
+)
 from shardformer.meta_init.lazy_init import (
     VERSION,
-    InitRecorder,
+    InitRecorderMode,
     restore_wrapped_methods,
     was_modified_outside_lazy_init,
 )
@@ -25,19 +31,19 @@ from shardformer.torch_compat import has_meta_tensors, tree_leaves, tree_map_onl
 NOTES = "_shardformer_loading"
 
 
-def is_lazy(model: nn.Module) -> bool:
+def has_deferred_weights(model: nn.Module) -> bool:
     """Return whether a lazily built parameter or buffer of the model has no values yet."""
     return has_meta_tensors(model) and any(get_deferred_storage(t) is not None for _, t in list_named_tensors(model))
 
 
-def record_if_lazy(model: nn.Module) -> AbstractContextManager[Any]:
+def record_changes_if_lazy(model: nn.Module) -> AbstractContextManager[Any]:
     """Return a context that records changes to a lazily built model, or one without effect for other models."""
-    return InitRecorder() if is_lazy(model) else nullcontext()
+    return InitRecorderMode() if has_deferred_weights(model) else nullcontext()
 
 
 def copy_and_materialize(model: nn.Module) -> nn.Module:
     """Copy a lazily built model, and compute the weights of the copy but not of the original."""
-    with record_if_lazy(model):
+    with record_changes_if_lazy(model):
         copied = copy.deepcopy(model)
     restore_wrapped_methods(copied)  # they are bound to the original model
     return materialize_parameters(copied)
@@ -57,11 +63,11 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     for value in (value for module in model.modules() for value in vars(module).values()):
         if isinstance(value, Tensor) and value.grad_fn is not None:  # set by torch.nn.utils.weight_norm and prune
             memo[id(value)] = value.detach().clone()
-    with record_if_lazy(model):
+    with record_changes_if_lazy(model):
         return copy.deepcopy(model, memo)
 
 
-def list_lazy_notes(model: nn.Module) -> list[str]:
+def list_lazy_init_notes(model: nn.Module) -> list[str]:
     """Return sentences for ``describe`` about how the weights of a lazily built model were computed."""
     return ["Built with LazyInit: each rank computed only its own shards.", *vars(model).get(NOTES, ())]
 
@@ -80,11 +86,11 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
     """
     check_is_module(model)
     if has_meta_tensors(model):
-        check_recipes(model)
-    return materialize_parameters(model, _check_device(device))
+        check_init_recipes(model)
+    return materialize_parameters(model, _parse_target_device(device))
 
 
-def _check_device(device: torch.device | str | None) -> torch.device | None:
+def _parse_target_device(device: torch.device | str | None) -> torch.device | None:
     if device is None:
         return None
     rule, remedy = "device is a torch device other than meta", "Pass for example device='cuda:0', or omit device"
@@ -115,9 +121,9 @@ def materialize_parameters(model: nn.Module, device: torch.device | str | None =
         if id(tensor) not in materialized:
             with torch.no_grad():
                 if deferred is not None and deferred not in storages:
-                    values = torch.empty(0, dtype=torch.uint8).set_(run_recipe(deferred))
+                    values = torch.empty(0, dtype=torch.uint8).set_(run_init_recipe(deferred))
                     storages[deferred] = values.to(target).untyped_storage()
-                new = tensor.to(target) if deferred is None else get_view(tensor).of(storages[deferred])
+                new = tensor.to(target) if deferred is None else get_deferred_view(tensor).to_tensor(storages[deferred])
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
             new.__dict__.update({name: value for name, value in vars(tensor).items() if name != VERSION})
@@ -134,12 +140,12 @@ def materialize_parameters(model: nn.Module, device: torch.device | str | None =
             if any(get_deferred_storage(x) is not None for x in tree_leaves(value)):
                 vars(module)[name] = tree_map_only(Tensor, lambda x: with_values(x, cpu), value)
     for file in files:
-        file.check()
+        file.check_unchanged()
     restore_wrapped_methods(model)
     return model
 
 
-def check_recipes(model: nn.Module) -> None:
+def check_init_recipes(model: nn.Module) -> None:
     """Check that the values of all meta tensors in a model can be computed.
 
     Raises:
@@ -162,4 +168,4 @@ def check_recipes(model: nn.Module) -> None:
             remedy="Modify weights inside the `with LazyInit():` block, or after calling shard_model or materialize.",
         )
     for file in find_weight_files(model):
-        file.check(reads=True)
+        file.check_unchanged(compare_contents=True)

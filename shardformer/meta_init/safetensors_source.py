@@ -17,7 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, get_first_message_line
-from shardformer.meta_init.init_recipe import InitStep, defer_storage, get_deferred_storage, get_recipe, get_view
+from shardformer.meta_init.init_recipe import (
+    RecordedInitStep,
+    defer_storage,
+    get_deferred_storage,
+    get_deferred_view,
+    get_init_recipe,
+)
 
 LENGTH_BYTES = 8  # Size of the header length, which precedes the header
 MAX_HEADER_BYTES = 100_000_000  # Longest header that safetensors accepts
@@ -56,34 +62,38 @@ class WeightsFile:
         self.path, self.all_bytes = path, all_bytes
         self.contents, self._stamp = _compute_fingerprint(path, all_bytes=all_bytes)
 
-    def check(self, *, reads: bool = False) -> None:
+    def check_unchanged(self, *, compare_contents: bool = False) -> None:
         """Raise ConfigError if the file has changed since it was opened.
 
-        Compares the size and the modification time. With ``reads``, or if these differ, it also compares the
+        Compares the size and the modification time. With ``compare_contents``, or if these differ, it also compares the
         fingerprint. With ``all_bytes``, a file that was rewritten with the same bytes counts as unchanged.
         """
         try:
             stat = os.stat(self.path)
             is_untouched = _get_size_and_mtime(stat) == self._stamp
-            if is_untouched and not reads:
+            if is_untouched and not compare_contents:
                 return
             # an untouched file is not read completely a second time
             contents, stamp = _compute_fingerprint(self.path, all_bytes=self.all_bytes and not is_untouched)
         except OSError as error:
-            raise self._make_error(f"The weight file {self.path!r} can no longer be read: {error}.") from error
+            raise self._make_changed_file_error(
+                f"The weight file {self.path!r} can no longer be read: {error}."
+            ) from error
         except ValueError as error:
-            raise self._make_error(f"The weight file {self.path!r} changed since it was loaded: {error}.") from error
+            raise self._make_changed_file_error(
+                f"The weight file {self.path!r} changed since it was loaded: {error}."
+            ) from error
         before = self.contents if contents.full_hash else replace(self.contents, full_hash="")
         if contents != before:
-            raise self._make_error(
+            raise self._make_changed_file_error(
                 f"The weight file {self.path!r} changed since it was loaded. The first difference is in its "
                 f"{before.describe_difference(contents)}."
             )
         if stamp != self._stamp and not contents.full_hash:
-            raise self._make_error(f"The weight file {self.path!r} was rewritten since it was loaded.")
+            raise self._make_changed_file_error(f"The weight file {self.path!r} was rewritten since it was loaded.")
         self._stamp = stamp
 
-    def _make_error(self, message: str) -> ConfigError:
+    def _make_changed_file_error(self, message: str) -> ConfigError:
         return ConfigError(
             message,
             remedy="Load the model again, and shard or materialize it before its files are moved or rewritten. Use "
@@ -129,13 +139,13 @@ def _iter_sampled_chunks(header: bytes, size: int) -> Iterator[tuple[int, int]]:
     for number in range(NUM_CHUNKS):
         yield (size - CHUNK_BYTES) * number // (NUM_CHUNKS - 1), CHUNK_BYTES
     start = LENGTH_BYTES + len(header)
-    for first, end in sorted(_read_offsets(header)):
+    for first, end in sorted(_read_tensor_offsets(header)):
         if 0 <= first <= end <= size - start:
             length = min(end - first, TENSOR_BYTES)
             yield start + (first + end - length) // 2, length
 
 
-def _read_offsets(header: bytes) -> list[tuple[int, int]]:
+def _read_tensor_offsets(header: bytes) -> list[tuple[int, int]]:
     """Return the (start, end) offsets of all tensors, or an empty list if the header is invalid."""
     try:
         tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
@@ -145,7 +155,7 @@ def _read_offsets(header: bytes) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class SafetensorsSource:
+class SafetensorsTensorReader:
     """A callable that memory-maps one tensor of a safetensors file. Only accessed pages are read from disk."""
 
     file: WeightsFile
@@ -156,7 +166,7 @@ class SafetensorsSource:
     def __call__(self) -> Tensor:
         from safetensors import SafetensorError, safe_open
 
-        self.file.check()
+        self.file.check_unchanged()
         try:
             with safe_open(self.file.path, framework="pt") as file:
                 value: Tensor = file.get_tensor(self.key)
@@ -188,7 +198,8 @@ def load_lazy_tensors(path: str, *, all_bytes: bool = False) -> dict[str, Tensor
         with safe_open(path, framework="pt") as file:
             names: list[str] = list(file.keys())
             return {
-                name: _make_lazy_tensor(file.get_tensor(name), SafetensorsSource(weights_file, name)) for name in names
+                name: _make_lazy_tensor(file.get_tensor(name), SafetensorsTensorReader(weights_file, name))
+                for name in names
             }
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:  # or a shape is invalid in torch
         raise ConfigError(
@@ -202,14 +213,14 @@ def find_weight_files(model: nn.Module) -> list[WeightsFile]:
     files: dict[int, WeightsFile] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         deferred = get_deferred_storage(tensor)
-        for step in get_recipe(deferred) if deferred is not None else ():
-            if isinstance(step.func, SafetensorsSource):
+        for step in get_init_recipe(deferred) if deferred is not None else ():
+            if isinstance(step.func, SafetensorsTensorReader):
                 files[id(step.func.file)] = step.func.file
     return list(files.values())
 
 
-def _make_lazy_tensor(mapped: Tensor, source: SafetensorsSource) -> Tensor:
+def _make_lazy_tensor(mapped: Tensor, source: SafetensorsTensorReader) -> Tensor:
     tensor = torch.empty_strided(mapped.shape, mapped.stride(), dtype=mapped.dtype, device="meta")
     deferred = defer_storage(tensor)
-    deferred.writer = InitStep(source, (), {}, (get_view(tensor),))
+    deferred.writer = RecordedInitStep(source, (), {}, (get_deferred_view(tensor),))
     return tensor

@@ -32,16 +32,16 @@ from shardformer.offload.saved_tensor_hooks import (
     COPYING_TO_HOST,
     FETCHED,
     PARTITIONED,
-    ActivationCounter,
+    ActivationByteCounter,
     ActivationStats,
     ForwardRecord,
     SavedStorage,
     SavedTensorHandle,
     SavedTensorHooks,
     check_tensor_version,
-    get_storage_range,
-    has_foreign_hooks,
-    is_dense,
+    get_byte_range_in_storage,
+    has_foreign_saved_tensor_hooks,
+    is_non_overlapping_and_dense,
 )
 from shardformer.public_names import deprecate_renamed_parameters
 from shardformer.tensor_parallel.sequence_parallel import get_first_tensor
@@ -119,7 +119,7 @@ class ActivationStore:
     def __init__(self, to_host: bool, axis: Axis | None, min_bytes: int, link: HostDeviceCopier | None = None) -> None:
         self._to_host, self._min_bytes, self._link = to_host, min_bytes, link
         self._axis = axis if axis is not None and axis.size > 1 else None
-        self.counter = ActivationCounter()
+        self.counter = ActivationByteCounter()
         self._hooks = SavedTensorHooks(self._pack, self._unpack)
         self.undo: list[Callable[[], Any]] = []
         self._graph, self._forward = ForwardRecord(), 0
@@ -140,9 +140,9 @@ class ActivationStore:
 
     def stats(self) -> ActivationStats:
         """Return the current and the maximum number of bytes of activations on the device and on the host."""
-        self._update_counts()
+        self._update_byte_counts()
         rates = {
-            way: self._link.bandwidth(way) if self._link is not None else None
+            way: self._link.measure_bandwidth(way) if self._link is not None else None
             for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)
         }
         counter = self.counter
@@ -150,53 +150,53 @@ class ActivationStore:
 
     def reset(self) -> None:
         """Reset the maximum number of bytes to the current number."""
-        self._update_counts()
-        self.counter.reset()
+        self._update_byte_counts()
+        self.counter.reset_peaks()
 
     def remove(self) -> None:
         """Stop storing activations in later forward passes. Stored ones remain available to their backward pass."""
         while self.undo:
             self.undo.pop()()
         if self._hooks.is_entered:
-            self._hooks.leave()
+            self._hooks.deactivate()
 
     def __str__(self) -> str:
         return str(self.stats())
 
     # --- the forward pass
 
-    def enter(self, model: nn.Module, args: Any) -> None:
+    def begin_forward(self, model: nn.Module, args: Any) -> None:
         """Activate the hooks for saved tensors at the start of a forward pass."""
         if self._hooks.is_entered:  # an exception such as KeyboardInterrupt ended the previous forward pass
-            self.leave()
+            self.end_forward()
         if torch.compiler.is_compiling() or torch_compat.current_graph_task_id() >= 0:  # compiled, or a recomputation
             return
-        if has_foreign_hooks() or not torch.is_grad_enabled():
+        if has_foreign_saved_tensor_hooks() or not torch.is_grad_enabled():
             return
         self._graph, self._forward = ForwardRecord(), self._forward + 1
         device = next((x.device for x in model.parameters()), None)
         if self._link is None or device not in (None, self._link.device):
             self._link = HostDeviceCopier(device or torch.device("cpu"))
         with torch_compat.DisableTorchFunctionSubclass():  # do not gather parameters
-            tensors = [x for x in (*model.parameters(), *model.buffers()) if _is_plain(x)]
+            tensors = [x for x in (*model.parameters(), *model.buffers()) if _is_plain_tensor(x)]
             self._fixed = {torch_compat.get_storage_id(x) for x in tensors}
-        self._hooks.enter()
+        self._hooks.activate()
 
-    def leave(self, *_: Any) -> None:
+    def end_forward(self, *_: Any) -> None:
         """Remove the hooks for saved tensors at the end of a forward pass."""
         if not self._hooks.is_entered:
             return
-        self._hooks.leave()
+        self._hooks.deactivate()
         self._offload_non_layer_inputs(0)
         self._inputs.clear()
         self._graph.fetched = len(self._graph.order)
-        self._update_counts()
+        self._update_byte_counts()
 
     def register_layer_input(self, name: str, x: Any) -> None:
         """Register a layer input, which is identical on all tensor ranks and can therefore be sharded over them."""
-        if not self._hooks.is_entered or not _is_plain(x) or not is_dense(x):
+        if not self._hooks.is_entered or not _is_plain_tensor(x) or not is_non_overlapping_and_dense(x):
             return
-        key, (start, end) = (torch_compat.get_storage_id(x), x._version), get_storage_range(x)
+        key, (start, end) = (torch_compat.get_storage_id(x), x._version), get_byte_range_in_storage(x)
         if key in self._inputs:
             return
         self._inputs[key] = StorageWeakRef(x.untyped_storage()), (start, end), name
@@ -214,15 +214,15 @@ class ActivationStore:
 
     def _pack(self, x: Tensor) -> SavedTensorHandle | None:
         """Store a saved tensor and return a handle to it, or None for parameters and unsupported tensors."""
-        if not _is_plain(x) or self._link is None or x.device != self._link.device:
+        if not _is_plain_tensor(x) or self._link is None or x.device != self._link.device:
             return None
         storage = x.untyped_storage()
         memory = torch_compat.storage_id(storage)
         if memory in self._fixed or _is_cast_of_parameter(x):
             return None
-        self._update_counts()
+        self._update_byte_counts()
         _, input_range, name = self._inputs.get((memory, x._version), (None, (0, 0), ""))
-        start, end = get_storage_range(x)
+        start, end = get_byte_range_in_storage(x)
         is_input = input_range[0] <= start and end <= input_range[1]
         if not is_input and 2 * (end - start) >= storage.nbytes():  # store views of the same memory once
             start, end = 0, storage.nbytes()
@@ -266,23 +266,23 @@ class ActivationStore:
             self._finish_offload(self._copying_to_host.popleft())
         stored.host = self._link.allocate_on_host(size, torch.uint8)
         self.counter.add_host_bytes(size)
-        stored.copy, stored.is_leaving = self._link.to_host(stored.host, stored.data), True
+        stored.copy, stored.is_leaving = self._link.start_copy_to_host(stored.host, stored.data), True
         stored.set_data_kind(COPYING_TO_HOST)
         self._copying_to_host.append(stored)
 
     def _finish_offload(self, stored: SavedStorage) -> None:
         """Wait for a copy to the host, and then free the device memory unless the backward pass already needs it."""
         assert stored.copy is not None and stored.data is not None
-        stored.copy.finish()
+        stored.copy.block_until_done()
         stored.copy, stored.is_leaving = None, False
         if stored.is_wanted:
-            stored.count(COPYING_TO_HOST, -len(stored.data))
+            stored.add_device_bytes(COPYING_TO_HOST, -len(stored.data))
             self._count_fetched_bytes(stored, len(stored.data))
         else:
             stored.data = None
             stored.set_data_kind(COPYING_TO_HOST)
 
-    def _update_counts(self) -> None:
+    def _update_byte_counts(self) -> None:
         """Update the byte counters after copies to the host have completed or device memory has been freed."""
         while (
             self._copying_to_host
@@ -292,7 +292,7 @@ class ActivationStore:
             self._finish_offload(self._copying_to_host.popleft())
         if any(source.expired() for source, _ in self._read):
             left = [(source, size) for source, size in self._read if not source.expired()]
-            self.counter.add(FETCHED, sum(size for _, size in left) - sum(size for _, size in self._read))
+            self.counter.add_device_bytes(FETCHED, sum(size for _, size in left) - sum(size for _, size in self._read))
             self._read = left
 
     # --- the backward pass
@@ -300,34 +300,34 @@ class ActivationStore:
     def _unpack(self, handle: SavedTensorHandle) -> Tensor:
         stored = handle.stored
         check_tensor_version(stored.version_tensor, stored.version, handle.shape)
-        self._update_counts()
+        self._update_byte_counts()
         self._register_backward_end_callback(handle.graph)
         self._prefetched.pop(stored, None)
         stored.unread_handles.discard(id(handle))
-        self._fetch(stored)
+        self._fetch_to_device(stored)
         if stored.copy is not None and not stored.is_leaving:
             stored.copy.wait()
             stored.copy = None
         full = self._gather_full_input(stored) if stored.is_sharded else stored.data
         assert full is not None
-        out = handle.tensor(full, stored.base)
+        out = handle.restore_tensor(full, stored.base)
         if not stored.unread_handles:
             self._release_fetched_memory(stored)
-        self._prefetch(handle.graph, handle.place)
+        self._prefetch_to_device(handle.graph, handle.place)
         return out
 
-    def _fetch(self, stored: SavedStorage) -> None:
+    def _fetch_to_device(self, stored: SavedStorage) -> None:
         if stored.is_leaving:
             stored.is_wanted = True
         if not stored.is_on_host or stored.gathered is not None:
             return
         assert stored.host is not None and self._link is not None
         stored.data = torch.empty(len(stored.host), dtype=torch.uint8, device=self._link.device)
-        stored.base, stored.copy = stored.start, self._link.to_device(stored.data, stored.host)
+        stored.base, stored.copy = stored.start, self._link.start_copy_to_device(stored.data, stored.host)
         self._count_fetched_bytes(stored, len(stored.data))
 
     def _count_fetched_bytes(self, stored: SavedStorage, size: int) -> None:
-        stored.count(FETCHED, size)
+        stored.add_device_bytes(FETCHED, size)
         self._fetched.add(stored)
 
     def _gather_full_input(self, stored: SavedStorage) -> Tensor:
@@ -355,10 +355,10 @@ class ActivationStore:
         del fetched_memory
         self._fetched.discard(stored)
 
-    def _prefetch(self, graph: ForwardRecord, end: int) -> None:
-        at = min(graph.fetched, end)
+    def _prefetch_to_device(self, forward_record: ForwardRecord, end_index: int) -> None:
+        at = min(forward_record.fetched, end_index)
         while at > 0:
-            stored = graph.order[at - 1]()
+            stored = forward_record.order[at - 1]()
             if (
                 stored is not None
                 and stored.host is not None
@@ -369,15 +369,15 @@ class ActivationStore:
                     break
                 if stored.is_on_host or stored.is_leaving:
                     self._prefetched[stored] = len(stored.host)
-                    self._fetch(stored)
+                    self._fetch_to_device(stored)
             at -= 1
-        graph.fetched = at
+        forward_record.fetched = at
 
-    def _register_backward_end_callback(self, graph: ForwardRecord) -> None:
+    def _register_backward_end_callback(self, forward_record: ForwardRecord) -> None:
         task = torch_compat.current_graph_task_id()
         if task < 0:
             return
-        self._graphs.add(graph)
+        self._graphs.add(forward_record)
         if task != self._task:
             self._task = task
             torch_compat.at_end_of_backward(self._end_backward)
@@ -391,10 +391,10 @@ class ActivationStore:
         for graph in self._graphs:
             graph.fetched = len(graph.order)
         self._graphs.clear()
-        self._update_counts()
+        self._update_byte_counts()
 
 
-def _is_plain(x: Any) -> bool:
+def _is_plain_tensor(x: Any) -> bool:
     """Return whether an object is an ordinary strided tensor, and not, for example, quantized or a subclass."""
     return (
         type(x) in (Tensor, nn.Parameter)
@@ -461,8 +461,8 @@ def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 
     for _, state in _find_sharded_models(model):
         stage_forward = getattr(state.stages, "stage_forward", None)
         if stage_forward is not None:
-            stage_forward.boundary_callbacks.append(store.leave)
-            store.undo.append(partial(stage_forward.boundary_callbacks.remove, store.leave))
+            stage_forward.boundary_callbacks.append(store.end_forward)
+            store.undo.append(partial(stage_forward.boundary_callbacks.remove, store.end_forward))
     return store
 
 
@@ -475,7 +475,7 @@ def _register_store_hooks(model: nn.Module, store: ActivationStore, layers: dict
     model.__dict__[STORE] = store
     store.undo.append(partial(model.__dict__.pop, STORE, None))
     order = HookOrder.SAVED_TENSORS
-    store.undo.append(register_forward_hooks(model, order, store.enter, store.leave, always_call=True))
+    store.undo.append(register_forward_hooks(model, order, store.begin_forward, store.end_forward, always_call=True))
     for path, layer in layers.items():
         register = partial(_register_layer_input, store, path)
         store.undo.append(register_forward_hooks(layer, HookOrder.LAYER_INPUT, register, with_kwargs=True))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardformer.comm.collective_call import all_gather_from_mesh
 from shardformer.errors import InputError
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.host import HostMemory, HostShard, OffloadConfig
+from shardformer.offload.host import HostOffloadManager, HostShard, OffloadConfig
 
 BLOCK_BYTES = 64
 """Alignment of tensors in the file, in bytes."""
@@ -42,7 +42,7 @@ class OffloadFile:
         moved: Bytes and seconds of all reads and writes.
     """
 
-    def __init__(self, folder: str, host: HostMemory, buffers: int) -> None:
+    def __init__(self, folder: str, host: HostOffloadManager, buffers: int) -> None:
         self._host, self.buffers, self.folder = host, buffers, folder
         self.error: OSError | None = None
         self._file: Any = None
@@ -59,21 +59,21 @@ class OffloadFile:
         self._num_made = 0
         self.write_call: Any = os.pwritev
 
-    def reserve(self, size: int) -> int:
+    def reserve_bytes(self, size: int) -> int:
         """Reserve ``size`` bytes in the file and return their offset. Raise OSError if the disk is full."""
         at = self._end
         os.posix_fallocate(self._file.fileno(), at, max(size, 1))
         self._end += size
         return at
 
-    def read(self, offset: int, out: Tensor) -> Future[None]:
-        return self._workers[READ].submit(self._transfer, READ, offset, [out])
+    def start_read(self, offset: int, out: Tensor) -> Future[None]:
+        return self._workers[READ].submit(self._read_or_write, READ, offset, [out])
 
-    def write(self, offset: int, tensors: Sequence[Tensor], buffer: Tensor | None) -> None:
+    def start_write(self, offset: int, tensors: Sequence[Tensor], buffer: Tensor | None) -> None:
         """Start writing tensors to the file, and release their buffer when the write is complete."""
-        self._writing.append((self._workers[WRITE].submit(self._transfer, WRITE, offset, tensors), buffer))
+        self._writing.append((self._workers[WRITE].submit(self._read_or_write, WRITE, offset, tensors), buffer))
 
-    def _transfer(self, direction: str, offset: int, tensors: Sequence[Tensor]) -> None:
+    def _read_or_write(self, direction: str, offset: int, tensors: Sequence[Tensor]) -> None:
         begin, total, call = time.perf_counter(), 0, os.preadv if direction == READ else self.write_call
         for tensor in tensors:
             numbers: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
@@ -110,9 +110,9 @@ class OffloadFile:
         if buffer is not None:
             self.release_buffer(buffer)
 
-    def bandwidth(self, way: str) -> float | None:
+    def measure_bandwidth(self, direction: str) -> float | None:
         """Return the measured bytes per second of reads or writes, or None before the first one."""
-        size, seconds = self.moved[way]
+        size, seconds = self.moved[direction]
         return size / seconds if seconds else None
 
     def flush(self) -> None:
@@ -131,7 +131,7 @@ def round_up_to_block(size: int) -> int:
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
-class FileStore(HostMemory):
+class FileOffloadManager(HostOffloadManager):
     """Manages the host memory for offloaded shards, and a file with their master weights and optimizer states."""
 
     def __init__(self, config: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
@@ -139,18 +139,18 @@ class FileStore(HostMemory):
         assert config.folder is not None
         self.disk = OffloadFile(config.folder, self, config.buffers)
 
-    def part(self, length: int, dtype: torch.dtype) -> FileShard:
+    def create_shard(self, length: int, dtype: torch.dtype) -> FileShard:
         return FileShard(self.disk, self, length, dtype)
 
     def wait_for_writes(self, context: ParallelContext) -> None:
         """Wait until all ranks have written their files, and raise InputError on all ranks if one of them failed."""
-        if failure := self.end_step([], context):
+        if failure := self.commit_or_roll_back([], context):
             raise InputError(
                 f"The optimizer state could not be written to files in {self.disk.folder}: {failure}.",
                 remedy="Free some disk space, and then load the optimizer state again.",
             )
 
-    def end_step(self, shards: Sequence[HostShard], context: ParallelContext) -> str | None:
+    def commit_or_roll_back(self, shards: Sequence[HostShard], context: ParallelContext) -> str | None:
         """Commit the written shards if all ranks succeeded, or else roll them back to the previous step.
 
         Return a description of the first error on any rank, or None. Communicates one object over each axis.
@@ -176,7 +176,7 @@ _IN_FILE = torch.empty(0)
 
 
 @dataclass
-class FileLayout:
+class OffloadFileLayout:
     """The layout of one shard in the offload file: master weights, followed by the optimizer states of each slice.
 
     Args:
@@ -186,10 +186,10 @@ class FileLayout:
     fields: list[tuple[int, str, torch.dtype, torch.Size]] = field(default_factory=list)
 
     @property
-    def size(self) -> int:
+    def num_bytes(self) -> int:
         return sum(round_up_to_block(dtype.itemsize * shape.numel()) for *_, dtype, shape in self.fields)
 
-    def views(self, buffer: Tensor) -> list[Tensor]:
+    def split_buffer(self, buffer: Tensor) -> list[Tensor]:
         """Return the tensors of the shard as views of a buffer with the bytes that were read from the file."""
         found, at = [], 0
         for *_, dtype, shape in self.fields:
@@ -200,12 +200,12 @@ class FileLayout:
 
 
 @dataclass
-class FileSlot:
+class OffloadFileRange:
     """A reserved range of bytes in the offload file, and the layout of its contents."""
 
     at: int
     capacity: int
-    record: FileLayout
+    record: OffloadFileLayout
 
 
 class FileShard(HostShard):
@@ -214,13 +214,13 @@ class FileShard(HostShard):
     An OSError is stored in ``disk.error``, so that all ranks continue until they agree on how to proceed.
     """
 
-    def __init__(self, disk: OffloadFile, host: HostMemory, length: int, dtype: torch.dtype) -> None:
+    def __init__(self, disk: OffloadFile, host: HostOffloadManager, length: int, dtype: torch.dtype) -> None:
         super().__init__(host, length, dtype)
         self._disk = disk
         self._states: OptimizerStateDict = lambda _: {}
         self._slices: list[tuple[nn.Parameter, slice]] = []
-        self._committed: FileSlot | None = None
-        self._other: FileSlot | None = None  # target of the next write
+        self._committed: OffloadFileRange | None = None
+        self._other: OffloadFileRange | None = None  # target of the next write
         self._is_written = False
         self._small: list[dict[str, Any]] = []  # copy of the states at the last read, without the tensors in the file
         self._buffer: Tensor | None = None
@@ -228,37 +228,41 @@ class FileShard(HostShard):
         self.is_loaded = True
 
     def set_slices(
-        self, slices: Sequence[tuple[nn.Parameter, slice]], states: OptimizerStateDict, expected: int
+        self, slices: Sequence[tuple[nn.Parameter, slice]], states: OptimizerStateDict, expected_state_bytes: int
     ) -> None:
         """Assign parameter slices to this shard, and write their master weights and optimizer states to the file.
 
         Args:
-            expected: Expected size of the optimizer states in bytes.
+            expected_state_bytes: Expected size of the optimizer states in bytes.
         """
         self._slices, self._states = list(slices), states
         if self._disk.error is not None:
             return
         try:
             size = (
-                round_up_to_block(self.values.nbytes) + expected + EXTRA_STATE_TENSORS * BLOCK_BYTES * len(self._slices)
+                round_up_to_block(self.values.nbytes)
+                + expected_state_bytes
+                + EXTRA_STATE_TENSORS * BLOCK_BYTES * len(self._slices)
             )
-            self._committed, self._other = (FileSlot(self._disk.reserve(size), size, FileLayout()) for _ in range(2))
+            self._committed, self._other = (
+                OffloadFileRange(self._disk.reserve_bytes(size), size, OffloadFileLayout()) for _ in range(2)
+            )
         except OSError as error:
             self._disk.error = self._disk.error or error
             return
-        self.save()
+        self.write_back()
 
     @property
     def bytes_in_file(self) -> int:
         return sum(place.capacity for place in (self._committed, self._other) if place is not None)
 
-    def fetch(self) -> None:
+    def start_loading(self) -> None:
         """Start reading the master weights and optimizer states of this shard from the file."""
         if self.is_loaded or self._reading is not None or self._disk.error is not None or self._committed is None:
             return
-        size = self._committed.record.size
+        size = self._committed.record.num_bytes
         self._buffer = self._disk.acquire_buffer(size)
-        self._reading = self._disk.read(self._committed.at, self._buffer[:size])
+        self._reading = self._disk.start_read(self._committed.at, self._buffer[:size])
 
     def load(self) -> bool:
         """Read the master weights and optimizer states from the file, and return whether this succeeded.
@@ -267,7 +271,7 @@ class FileShard(HostShard):
         """
         if self.is_loaded:
             return True
-        self.fetch()
+        self.start_loading()
         reading, self._reading = self._reading, None
         if reading is None or self._committed is None or self._buffer is None:
             return False
@@ -278,7 +282,7 @@ class FileShard(HostShard):
             return False
         self._small = [deepcopy(self._states(value)) for value, _ in self._slices]
         for (index, name, *_), view in zip(
-            self._committed.record.fields, self._committed.record.views(self._buffer), strict=True
+            self._committed.record.fields, self._committed.record.split_buffer(self._buffer), strict=True
         ):
             if index < 0:
                 self.values = view
@@ -294,21 +298,21 @@ class FileShard(HostShard):
         self.wait()
         record, tensors = self._get_layout_and_tensors()
         try:
-            if self._other is None or self._other.capacity < record.size:
-                self._other = FileSlot(self._disk.reserve(record.size), record.size, record)
+            if self._other is None or self._other.capacity < record.num_bytes:
+                self._other = OffloadFileRange(self._disk.reserve_bytes(record.num_bytes), record.num_bytes, record)
         except OSError as error:
             self._disk.error = self._disk.error or error
         if self._disk.error is None and self._other is not None:
             self._other.record, self._is_written = record, True
             buffer, self._buffer = self._buffer, None
-            self._disk.write(self._other.at, tensors, buffer)
+            self._disk.start_write(self._other.at, tensors, buffer)
         self.discard()
 
-    def _get_layout_and_tensors(self) -> tuple[FileLayout, list[Tensor]]:
-        record, tensors = FileLayout([(-1, "", self.dtype, self.values.shape)]), [self.values]
+    def _get_layout_and_tensors(self) -> tuple[OffloadFileLayout, list[Tensor]]:
+        record, tensors = OffloadFileLayout([(-1, "", self.dtype, self.values.shape)]), [self.values]
         for number, (value, _) in enumerate(self._slices):
             for name, x in self._states(value).items():
-                if _is_in_file(x):
+                if _is_stored_in_file(x):
                     record.fields.append((number, name, x.dtype, x.shape))
                     tensors.append(x.contiguous())
         return record, tensors
@@ -321,7 +325,7 @@ class FileShard(HostShard):
         self.values = _IN_FILE.to(self.dtype)
         for value, _ in self._slices:
             state = self._states(value)
-            state.update({name: _IN_FILE.to(x.dtype) for name, x in state.items() if _is_in_file(x)})
+            state.update({name: _IN_FILE.to(x.dtype) for name, x in state.items() if _is_stored_in_file(x)})
             value.data = torch.full((), torch.nan, dtype=self.dtype).expand(value.shape)
 
     def commit(self) -> None:
@@ -340,7 +344,7 @@ class FileShard(HostShard):
             state.update(small)
         self._is_written, self._small = False, []
 
-    def save(self) -> None:
+    def write_back(self) -> None:
         """Write the loaded tensors to the file and wait for completion. Must be called between two optimizer steps."""
         self.evict()
         self._disk.flush()
@@ -348,5 +352,5 @@ class FileShard(HostShard):
             self.commit()
 
 
-def _is_in_file(x: Any) -> bool:
+def _is_stored_in_file(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0 and x.device.type == "cpu"

@@ -63,7 +63,7 @@ class AsyncCopy:
         self._wait()
         return self._out
 
-    def finish(self) -> Tensor:
+    def block_until_done(self) -> Tensor:
         self._finish()
         self._read.clear()
         return self._out
@@ -99,20 +99,20 @@ class HostDeviceCopier:
         """Allocate a tensor in host memory, which is pinned if the device is a GPU."""
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._is_cuda)
 
-    def to_host(self, target: Tensor, source: Tensor) -> AsyncCopy:
+    def start_copy_to_host(self, target: Tensor, source: Tensor) -> AsyncCopy:
         """Start copying a tensor to the host. The tensor must not change until the copy is complete."""
         return self._start_copy(DEVICE_TO_HOST, target, source)
 
-    def to_device(self, target: Tensor, source: Tensor) -> AsyncCopy:
+    def start_copy_to_device(self, target: Tensor, source: Tensor) -> AsyncCopy:
         """Start copying a tensor to the device. The tensor must not change until the copy is complete."""
         return self._start_copy(HOST_TO_DEVICE, target, source)
 
-    def bandwidth(self, way: str) -> float | None:
+    def measure_bandwidth(self, direction: str) -> float | None:
         """Return the measured bytes per second in one direction, or None before the first copy."""
         while self._timed and self._timed[0][3].query():
             timed, size, begin, end = self._timed.popleft()
             self.log.append(FinishedCopy(timed, size, 0.0, begin.elapsed_time(end) / 1e3))
-        done = [copied for copied in list(self.log) if copied.way == way]  # copy of the log: threads append to it
+        done = [copied for copied in list(self.log) if copied.way == direction]  # copy of the log: threads append to it
         seconds = sum(copied.end - copied.begin for copied in done)
         return sum(copied.size for copied in done) / seconds if seconds else None
 
@@ -128,10 +128,10 @@ class HostDeviceCopier:
         if not has_data(source):  # fake tensors; threads cannot trace concurrently
             target.copy_(source)
             return AsyncCopy(target, source, bool, bool, lambda: True)
-        future: Future[None] = self._workers[direction].submit(self._copy, direction, target, source)
+        future: Future[None] = self._workers[direction].submit(self._copy_tensor, direction, target, source)
         return AsyncCopy(target, source, future.result, future.result, future.done)
 
-    def _copy(self, direction: str, target: Tensor, source: Tensor) -> None:
+    def _copy_tensor(self, direction: str, target: Tensor, source: Tensor) -> None:
         begin = time.perf_counter()
         target.copy_(source)
         if self._bandwidth is not None:
@@ -206,7 +206,7 @@ class OffloadConfig:
         check_bool("OffloadConfig.parameters", self.parameters)
 
     @classmethod
-    def of(cls, offload: Any, optimizers: Sequence[Any] = ()) -> OffloadConfig:
+    def from_argument(cls, offload: Any, optimizers: Sequence[Any] = ()) -> OffloadConfig:
         """Convert the ``offload`` argument of ``shard_optimizer`` to an ``OffloadConfig``.
 
         An optimizer with an attribute ``on_device`` sets that option.
@@ -227,7 +227,7 @@ MAX_COPIES_IN_FLIGHT = 4
 """Maximum number of gradient buckets that are being copied to the host, which use device memory until then."""
 
 
-class HostMemory:
+class HostOffloadManager:
     """Manages the host memory for the offloaded shards of a device, and the copies between host and device."""
 
     def __init__(self, config: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
@@ -240,15 +240,15 @@ class HostMemory:
 
     def copy_to_host(self, target: Tensor, source: Tensor) -> AsyncCopy:
         """Start copying a gradient to the host. If too many copies are in progress, wait for an earlier one."""
-        copy = self.link.to_host(target, source)
+        copy = self.link.start_copy_to_host(target, source)
         self._under_way.append(copy)
         while self._under_way and (len(self._under_way) > self._most or self._under_way[0].is_done()):
-            self._under_way.popleft().finish()
+            self._under_way.popleft().block_until_done()
         return copy
 
-    def part(self, length: int, dtype: torch.dtype) -> HostShard:
+    def create_shard(self, numel: int, dtype: torch.dtype) -> HostShard:
         """Create a ``HostShard``, which allocates host memory for the master weights and gradients of a shard."""
-        return HostShard(self, length, dtype)
+        return HostShard(self, numel, dtype)
 
     @contextmanager
     def use_optimizer_threads(self) -> Iterator[None]:
@@ -267,13 +267,13 @@ def _get_local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
-class WeightStore:
+class MasterWeightStore:
     """The base class of stores that load master weights before the optimizer step and release them afterward.
 
     This class keeps the master weights on the device.
     """
 
-    def fetch(self) -> None:
+    def start_loading(self) -> None:
         """Start reading the master weights in advance. ``load`` waits for them."""
 
     def load(self) -> bool:
@@ -293,11 +293,11 @@ class WeightStore:
             keeps_memory: Whether the released tensors are still referenced, so that their memory must not be reused.
         """
 
-    def save(self) -> None:
+    def write_back(self) -> None:
         """Write back master weights that were changed between two optimizer steps."""
 
 
-class HostShard(WeightStore):
+class HostShard(MasterWeightStore):
     """The master weights and reduced gradients of one shard in host memory.
 
     Args:
@@ -305,7 +305,7 @@ class HostShard(WeightStore):
         dtype: Dtype of the master weights and the gradients.
     """
 
-    def __init__(self, host: HostMemory, length: int, dtype: torch.dtype) -> None:
+    def __init__(self, host: HostOffloadManager, length: int, dtype: torch.dtype) -> None:
         self.host, self.length, self.dtype = host, length, dtype
         self.values = host.link.allocate_on_host(length, dtype).zero_()
         self._sum: Tensor | None = None
@@ -314,14 +314,17 @@ class HostShard(WeightStore):
         self._arriving: tuple[AsyncCopy, float] | None = None
         self._leaving: AsyncCopy | None = None
 
-    def tensors(self) -> list[Tensor]:
+    def list_host_tensors(self) -> list[Tensor]:
         """Return all tensors in host memory that belong to this shard, except for buffers shared with others."""
         return [x for x in (self.values, self._sum, self._staging) if x is not None]
 
-    def receive(self, reduced: Tensor, scale: float) -> None:
+    def accumulate_gradients(self, reduced_grads: Tensor, loss_scale: float) -> None:
         """Start copying reduced gradients to the host, where they are divided by the loss scale and accumulated."""
         self._accumulate_copied_grads()
-        self._arriving = self.host.copy_to_host(self._get_staging_buffer(reduced.dtype), reduced), scale
+        self._arriving = (
+            self.host.copy_to_host(self._get_staging_buffer(reduced_grads.dtype), reduced_grads),
+            loss_scale,
+        )
 
     def _get_staging_buffer(self, dtype: torch.dtype) -> Tensor:
         if self._staging is None or self._staging.dtype != dtype:
@@ -332,7 +335,7 @@ class HostShard(WeightStore):
         if self._arriving is None:
             return
         (copy, scale), self._arriving = self._arriving, None
-        part = copy.finish()
+        part = copy.block_until_done()
         if self._sum is None:
             self._sum = self.host.link.allocate_on_host(part.numel(), self.dtype)
         if scale != 1:
@@ -362,11 +365,11 @@ class HostShard(WeightStore):
             if local_params.dtype == self.dtype
             else self._get_staging_buffer(local_params.dtype).copy_(self.values)
         )
-        self._leaving = self.host.link.to_device(local_params, values)
+        self._leaving = self.host.link.start_copy_to_device(local_params, values)
         return self._leaving
 
     def wait(self) -> None:
         """Wait until the master weights are copied to the device, so that they can be overwritten."""
         if self._leaving is not None:
-            self._leaving.finish()
+            self._leaving.block_until_done()
             self._leaving = None

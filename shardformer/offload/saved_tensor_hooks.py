@@ -42,13 +42,13 @@ class SavedTensorHooks:
         self._untraced: HookPair | None = None
         self.is_entered = False
 
-    def enter(self) -> None:
+    def activate(self) -> None:
         around = _get_hooks_object(torch_compat.get_innermost_saved_tensors_hooks())
         self._asked = sorted([self, *(around._asked if around else [])], key=lambda hooks: not hooks._goes_first)
         self.is_entered = True
-        torch_compat.push_saved_tensors_hooks(*self._torch_hooks())
+        torch_compat.push_saved_tensors_hooks(*self._get_torch_hooks())
 
-    def leave(self) -> None:
+    def deactivate(self) -> None:
         """Deactivate this pair of hooks by removing it from the stack of active hooks.
 
         The pair may not be on top, because an exception may have prevented the removal of an inner pair.
@@ -63,7 +63,7 @@ class SavedTensorHooks:
         for pair in reversed(above):
             torch_compat.push_saved_tensors_hooks(*pair)
 
-    def _torch_hooks(self) -> HookPair:
+    def _get_torch_hooks(self) -> HookPair:
         """Return the hooks to register in torch, wrapped so that ``torch.compile`` does not trace them."""
         if self._untraced is None and torch_compat.is_dynamo_loaded():
             self._untraced = torch.compiler.disable(self.pack), torch.compiler.disable(self.unpack)
@@ -74,14 +74,14 @@ class SavedTensorHooks:
             if hooks.is_entered and (packed := hooks._pack(x)) is not None:
                 return hooks._unpack, packed
         # a node that saves its own output must not keep a reference to itself
-        return _unpack_plain, (x if x.grad_fn is None else x.detach(), x._version)
+        return _unpack_and_check_version, (x if x.grad_fn is None else x.detach(), x._version)
 
     def unpack(self, saved: tuple[Callable[[Any], Tensor], Any]) -> Tensor:
         unpack, packed = saved
         return unpack(packed)
 
 
-def has_foreign_hooks() -> bool:
+def has_foreign_saved_tensor_hooks() -> bool:
     """Return whether other code's saved-tensor hooks are active, such as those of activation checkpointing."""
     top = torch_compat.get_innermost_saved_tensors_hooks()
     return top is not None and _get_hooks_object(top) is None
@@ -97,7 +97,7 @@ def check_tensor_version(x: Tensor, version: int, shape: torch.Size | None = Non
         )
 
 
-def _unpack_plain(packed: tuple[Tensor, int]) -> Tensor:
+def _unpack_and_check_version(packed: tuple[Tensor, int]) -> Tensor:
     x, version = packed
     check_tensor_version(x, version)
     return x
@@ -143,7 +143,7 @@ class ActivationStats:
         )
 
 
-class ActivationCounter:
+class ActivationByteCounter:
     """A counter of the bytes that saved activations use on the device and on the host."""
 
     def __init__(self) -> None:
@@ -152,19 +152,19 @@ class ActivationCounter:
         self.most = self.most_host = 0
 
     @property
-    def device(self) -> int:
+    def device_bytes(self) -> int:
         return self.now.total()
 
-    def add(self, kind: str, size: int) -> None:
+    def add_device_bytes(self, kind: str, size: int) -> None:
         self.now[kind] += size
-        self.most = max(self.most, self.device)
+        self.most = max(self.most, self.device_bytes)
 
     def add_host_bytes(self, size: int) -> None:
         self.host += size
         self.most_host = max(self.most_host, self.host)
 
-    def reset(self) -> None:
-        self.most, self.most_host = self.device, self.host
+    def reset_peaks(self) -> None:
+        self.most, self.most_host = self.device_bytes, self.host
 
 
 @dataclass(eq=False)
@@ -196,7 +196,7 @@ class SavedStorage:
         is_wanted: Whether the backward pass needs the data although they are being copied to the host.
     """
 
-    def __init__(self, counter: ActivationCounter, x: Tensor, start: int, end: int) -> None:
+    def __init__(self, counter: ActivationByteCounter, x: Tensor, start: int, end: int) -> None:
         storage = x.untyped_storage()
         with torch.no_grad():
             data = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, start, (end - start,), (1,))
@@ -212,19 +212,19 @@ class SavedStorage:
         self.unread_handles: set[int] = set()
         self.is_wanted = self.is_leaving = False
         self._counted = {ON_DEVICE: 0, COPYING_TO_HOST: 0, PARTITIONED: 0, FETCHED: 0}
-        self.count(ON_DEVICE, self.size)
+        self.add_device_bytes(ON_DEVICE, self.size)
 
-    def count(self, kind: str, size: int) -> None:
+    def add_device_bytes(self, kind: str, size: int) -> None:
         """Add ``size`` bytes of the kind ``kind`` to the counters of this storage and of its model."""
         self._counted[kind] += size
-        self.counter.add(kind, size)
+        self.counter.add_device_bytes(kind, size)
 
     def set_data_kind(self, kind: str) -> None:
         """Count the stored bytes on the device as a different kind, for example as being copied to the host."""
         size = 0 if self.data is None else len(self.data)
         for was in (ON_DEVICE, COPYING_TO_HOST, PARTITIONED):
-            self.count(was, -self._counted[was])
-        self.count(kind, size)
+            self.add_device_bytes(was, -self._counted[was])
+        self.add_device_bytes(kind, size)
 
     def keep_count_after_deletion(self, kind: str, size: int) -> None:
         """Keep counting ``size`` fetched bytes for the model even after this storage is deleted."""
@@ -262,24 +262,24 @@ class SavedTensorHandle:
         graph.order.append(ReferenceType(stored))
         stored.unread_handles.add(id(self))
 
-    def tensor(self, storage: Tensor, base: int) -> Tensor:
-        """Return the saved tensor as a view of ``storage``, which starts at byte ``base`` of the original storage."""
+    def restore_tensor(self, storage: Tensor, base_offset: int) -> Tensor:
+        """Return the saved tensor as a view of ``storage``, a copy of the original one from byte ``base_offset``."""
         out = torch.empty(0, dtype=self.dtype, device=storage.device)
-        offset = (self.offset - base) // out.element_size()
+        offset = (self.offset - base_offset) // out.element_size()
         return out.set_(storage.untyped_storage(), offset, self.shape, self.stride)
 
     def __del__(self) -> None:
         self.stored.unread_handles.discard(id(self))
 
 
-def get_storage_range(x: Tensor) -> tuple[int, int]:
+def get_byte_range_in_storage(x: Tensor) -> tuple[int, int]:
     """Return the range of bytes that a tensor uses in its storage, as (first byte, end)."""
     start = int(x.storage_offset())
     last = start + sum((int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True))
     return start * x.element_size(), (last + 1) * x.element_size()
 
 
-def is_dense(x: Tensor) -> bool:
+def is_non_overlapping_and_dense(x: Tensor) -> bool:
     """Return whether a tensor uses a contiguous range of its storage without gaps or repeated elements."""
-    start, end = get_storage_range(x)
+    start, end = get_byte_range_in_storage(x)
     return end - start == x.nbytes and 0 not in x.stride()

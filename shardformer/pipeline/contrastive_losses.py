@@ -96,7 +96,7 @@ class _GatherSamples(Function):
         return summed[begin : begin + ctx.lengths[ctx.axis.rank]], None, None
 
 
-class TrialResult(IntEnum):
+class LossTrialResult(IntEnum):
     """The result of one rank's trial, which shows whether the loss compares the samples of a batch."""
 
     INDEPENDENT = 0
@@ -106,7 +106,7 @@ class TrialResult(IntEnum):
     COMPARES = 4  # the loss compares the samples of a batch
 
 
-def merge_trial_results(rank_results: Sequence[Sequence[int]]) -> list[int] | None:
+def merge_loss_trial_results(rank_results: Sequence[Sequence[int]]) -> list[int] | None:
     """Combine the trial results of all ranks, or return None if the results are inconclusive due to a random loss.
 
     A loss that is not repeatable and draws no random numbers reads samples of other data ranks, which differ between
@@ -116,13 +116,13 @@ def merge_trial_results(rank_results: Sequence[Sequence[int]]) -> list[int] | No
         rank_results: the finding of each rank, and whether it drew random numbers.
     """
     found = [finding for finding, _ in rank_results]
-    if TrialResult.NOT_REPEATABLE not in found:
+    if LossTrialResult.NOT_REPEATABLE not in found:
         return found
-    return None if any(drew for _, drew in rank_results) else [*found, TrialResult.GATHERS]
+    return None if any(drew for _, drew in rank_results) else [*found, LossTrialResult.GATHERS]
 
 
 @dataclass(frozen=True)
-class Trial:
+class LossTrial:
     """Two small groups of samples (A and B) whose losses are compared with the loss of both as one batch (AB).
 
     Args:
@@ -146,7 +146,7 @@ class Trial:
         """
         return [*self.parts, *self.parts, self.both, self.parts[min(data_rank, 1)]]
 
-    def classify(self, losses: Sequence[float], *, data_rank: int, eps: float) -> TrialResult:
+    def classify_losses(self, losses: Sequence[float], *, data_rank: int, eps: float) -> LossTrialResult:
         """Decide from the losses of the trial's micro-batches whether the loss function compares samples.
 
         Args:
@@ -155,64 +155,74 @@ class Trial:
         """
         weighted, first, second, both, repeated = losses
         if not all(map(math.isfinite, (first, second, both, repeated))):
-            return TrialResult.INCONCLUSIVE
+            return LossTrialResult.INCONCLUSIVE
         tolerance = ABSOLUTE + max(RELATIVE, DTYPE_ROUNDINGS * eps) * max(map(abs, (first, second, both)))
         if abs(repeated - (second if data_rank else first)) > REPEAT_TOLERANCE * tolerance:
-            return TrialResult.NOT_REPEATABLE
+            return LossTrialResult.NOT_REPEATABLE
         if math.isfinite(weighted):
-            return TrialResult.INDEPENDENT if abs(weighted - both) <= tolerance else TrialResult.COMPARES
+            return LossTrialResult.INDEPENDENT if abs(weighted - both) <= tolerance else LossTrialResult.COMPARES
         if self.rejects_unknown:
-            return TrialResult.INCONCLUSIVE
-        return TrialResult.INDEPENDENT if is_mean_or_sum((first, second), both, tolerance) else TrialResult.COMPARES
+            return LossTrialResult.INCONCLUSIVE
+        return (
+            LossTrialResult.INDEPENDENT
+            if is_mean_or_sum((first, second), both, tolerance)
+            else LossTrialResult.COMPARES
+        )
 
 
-def make_trial(
-    batch: Batch, main: str | None, ids: Ids, *, needs_full_samples: bool, uses_counts: bool, rejects_unknown: bool
-) -> Trial | None:
+def make_loss_trial(
+    batch: Batch,
+    main_input: str | None,
+    special_token_ids: Ids,
+    *,
+    needs_full_samples: bool,
+    uses_counts: bool,
+    rejects_unknown: bool,
+) -> LossTrial | None:
     """Create a trial from the first samples of a batch, or return None if the samples cannot be separated.
 
     Args:
-        main, ids: as in ``split_batch``.
+        main_input, special_token_ids: as in ``split_batch``.
         needs_full_samples: whether other ranks wait for a rank whose forward pass fails, so that only valid batches may
             run.
         uses_counts, rejects_unknown: as in ``Trial``.
     """
     try:
-        size = get_batch_size(batch, main)
+        size = get_batch_size(batch, main_input)
         each = min(SAMPLES_PER_PART, size // 2)
         if each == SAMPLES_PER_PART or (each and not needs_full_samples):
             cuts = [each, each, size - 2 * each]
-            first, second = split_batch(batch, [n for n in cuts if n], main, ids)[:2]
-            both = split_batch(batch, [n for n in (2 * each, cuts[2]) if n], main, ids)[0]
-            return Trial([first, second], both, [each, each], uses_counts, rejects_unknown)
+            first, second = split_batch(batch, [n for n in cuts if n], main_input, special_token_ids)[:2]
+            both = split_batch(batch, [n for n in (2 * each, cuts[2]) if n], main_input, special_token_ids)[0]
+            return LossTrial([first, second], both, [each, each], uses_counts, rejects_unknown)
         if size and not needs_full_samples:
             both = merge_micro_batch_outputs([batch, batch], [size, size])
-            return Trial([batch, batch], both, [size, size], uses_counts, rejects_unknown)
+            return LossTrial([batch, batch], both, [size, size], uses_counts, rejects_unknown)
     except ShardFormerError:
         pass
     return None
 
 
-class TrialOutputs(LastStageOutputs):
+class LossTrialOutputs(LastStageOutputs):
     """Collects the losses of a trial, and ignores errors of the loss function."""
 
     def __init__(
-        self, trial: Trial, parts: Sequence[Batch], stage_forward: StageForward, loss_fn: LossFn | None
+        self, trial: LossTrial, parts: Sequence[Batch], stage_forward: StageForward, loss_fn: LossFn | None
     ) -> None:
         self._trial_weights = _DeferredErrorLossWeights(trial.parts, trial.sizes) if trial.uses_counts else None
         super().__init__(parts, [1] * len(parts), stage_forward, self._trial_weights, loss_fn)
         self._losses_seen = [math.nan] * len(parts)
         self.has_gathered = False
 
-    def begin_head(self, micro_batch: int) -> None:
+    def begin_loss_recording(self, micro_batch: int) -> None:
         if micro_batch < 2:
-            super().begin_head(micro_batch)
+            super().begin_loss_recording(micro_batch)
 
-    def end_head(self, micro_batch: int, output: Any) -> None:
+    def store_output(self, micro_batch: int, output: Any) -> None:
         token = IN_TRIAL.set(True)
         try:
             loss = self._extract_loss(output, self._parts[micro_batch])
-            self.close()
+            self.stop_loss_recording()
             if micro_batch < 2:
                 loss = (
                     loss * math.nan
@@ -226,9 +236,9 @@ class TrialOutputs(LastStageOutputs):
             return
         finally:
             IN_TRIAL.reset(token)
-            self.close()
+            self.stop_loss_recording()
 
-    def losses(self) -> list[float]:
+    def list_losses(self) -> list[float]:
         """Return the losses of the trial's micro-batches in the order that ``Trial.classify`` expects."""
         try:
             if self._trial_weights is not None:
@@ -302,18 +312,18 @@ def _is_user_hook(hook: Any) -> bool:
     return root != package and not any(file.startswith(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 
 
-def warn_about_batch_statistics(division: str) -> None:
+def warn_about_batch_norm_statistics(how_divided: str) -> None:
     """Warn that BatchNorm computes separate statistics for each part of a batch."""
     warnings.warn(
         "The model computes statistics over the batch (BatchNorm in training mode), but the batch is divided "
-        f"{division}. Each part uses its own statistics, so loss and weights differ from training on one "
+        f"{how_divided}. Each part uses its own statistics, so loss and weights differ from training on one "
         "device. Use GroupNorm or LayerNorm, put these layers into eval mode, or use torch.nn.SyncBatchNorm "
         "with one micro-batch. See docs/engine.md",
         stacklevel=3,
     )
 
 
-def report_trial_results(
+def raise_or_warn_if_loss_compares(
     results: Sequence[int], division: str, is_exact: bool, allows_gather: bool, only_normalizes: bool
 ) -> None:
     """Raise ConfigError or warn if the loss compares samples in different micro-batches or on different data ranks.
@@ -325,11 +335,11 @@ def report_trial_results(
         allows_gather: whether a loss may gather the samples of all data ranks, which needs one micro-batch.
         only_normalizes: whether samples interact only in training mode, by batch statistics.
     """
-    is_gathered = TrialResult.GATHERS in results
-    if (is_gathered and allows_gather) or not (is_gathered or TrialResult.COMPARES in results):
+    is_gathered = LossTrialResult.GATHERS in results
+    if (is_gathered and allows_gather) or not (is_gathered or LossTrialResult.COMPARES in results):
         return
     if only_normalizes and is_exact:
-        warn_about_batch_statistics(division)
+        warn_about_batch_norm_statistics(division)
     if only_normalizes:
         return
     how = "the loss of four samples differs from the losses of two and two"

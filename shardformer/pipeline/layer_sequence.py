@@ -25,7 +25,7 @@ from shardformer.public_names import deprecate_renamed_arguments
 Record = TypeVar("Record", bound=Any)
 
 
-def prepend_path(record: Record, path: str, *fields: str) -> Record:
+def prepend_to_module_paths(record: Record, path: str, *fields: str) -> Record:
     """Return a copy of a dataclass in which ``path`` is prepended to the module paths in ``fields``.
 
     Removes a trailing ``?`` from these paths.
@@ -138,22 +138,22 @@ class StackDescription:
 
     def with_path_prefix(self, path: str) -> StackDescription:
         """Return this stack with the paths of a larger model that contains the model at ``path``."""
-        own = prepend_path(self, path, "layers", "final_norm", "layer_calls")
-        stages = prepend_path(self.stages, path, "with_first_layer", "with_last_layer", "on_every_stage")
+        own = prepend_to_module_paths(self, path, "layers", "final_norm", "layer_calls")
+        stages = prepend_to_module_paths(self.stages, path, "with_first_layer", "with_last_layer", "on_every_stage")
         context = self.context and (_prepend_path(path, self.context[0]), self.context[1])
         return replace(own, context=context, stages=stages)
 
-    def get_activation_layout(self, stream: ActivationLayout) -> ActivationLayout:
+    def get_activation_layout(self, model_layout: ActivationLayout) -> ActivationLayout:
         """Return how the activations inside this stack are sharded.
 
         If the stack needs full sequences, this omits sequence sharding that starts at a stack.
 
         Args:
-            stream: layout of the activations of the model.
+            model_layout: layout of the activations of the model.
         """
         unsharded = Dim.SEQUENCE if self.whole_sequence else None
-        shards = [x for x in stream.shards if x.begin is ShardedFrom.INPUTS or x.dim is not unsharded]
-        return replace(stream, shards=tuple(shards))
+        shards = [x for x in model_layout.shards if x.begin is ShardedFrom.INPUTS or x.dim is not unsharded]
+        return replace(model_layout, shards=tuple(shards))
 
     @property
     def repeats_layers(self) -> bool:
@@ -178,7 +178,7 @@ class LayerSequence:
     stacks: tuple[StackDescription, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, stacks: Sequence[StackDescription]) -> LayerSequence:
+    def from_stacks(cls, model: nn.Module, stacks: Sequence[StackDescription]) -> LayerSequence:
         """Create the layer sequence of a model from its stacks. Stacks without layers are ignored."""
         found = []
         for at, stack in enumerate(stacks):
@@ -192,21 +192,21 @@ class LayerSequence:
         return tuple(chain.from_iterable(s.layer_calls for s in self.stacks))
 
     @property
-    def starts(self) -> tuple[int, ...]:
+    def stack_starts(self) -> tuple[int, ...]:
         """The index of the first layer call of each stack."""
         return tuple(accumulate((len(s.layer_calls) for s in self.stacks[:-1]), initial=0))[: len(self.stacks)]
 
     def find_stack_index(self, layer: int) -> int:
         """Return the index of the stack that contains the layer call with index ``layer``."""
-        return max(i for i, start in enumerate(self.starts) if start <= layer)
+        return max(i for i, start in enumerate(self.stack_starts) if start <= layer)
 
-    def list_received_states(self, layer: int) -> tuple[str, ...]:
+    def list_received_activations(self, layer: int) -> tuple[str, ...]:
         """Return which activations a stage that starts at ``layer`` receives: "hidden", "context", both, or none."""
         if layer == 0:
             return ()
         index = self.find_stack_index(layer)
         has_context = index > 0 and self.stacks[index].context is not None
-        begins = layer == self.starts[index]
+        begins = layer == self.stack_starts[index]
         return (() if begins and has_context else ("hidden",)) + (("context",) if has_context else ())
 
     def get_stage_ranges(self, bounds: Sequence[int]) -> list[LayerRange]:
@@ -214,7 +214,7 @@ class LayerSequence:
         return [LayerRange(a, b) for a, b in pairwise(bounds)]
 
 
-def owner_layers(model: nn.Module, layers: LayerSequence) -> dict[str, frozenset[int]]:
+def map_tensors_to_layers(model: nn.Module, layers: LayerSequence) -> dict[str, frozenset[int]]:
     """Map the name of each parameter and buffer to the indices of the layer calls that it belongs to.
 
     Tensors inside a layer belong to every call of the layer. All other tensors belong to the first or last layer of a
@@ -226,11 +226,13 @@ def owner_layers(model: nn.Module, layers: LayerSequence) -> dict[str, frozenset
     return {name: frozenset(_find_owner_layers(name, layers, order)) for name in order}
 
 
-def owner_stages(owners: Mapping[str, frozenset[int]], spans: Sequence[LayerRange]) -> dict[str, frozenset[int]]:
+def map_tensors_to_stages(
+    owner_layers_by_name: Mapping[str, frozenset[int]], stage_ranges: Sequence[LayerRange]
+) -> dict[str, frozenset[int]]:
     """Map the name of each parameter and buffer to the virtual pipeline stages that store it."""
     return {
-        name: frozenset(v for v, span in enumerate(spans) if any(layer in span for layer in indices))
-        for name, indices in owners.items()
+        name: frozenset(v for v, span in enumerate(stage_ranges) if any(layer in span for layer in indices))
+        for name, indices in owner_layers_by_name.items()
     }
 
 
@@ -242,29 +244,29 @@ def _list_tensor_names(model: nn.Module) -> Iterator[str]:
 
 
 def _find_owner_layers(name: str, layers: LayerSequence, order: Mapping[str, int]) -> Iterable[int]:
-    for stack, start in zip(layers.stacks, layers.starts, strict=True):
+    for stack, start in zip(layers.stacks, layers.stack_starts, strict=True):
         calls = range(start, start + len(stack.layer_calls))
         from_first = [f"{stack.layer_calls[0]}.{path}" for path in stack.stages.shared_from_first]
-        if any(_is_inside(name, path) for path in (*stack.stages.on_every_stage, *from_first)):
+        if any(_is_inside_module(name, path) for path in (*stack.stages.on_every_stage, *from_first)):
             return calls
-        inside = [u for u in calls if _is_inside(name, stack.layer_calls[u - start])]
+        inside = [u for u in calls if _is_inside_module(name, stack.layer_calls[u - start])]
         if inside:
             return inside
-    for stack, start in zip(layers.stacks, layers.starts, strict=True):
-        if any(_is_inside(name, path) for path in stack.stages.with_first_layer):
+    for stack, start in zip(layers.stacks, layers.stack_starts, strict=True):
+        if any(_is_inside_module(name, path) for path in stack.stages.with_first_layer):
             return [start]
-        if any(_is_inside(name, path) for path in (*stack.stages.with_last_layer, stack.final_norm) if path):
+        if any(_is_inside_module(name, path) for path in (*stack.stages.with_last_layer, stack.final_norm) if path):
             return [start + len(stack.layer_calls) - 1]
     return [_find_adjacent_layer(name, layers, order)]
 
 
 def _find_adjacent_layer(name: str, layers: LayerSequence, order: Mapping[str, int]) -> int:
     """Assign a parameter outside the layers to the first or last layer of a stack, by the order of registration."""
-    starts = layers.starts
-    firsts = [min(at for n, at in order.items() if _is_inside(n, s.layer_calls[0])) for s in layers.stacks]
+    starts = layers.stack_starts
+    firsts = [min(at for n, at in order.items() if _is_inside_module(n, s.layer_calls[0])) for s in layers.stacks]
     later = [i for i, first in enumerate(firsts) if order[name] < first]
     follows = later[0] if later else len(firsts)  # the next stack
-    shared = [_count_common_prefix(name, s.layers) for s in layers.stacks]
+    shared = [_count_common_path_parts(name, s.layers) for s in layers.stacks]
     nearest = max(shared[:follows], default=-1)
     if follows < len(firsts) and shared[follows] >= nearest:
         # a tensor that is passed directly between two stacks is computed on the stage that sends it
@@ -273,16 +275,16 @@ def _find_adjacent_layer(name: str, layers: LayerSequence, order: Mapping[str, i
     return starts[earlier] + len(layers.stacks[earlier].layer_calls) - 1
 
 
-def _count_common_prefix(name: str, path: str) -> int:
+def _count_common_path_parts(name: str, path: str) -> int:
     pairs = zip(name.split("."), path.split("."), strict=False)
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
-def _is_inside(name: str, path: str) -> bool:
+def _is_inside_module(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
-def make_no_layers_error(model: nn.Module, size: str, notes: Sequence[str] = ()) -> ConfigError:
+def make_no_layers_error(model: nn.Module, pipe_size: str, notes: Sequence[str] = ()) -> ConfigError:
     """Return the error for pipeline parallelism with a model whose policy describes no stack of layers.
 
     Args:
@@ -290,7 +292,8 @@ def make_no_layers_error(model: nn.Module, size: str, notes: Sequence[str] = ())
     """
     why = f". {' '.join(notes).removesuffix('.')}" if notes else ""
     return ConfigError(
-        f"pipe={size} requires a stack of layers, but the policy of {type(model).__name__} describes no stack{why}.",
+        f"pipe={pipe_size} requires a stack of layers, but the policy of {type(model).__name__} describes no "
+        f"stack{why}.",
         remedy="Omit pipe, or describe the stack in a policy with Policy.stacks() or RolePolicy.stack.",
     )
 
@@ -299,18 +302,20 @@ MIN_COST = 1e-9
 """Cost of a layer without weights."""
 
 
-def estimate_layer_costs(model: nn.Module, chain: LayerSequence, owners: Mapping[str, frozenset[int]]) -> list[float]:
+def estimate_layer_costs(
+    model: nn.Module, layers: LayerSequence, owner_layers_by_name: Mapping[str, frozenset[int]]
+) -> list[float]:
     """Estimate the cost of each layer call by the number of weights that each token is multiplied with.
 
     Embedding lookups count as free. Modules before and after a stack count for its first and last layer.
     """
-    layer_calls = chain.layer_calls
+    layer_calls = layers.layer_calls
     costs = [MIN_COST + _count_matrix_elements(model, model.get_submodule(path)) for path in layer_calls]
     tables = {id(m) for m in model.modules() if isinstance(m, nn.Embedding)}
     for path, module in model.named_modules() if layer_calls else ():
         for name, p in module.named_parameters(recurse=False):
-            at, *others = owners[f"{path}.{name}" if path else name]
-            is_counted = others or _is_inside(path, layer_calls[at])
+            at, *others = owner_layers_by_name[f"{path}.{name}" if path else name]
+            is_counted = others or _is_inside_module(path, layer_calls[at])
             if p.dim() >= 2 and id(module) not in tables and not is_counted:
                 costs[at] += p.numel()
     return costs
@@ -329,7 +334,7 @@ def _count_matrix_elements(model: nn.Module, module: nn.Module) -> float:
 
 
 def measure_layer_costs(
-    model: nn.Module, chain: LayerSequence, run: Callable[[], Any], rounds: int, device: torch.device
+    model: nn.Module, layer_sequence: LayerSequence, run_forward: Callable[[], Any], rounds: int, device: torch.device
 ) -> list[float]:
     """Measure the time of each layer call in seconds, as the minimum over ``rounds`` forward passes.
 
@@ -342,14 +347,14 @@ def measure_layer_costs(
             torch.cuda.synchronize(device)
         marks.append(time.perf_counter())
 
-    layers = [model.get_submodule(path) for path in dict.fromkeys(chain.layer_calls)]
+    layers = [model.get_submodule(path) for path in dict.fromkeys(layer_sequence.layer_calls)]
     remove_hooks = [register_forward_hooks(layer, HookOrder.RECORDER, after=record_time) for layer in layers]
     found: list[list[float]] = []
     try:
         for _ in range(rounds + 1):  # the first round is a warm-up
             marks.clear()
             record_time()
-            run()
+            run_forward()
             record_time()
             marks[-2:] = marks[-1:]  # the last layer ends with the model
             found.append([b - a for a, b in pairwise(marks)])

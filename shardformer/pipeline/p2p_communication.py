@@ -19,25 +19,25 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.layout.shard_spec import get_even_bounds
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.transport import CollectiveLog
-from shardformer.pipeline.schedules import Action, ActionKind, Schedule, list_messages
+from shardformer.pipeline.schedules import Action, ActionKind, Schedule, list_sent_actions
 from shardformer.torch_compat import has_data
 
 TO_NEXT_STAGE, TO_PREVIOUS_STAGE = 1, 2
 """Message tags for sends to a higher and to a lower rank. Other exchanges send without a tag."""
 
 
-class PointToPoint:
+class PointToPointCommunicator:
     """Sends and receives tensors between pipeline ranks. Messages in the same direction keep their order.
 
     If a transport serializes the messages of two ranks, a second one is opened, so that activations and gradients do
-    not wait for each other. All processes must construct their PointToPoint at the same time.
+    not wait for each other. All processes must construct their PointToPointCommunicator at the same time.
     """
 
     def __init__(self, context: ParallelContext) -> None:
         self.axis = context.pipe
         self._transports = {TO_NEXT_STAGE: self.axis.transport, TO_PREVIOUS_STAGE: self.axis.transport}
         if self.axis.size > 1 and context.world is not None and self.axis.transport.serializes_sends(context.device):
-            self._transports[TO_PREVIOUS_STAGE] = context.world.create_transport(context.grid.rank_groups("pipe"))
+            self._transports[TO_PREVIOUS_STAGE] = context.world.create_transport(context.grid.list_rank_groups("pipe"))
 
     def send(self, x: Tensor, to: int, purpose: str) -> PendingCollective:
         """Send a contiguous tensor asynchronously. The tensor must not change until the send completes."""
@@ -100,7 +100,7 @@ class _MessageQueue:
     posted: deque[_PostedMessage] = field(default_factory=deque)
 
 
-class StageExchange:
+class StageCommunicator:
     """Exchanges activations and gradients between this rank and the other ranks of the pipe axis.
 
     ``known`` maps (receiving virtual stage, key of the micro-batch) to the metadata of the activations, across steps.
@@ -112,7 +112,7 @@ class StageExchange:
         tensor: the tensor axis. Each of its ranks sends one shard of a replicated tensor. The receivers all-gather it.
     """
 
-    def __init__(self, point_to_point: PointToPoint, tensor: Axis, device: torch.device) -> None:
+    def __init__(self, point_to_point: PointToPointCommunicator, tensor: Axis, device: torch.device) -> None:
         self._point_to_point, self._tensor, self.device = point_to_point, tensor, device
         self._rank = point_to_point.axis.rank
         self.known: dict[tuple[int, Hashable], TensorMetas] = {}
@@ -124,22 +124,22 @@ class StageExchange:
         self.seconds_waited = 0.0
 
     @property
-    def traffic(self) -> CollectiveLog:
+    def collective_log(self) -> CollectiveLog:
         """The log of the collectives that this process has started."""
         return self._point_to_point.axis.traffic
 
-    def begin_step(self, schedule: Schedule, keys: Sequence[Hashable]) -> None:
+    def begin_step(self, schedule: Schedule, shape_keys: Sequence[Hashable]) -> None:
         """Reset the message queues at the start of a training step.
 
         Args:
-            keys: one key per micro-batch. Micro-batches with equal activation shapes have equal keys.
+            shape_keys: one key per micro-batch. Micro-batches with equal activation shapes have equal keys.
         """
-        self._schedule, self._keys = schedule, keys
+        self._schedule, self._keys = schedule, shape_keys
         self._arrived.clear()
-        orders = (list_messages(schedule, source, self._rank) for source in range(self._point_to_point.axis.size))
+        orders = (list_sent_actions(schedule, source, self._rank) for source in range(self._point_to_point.axis.size))
         self._incoming = {source: _MessageQueue(source, deque(order)) for source, order in enumerate(orders) if order}
 
-    def send(self, action: Action, tensors: list[Tensor | None], is_sharded: Sequence[bool]) -> None:
+    def send_tensors(self, action: Action, tensors: list[Tensor | None], is_sharded: Sequence[bool]) -> None:
         """Send activations to the next stage, or gradients to the previous stage.
 
         Only tensors that require a gradient have an entry in a list of gradients. An entry of None means zero.
@@ -161,7 +161,7 @@ class StageExchange:
                 )
             parts = [t.detach() for t in parts]
             if receiver != self._rank and is_new:
-                self._start_send(_encode_header(metas, self.device), receiver, "header")
+                self._start_send(_encode_tensor_metas(metas, self.device), receiver, "header")
         else:
             metas = tuple(s for s in self.known[key] if s.requires_grad)
             parts = [
@@ -173,11 +173,11 @@ class StageExchange:
             return
         for part, shape in zip(parts, metas, strict=True):
             if shape.is_sharded:
-                start, end = self._get_local_bounds(shape)
+                start, end = self._get_local_shard_bounds(shape)
                 part = part.reshape(-1)[start:end]
-            self._start_send(part.contiguous(), receiver, _describe_purpose(action))
+            self._start_send(part.contiguous(), receiver, _get_message_purpose(action))
 
-    def _get_local_bounds(self, meta: TensorMeta) -> list[int]:
+    def _get_local_shard_bounds(self, meta: TensorMeta) -> list[int]:
         return get_even_bounds(meta.numel, self._tensor.size)[self._tensor.rank : self._tensor.rank + 2]
 
     def _start_send(self, x: Tensor, receiver: int, purpose: str) -> None:
@@ -186,21 +186,21 @@ class StageExchange:
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
 
-    def prefetch(self) -> None:
+    def start_next_receives(self) -> None:
         """Start to receive the next messages from all ranks asynchronously, to overlap them with computation."""
         for incoming in self._incoming.values():
             self._post_next_receives(incoming)
 
     def receive_activations(self, stage: int, micro_batch: int) -> tuple[list[Tensor], TensorMetas]:
         """Wait for the input activations of a virtual stage for a micro-batch; return them and their metadata."""
-        parts = self._receive(Action(ActionKind.FORWARD, stage - 1, micro_batch))
+        parts = self._receive_tensors(Action(ActionKind.FORWARD, stage - 1, micro_batch))
         return parts, self.known[stage, self._keys[micro_batch]]
 
     def receive_gradients(self, stage: int, micro_batch: int, kind: ActionKind) -> list[Tensor]:
         """Wait for the gradients of the activations that a virtual stage sent to the next stage."""
-        return self._receive(Action(kind, stage + 1, micro_batch))
+        return self._receive_tensors(Action(kind, stage + 1, micro_batch))
 
-    def _receive(self, action: Action) -> list[Tensor]:
+    def _receive_tensors(self, action: Action) -> list[Tensor]:
         began = time.perf_counter()
         while _get_result_key(action) not in self._arrived:
             incoming = self._incoming[self._schedule.placement[action.stage]]
@@ -215,7 +215,7 @@ class StageExchange:
         posted = incoming.posted
         while incoming.expected and len(posted) < PREFETCHED_MESSAGES and not (posted and posted[-1].header):
             action = incoming.expected[0]
-            metas = self._get_metas(action)
+            metas = self._get_tensor_metas(action)
             if metas is None and action.kind is not ActionKind.FORWARD:
                 return  # the gradient has the shapes of an activation that this rank has not sent yet
             posted.append(_PostedMessage(incoming.expected.popleft()))
@@ -227,14 +227,14 @@ class StageExchange:
 
     def _post_tensor_receives(self, source: int, posted: _PostedMessage, metas: TensorMetas) -> None:
         for shape in metas:
-            start, end = self._get_local_bounds(shape)
+            start, end = self._get_local_shard_bounds(shape)
             sizes = (end - start,) if shape.is_sharded else shape.sizes
             part = torch.empty(sizes, dtype=shape.dtype, device=self.device)
             posted.parts.append(part)
             if part.numel():
-                posted.works.append(self._point_to_point.receive(part, source, _describe_purpose(posted.action)))
+                posted.works.append(self._point_to_point.receive(part, source, _get_message_purpose(posted.action)))
 
-    def _get_metas(self, action: Action) -> TensorMetas | None:
+    def _get_tensor_metas(self, action: Action) -> TensorMetas | None:
         metas = self.known.get(self._get_boundary_key(action))
         if metas is None or action.kind is ActionKind.FORWARD:
             return metas
@@ -249,16 +249,18 @@ class StageExchange:
             header, work = posted.header
             work.wait()
             key = self._get_boundary_key(action)
-            self.known[key] = pickle.loads(bytes(header.tolist())) if has_data(header) else self._infer_metas(*key)
+            self.known[key] = (
+                pickle.loads(bytes(header.tolist())) if has_data(header) else self._infer_tensor_metas(*key)
+            )
             self._post_tensor_receives(incoming.source, posted, self.known[key])
         for work in posted.works:
             work.wait()
         self.waiting_for = None
-        metas = self._get_metas(action)
+        metas = self._get_tensor_metas(action)
         assert metas is not None
         return [self._gather_full_tensor(part, shape) for part, shape in zip(posted.parts, metas, strict=True)]
 
-    def _infer_metas(self, boundary: int, key: Hashable) -> TensorMetas:
+    def _infer_tensor_metas(self, boundary: int, key: Hashable) -> TensorMetas:
         """Use the activation shapes of the nearest earlier stage, because a rank traced alone receives no messages."""
         metas_at = {**self.given, **self.known}
         earlier = {b: metas for (b, k), metas in metas_at.items() if k == key and b <= boundary}
@@ -270,11 +272,11 @@ class StageExchange:
             )
         return earlier[max(earlier)]
 
-    def _gather_full_tensor(self, part: Tensor, shape: TensorMeta) -> Tensor:
-        if not shape.is_sharded:
-            return part
-        lengths = [b - a for a, b in pairwise(get_even_bounds(shape.numel, self._tensor.size))]
-        return all_gather(part, self._tensor, 0, lengths=lengths, purpose="arrival").view(shape.sizes)
+    def _gather_full_tensor(self, shard: Tensor, meta: TensorMeta) -> Tensor:
+        if not meta.is_sharded:
+            return shard
+        lengths = [b - a for a, b in pairwise(get_even_bounds(meta.numel, self._tensor.size))]
+        return all_gather(shard, self._tensor, 0, lengths=lengths, purpose="arrival").view(meta.sizes)
 
     def wait_for_sends(self) -> None:
         """Wait until all asynchronous sends of this step have completed."""
@@ -287,11 +289,11 @@ def _get_result_key(action: Action) -> tuple[bool, int, int]:
     return action.kind is ActionKind.FORWARD, action.receiver_stage, action.micro_batch
 
 
-def _describe_purpose(action: Action) -> str:
+def _get_message_purpose(action: Action) -> str:
     return "activation" if action.kind is ActionKind.FORWARD else "gradient"
 
 
-def _encode_header(metas: TensorMetas, device: torch.device) -> Tensor:
+def _encode_tensor_metas(metas: TensorMetas, device: torch.device) -> Tensor:
     encoded = pickle.dumps(metas)
     assert len(encoded) <= HEADER_BYTES
     return torch.frombuffer(bytearray(encoded.ljust(HEADER_BYTES)), dtype=torch.uint8).to(device)

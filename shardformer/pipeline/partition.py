@@ -57,7 +57,7 @@ def partition_balanced(costs: Sequence[float], num_stages: int) -> list[int]:
     Raises ConfigError if there are more stages than layers, or a cost is invalid.
     """
     _check_num_stages(len(costs), num_stages)
-    _check_costs(costs)
+    _check_layer_costs(costs)
     sums = [0, *accumulate(_scale_to_integers(costs))]  # rounding must not decide between two partitions
     peak = _find_best_partition(sums, num_stages, math.inf, 0, lambda cost, count, after: max(cost, after))
     _, counts = _find_best_partition(
@@ -114,7 +114,7 @@ def partition_explicit(counts: Sequence[int], layers: int, num_stages: int) -> l
     total = sum(counts)
     if total != layers:
         wrong = (
-            f"omits {_format_layers(total, layers)}"
+            f"omits {_format_layer_range(total, layers)}"
             if total < layers
             else f"assigns {total} layers, but the model has {layers}"
         )
@@ -122,7 +122,7 @@ def partition_explicit(counts: Sequence[int], layers: int, num_stages: int) -> l
     return [0, *accumulate(counts)]
 
 
-def _format_layers(start: int, end: int) -> str:
+def _format_layer_range(start: int, end: int) -> str:
     """Format a range of layers as text: ``layer 11``, ``layers 10 and 11`` or ``layers 9 to 11``."""
     if end - start == 1:
         return f"layer {start}"
@@ -145,7 +145,7 @@ def _check_num_stages(layers: int, num_stages: int) -> None:
         )
 
 
-def _check_costs(costs: Sequence[float]) -> None:
+def _check_layer_costs(costs: Sequence[float]) -> None:
     for i, cost in enumerate(costs):
         if not math.isfinite(cost) or cost < 0:
             raise ConfigError(
@@ -162,15 +162,19 @@ def _scale_to_integers(numbers: Sequence[float]) -> list[int]:
 
 
 def _find_best_partition(
-    sums: Sequence[int], num_stages: int, limit: float, empty_value: Any, extend: Callable[[int, int, Any], Any]
+    cost_prefix_sums: Sequence[int],
+    num_stages: int,
+    max_stage_cost: float,
+    empty_value: Any,
+    extend: Callable[[int, int, Any], Any],
 ) -> Any:
-    """Find the best partition whose stages cost at most ``limit`` by dynamic programming, and return its value.
+    """Find the best partition whose stages cost at most ``max_stage_cost``, and return its value.
 
     Args:
         empty_value: value of the empty partition.
         extend: computes the value of a partition from (cost of a stage, its layer count, value of the later stages).
     """
-    layers = len(sums) - 1
+    layers = len(cost_prefix_sums) - 1
     # best_from[i]: value of the best partition of layers i and later into this stage and later ones
     best_from: list[Any] = [None] * layers + [empty_value]
     for _ in range(num_stages):
@@ -179,7 +183,8 @@ def _find_best_partition(
                 (
                     extend(cost, j - i, best_from[j])
                     for j in range(i + 1, layers + 1)
-                    if best_from[j] is not None and (cost := sums[j] - sums[i]) <= limit
+                    if best_from[j] is not None
+                    and (cost := cost_prefix_sums[j] - cost_prefix_sums[i]) <= max_stage_cost
                 ),
                 default=None,
             )

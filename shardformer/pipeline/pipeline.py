@@ -24,12 +24,26 @@ from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata,
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
 from shardformer.pipeline import contrastive_losses as trials
-from shardformer.pipeline.contrastive_losses import Trial, TrialResult
-from shardformer.pipeline.p2p_communication import StageExchange
-from shardformer.pipeline.runtime import Batch, LastStageOutputs, LossFn, MissingOutput, Runtime, RunTrace, StepInputs
-from shardformer.pipeline.schedules import LOSS_AVERAGES, Schedule, drop_backward, make_schedule, round_up_micro_batches
+from shardformer.pipeline.contrastive_losses import LossTrial, LossTrialResult
+from shardformer.pipeline.p2p_communication import StageCommunicator
+from shardformer.pipeline.runtime import (
+    Batch,
+    LastStageOutputs,
+    LossFn,
+    MissingOutput,
+    PipelineRuntime,
+    PipelineTrace,
+    StepInputs,
+)
+from shardformer.pipeline.schedules import (
+    LOSS_AVERAGES,
+    Schedule,
+    drop_backward_passes,
+    make_schedule,
+    round_up_micro_batches,
+)
 from shardformer.pipeline.stage_forward import get_parameter_dtypes
-from shardformer.pipeline.stage_manager import PipelineStageManager, Stages, build_stages
+from shardformer.pipeline.stage_manager import PipelineStageManager, PipelineStages, build_stages
 from shardformer.public_names import deprecate_renamed_arguments
 from shardformer.random_state import RandomUseDetector, fork_random_state, uses_dropout
 from shardformer.torch_compat import get_wrapped_module_attribute_name, has_data, is_compiled_in_place, tolist_or_ones
@@ -65,7 +79,7 @@ def set_training_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Context manager that puts a model into eval mode, and restores the previous mode of each module on exit."""
     before = get_training_modes(model)
     try:
@@ -136,7 +150,7 @@ class Pipeline:
         self._micro_batches, self._micro_batch_size = micro_batches, micro_batch_size
         self._loss_fn, self._loss_weight = loss_fn, loss_weight
         self._averages_tokens, self._allows_short_batches = average_loss_over == "tokens", allow_short_batches
-        self._stages: Stages = state.stages or _make_single_stage(self._sharded, state)
+        self._stages: PipelineStages = state.stages or _make_single_stage(self._sharded, state)
         self._label_transforms: dict[int, Any] = {}
         self._checked_modes: set[bool] = set()  # training flags for which the trial has run
         self._is_checkpointed = False  # gradient_checkpointing_enable() of transformers was called
@@ -147,8 +161,8 @@ class Pipeline:
         stages, manager = self._stages, self._stages.manager
         assert stages.stage_forward is not None
         self._manager, self._stage_forward = manager, stages.stage_forward
-        self.exchange = StageExchange(manager.point_to_point, self._context.tensor, self._context.device)
-        self._runtime = Runtime(self._model, stages, self.exchange)
+        self.exchange = StageCommunicator(manager.point_to_point, self._context.tensor, self._context.device)
+        self._runtime = PipelineRuntime(self._model, stages, self.exchange)
         if micro_batches is not None:
             self._make_schedule(micro_batches)  # raises for an invalid number
 
@@ -229,9 +243,9 @@ class Pipeline:
         return output if axis.rank == last else MissingOutput(axis.rank)
 
     @contextmanager
-    def trace(self) -> Iterator[RunTrace]:
+    def trace(self) -> Iterator[PipelineTrace]:
         """Context manager that records when each forward and backward pass on this rank starts and ends."""
-        self._runtime.trace = RunTrace()
+        self._runtime.trace = PipelineTrace()
         try:
             yield self._runtime.trace
         finally:
@@ -247,17 +261,17 @@ class Pipeline:
         counts: bool = False,
     ) -> LastStageOutputs:
         self._runtime.check_not_interrupted()
-        batches = _list_batches(batch)
+        batches = _as_batch_list(batch)
         parts, sizes = self._split_batches(batches)
-        inputs = self._select_inputs(parts)
+        inputs = self._select_model_inputs(parts)
         if self._state.check_call is not None:  # before any communication
             self._state.check_call(self._model, inputs[0])
         schedule = self._make_schedule(len(parts))
         if not backward:
-            schedule = drop_backward(schedule)
+            schedule = drop_backward_passes(schedule)
         self._check_not_compiled()
         draws = self._check_same_batch(batches)
-        runs_trial = not wants_output and self._must_run_trial(len(parts), backward=backward)
+        runs_trial = not wants_output and self._must_run_loss_trial(len(parts), backward=backward)
         with fork_random_state(self._context.device):
             keys, seed = self._check_stages_agree(parts, backward, _draw_seed() if draws else 0)
             seeds = [(seed + 7919 * i) % 2**62 if seed else None for i in range(len(parts))]
@@ -272,9 +286,9 @@ class Pipeline:
             head.checks_comparison = runs_trial and self._manager.num_stages > 1
             try:
                 with self._stages.temporarily_override_forward(self._sharded):
-                    self._runtime.run(StepInputs(schedule, inputs, keys, seeds, head, loss_scale))
+                    self._runtime.run_step(StepInputs(schedule, inputs, keys, seeds, head, loss_scale))
             finally:
-                head.close()
+                head.stop_loss_recording()
         if draws and self._uses_random_numbers():
             _draw_seed()
         head.finish()
@@ -325,7 +339,10 @@ class Pipeline:
         if self._must_check_factors:
             rows += [head.factors.to(loss), head.factors.to(loss).square()]
         if runs_trial:
-            rows += [loss.new_tensor(float(self._needs_trial(head))), loss.new_tensor(float(head.compares_samples))]
+            rows += [
+                loss.new_tensor(float(self._needs_loss_trial(head))),
+                loss.new_tensor(float(head.compares_samples)),
+            ]
         with self._runtime.annotate_errors("at the end of a step"):
             loss = collectives.broadcast(
                 torch.stack(rows).to(self._context.device), self._manager.axis, self._manager.last_stage
@@ -335,7 +352,7 @@ class Pipeline:
         found = list(loss.unbind())
         return [*found[:-2], loss[-2:]] if runs_trial else found
 
-    def _must_run_trial(self, num_parts: int, *, backward: bool) -> bool:
+    def _must_run_loss_trial(self, num_parts: int, *, backward: bool) -> bool:
         """Return whether to check if the loss compares samples, as the first step in training or eval mode does.
 
         An evaluation whose loss is not averaged over data ranks is not checked, because data ranks may run it
@@ -347,7 +364,7 @@ class Pipeline:
     def _requires_exact_loss(self, num_parts: int) -> bool:
         return self._loss_weight is None and (num_parts > 1 or self._averages_tokens)
 
-    def _needs_trial(self, head: LastStageOutputs) -> bool:
+    def _needs_loss_trial(self, head: LastStageOutputs) -> bool:
         """Return whether a trial run is needed to find out if the loss compares samples of a batch.
 
         With several stages, the last stage checks ``loss_fn`` without a trial.
@@ -361,7 +378,7 @@ class Pipeline:
         )
 
     def _check_samples_are_independent(
-        self, batches: Sequence[Batch], num_parts: int, may_compare: bool, compares: bool
+        self, batches: Sequence[Batch], num_parts: int, needs_trial: bool, is_known_to_compare: bool
     ) -> None:
         """Raise ConfigError or warn if the loss compares samples that are split over micro-batches or data ranks.
 
@@ -369,31 +386,31 @@ class Pipeline:
         """
         size, mode = self._context.data.size, self._model.training
         divisions = [f"into {num_parts} micro-batches"] * (num_parts > 1) + [f"over {size} data ranks"] * (size > 1)
-        findings: Sequence[int] | None = [TrialResult.COMPARES] if compares else []
+        findings: Sequence[int] | None = [LossTrialResult.COMPARES] if is_known_to_compare else []
         is_exact, only_normalizes = self._requires_exact_loss(num_parts), False
-        if may_compare:
-            trial = trials.make_trial(
+        if needs_trial:
+            trial = trials.make_loss_trial(
                 batches[0],
                 *self._get_main_input_and_token_ids(),
                 needs_full_samples=self._state.parameter_owner is not None,
                 uses_counts=self._loss_weight is None,
                 rejects_unknown=is_exact,
             )
-            findings, buffer_writers = self._run_trial_on_all_ranks(trial)
+            findings, buffer_writers = self._run_loss_trial_on_all_ranks(trial)
             if mode and findings is None:  # disable dropout, but keep batch statistics
-                with evaluating(self._model):
+                with eval_mode(self._model):
                     for module in buffer_writers:
                         module.training = True
-                    findings, _ = self._run_trial_on_all_ranks(trial)
-            if mode and findings is not None and TrialResult.COMPARES in findings:
-                with evaluating(self._model):
-                    in_eval, _ = self._run_trial_on_all_ranks(trial)
-                only_normalizes = in_eval is not None and {*in_eval} == {TrialResult.INDEPENDENT}
+                    findings, _ = self._run_loss_trial_on_all_ranks(trial)
+            if mode and findings is not None and LossTrialResult.COMPARES in findings:
+                with eval_mode(self._model):
+                    in_eval, _ = self._run_loss_trial_on_all_ranks(trial)
+                only_normalizes = in_eval is not None and {*in_eval} == {LossTrialResult.INDEPENDENT}
         division, allows_gather = " and ".join(divisions), num_parts == 1
-        trials.report_trial_results(findings or (), division, is_exact, allows_gather, only_normalizes)
+        trials.raise_or_warn_if_loss_compares(findings or (), division, is_exact, allows_gather, only_normalizes)
         self._checked_modes.add(mode)
 
-    def _run_trial_on_all_ranks(self, trial: Trial | None) -> tuple[Sequence[int] | None, list[nn.Module]]:
+    def _run_loss_trial_on_all_ranks(self, trial: LossTrial | None) -> tuple[Sequence[int] | None, list[nn.Module]]:
         """Run a trial on every rank, and return the results of all ranks and the modules that wrote to their buffers.
 
         The results are None if the loss is random.
@@ -402,36 +419,43 @@ class Pipeline:
         if not all(has_one for (has_one,) in collectives.all_gather_numbers([trial is not None], world)):
             return (), []
         assert trial is not None
-        found, draws = TrialResult.INCONCLUSIVE, RandomUseDetector(self._context.device)
+        found, draws = LossTrialResult.INCONCLUSIVE, RandomUseDetector(self._context.device)
         buffer_writers: list[nn.Module] = []
         try:
             with trials.restore_after_trial(self._model, self._context.device) as buffer_writers:
                 draws.begin()
-                found = self._run_trial(trial)
+                found = self._run_loss_trial(trial)
                 draws.end()
         except Exception:  # no error, no finding
-            found = TrialResult.INCONCLUSIVE
-        return trials.merge_trial_results(
+            found = LossTrialResult.INCONCLUSIVE
+        return trials.merge_loss_trial_results(
             collectives.all_gather_numbers([int(found), bool(draws.seen)], world)
         ), buffer_writers
 
-    def _run_trial(self, trial: Trial) -> TrialResult:
+    def _run_loss_trial(self, trial: LossTrial) -> LossTrialResult:
         data_rank, compares, trace = self._context.data.rank, self._must_compare_batches, self._runtime.trace
         parts = trial.list_micro_batches(data_rank)
-        inputs, head = self._select_inputs(parts), trials.TrialOutputs(trial, parts, self._stage_forward, self._loss_fn)
+        inputs, head = (
+            self._select_model_inputs(parts),
+            trials.LossTrialOutputs(trial, parts, self._stage_forward, self._loss_fn),
+        )
         keys, _ = self._check_stages_agree(inputs, False, 0)
         self._runtime.trace = None
         try:
             with self._stages.temporarily_override_forward(self._sharded):
-                schedule = drop_backward(self._make_schedule(len(parts)))
-                self._runtime.run(StepInputs(schedule, inputs, keys, [None] * len(parts), head))
+                schedule = drop_backward_passes(self._make_schedule(len(parts)))
+                self._runtime.run_step(StepInputs(schedule, inputs, keys, [None] * len(parts), head))
         finally:
-            head.close()
+            head.stop_loss_recording()
             self._runtime.trace, self._must_compare_batches = trace, compares
         dtypes = {p.dtype for p in self._model.parameters() if p.is_floating_point()}
         dtypes |= {autocast} if (autocast := _get_autocast_dtype(self._context.device)) is not None else set()
         eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-        return TrialResult.GATHERS if head.has_gathered else trial.classify(head.losses(), data_rank=data_rank, eps=eps)
+        return (
+            LossTrialResult.GATHERS
+            if head.has_gathered
+            else trial.classify_losses(head.list_losses(), data_rank=data_rank, eps=eps)
+        )
 
     def _uses_random_numbers(self) -> bool:
         """Return whether the layers of this rank may draw random numbers in training.
@@ -463,7 +487,7 @@ class Pipeline:
             sizes += each
         return parts, sizes
 
-    def _select_inputs(self, parts: Sequence[Batch]) -> Sequence[Batch]:
+    def _select_model_inputs(self, parts: Sequence[Batch]) -> Sequence[Batch]:
         names = get_accepted_forward_keywords(self._model) if self._loss_fn is not None else None
         parts = [
             {n: x for n, x in p.items() if n != splitting.TARGET_KEY and (names is None or n in names)} for p in parts
@@ -474,11 +498,15 @@ class Pipeline:
             )
         return [prepare_batch_without_cache(p, self._model, is_checkpointed=self._is_checkpointed) for p in parts]
 
-    def _fit_sizes_to_schedule(self, size: int, sizes: list[int]) -> list[int]:
+    def _fit_sizes_to_schedule(self, batch_size: int, micro_batch_sizes: list[int]) -> list[int]:
         manager = self._manager
-        count = round_up_micro_batches(manager.schedule, manager.num_stages, manager.num_model_chunks, len(sizes))
+        count = round_up_micro_batches(
+            manager.schedule, manager.num_stages, manager.num_model_chunks, len(micro_batch_sizes)
+        )
         return (
-            splitting.compute_micro_batch_sizes(size, count, None) if count != len(sizes) and count <= size else sizes
+            splitting.compute_micro_batch_sizes(batch_size, count, None)
+            if count != len(micro_batch_sizes) and count <= batch_size
+            else micro_batch_sizes
         )
 
     def _make_schedule(self, micro_batches: int) -> Schedule:
@@ -496,7 +524,7 @@ class Pipeline:
         """
         kinds = tuple((p.requires_grad, p.dtype) for p in self._model.parameters())
         autocast = _get_autocast_dtype(self._context.device)
-        shapes = [_get_shapes(part) for part in parts]
+        shapes = [_get_batch_shapes(part) for part in parts]
         axis, watch, training = self._manager.axis, self._state.monitor, self._model.training
         if axis.size == 1:
             return [(s, (backward, training, autocast, kinds)) for s in shapes], seed
@@ -565,11 +593,11 @@ class Pipeline:
                 layer = layer._modules[name]
             if getattr(layer, "gradient_checkpointing", False) is True:
                 layer.gradient_checkpointing, self._is_checkpointed = False, True
-                self._stage_forward.checkpoint_layer(path)
+                self._stage_forward.enable_layer_checkpointing(path)
                 self.checkpointed.add(path)
 
 
-def _list_batches(batch: Any) -> list[Batch]:
+def _as_batch_list(batch: Any) -> list[Batch]:
     batches = list(batch) if isinstance(batch, list | tuple) else [batch]
     if batches and all(isinstance(one, Mapping) for one in batches):
         return batches
@@ -580,7 +608,7 @@ def _list_batches(batch: Any) -> list[Batch]:
     )
 
 
-def _get_shapes(part: Batch) -> Hashable:
+def _get_batch_shapes(part: Batch) -> Hashable:
     return tuple((name, tuple(t.shape), str(t.dtype)) for name, t in iterate_named_tensors(part))
 
 
@@ -630,7 +658,7 @@ def _check_loss_factors_equal(mean: Tensor, mean_square: Tensor) -> None:
         )
 
 
-def _make_single_stage(model: nn.Module, state: ShardingMetadata) -> Stages:
+def _make_single_stage(model: nn.Module, state: ShardingMetadata) -> PipelineStages:
     manager = PipelineStageManager(state.context, "1f1b")
     state.stages = stages = build_stages(model, state.request.policy, manager)
     stages.uses_random = uses_dropout(model)

@@ -15,11 +15,11 @@ from shardformer.errors import ConfigError, InputError, LaunchError
 from shardformer.gradient_accumulation.micro_batch_loss import MicroBatchLossScaler, loss_compares_samples
 from shardformer.gradient_accumulation.micro_batches import iterate_named_tensors, merge_micro_batch_outputs
 from shardformer.mesh.rank_failures import LostPeerError
-from shardformer.pipeline.p2p_communication import StageExchange
+from shardformer.pipeline.p2p_communication import StageCommunicator
 from shardformer.pipeline.schedules import Action, ActionKind, Schedule
 from shardformer.pipeline.split_backward import WeightBackward, run_input_backward
 from shardformer.pipeline.stage_forward import StageActivations, StageForward, StageForwardState, is_placeholder
-from shardformer.pipeline.stage_manager import Stages
+from shardformer.pipeline.stage_manager import PipelineStages
 from shardformer.torch_compat import tree_map_only
 
 IGNORED = -100
@@ -58,12 +58,12 @@ class LastStageOutputs:
         self.factors = torch.zeros((), dtype=torch.float64)
         self.output: Any = None
 
-    def begin_head(self, micro_batch: int) -> None:
+    def begin_loss_recording(self, micro_batch: int) -> None:
         """Start to record calls of loss functions for a micro-batch. Called before the model's head runs."""
         if self._weights is not None:
             self._weights.start_recording(micro_batch)
 
-    def end_head(self, micro_batch: int, output: Any) -> Tensor | None:
+    def store_output(self, micro_batch: int, output: Any) -> Tensor | None:
         """Store the model's output for a micro-batch, and return its weighted loss for the backward pass, or None."""
         if self._weights is None:
             self._outputs[micro_batch] = output
@@ -84,7 +84,7 @@ class LastStageOutputs:
 
     def _extract_loss(self, output: Any, part: Batch) -> Tensor:
         result = output if self._loss_fn is None else self._loss_fn(output, part)
-        loss = find_loss(result)
+        loss = find_loss_in_output(result)
         if loss is not None:
             return loss
         source = "model" if self._loss_fn is None else "loss function"
@@ -119,7 +119,7 @@ class LastStageOutputs:
         """Whether the loss is a sum of means over class labels, which never compare samples."""
         return self._weights is not None and self._weights.has_only_class_means
 
-    def close(self) -> None:
+    def stop_loss_recording(self) -> None:
         """Stop recording calls of loss functions. Called after the last forward pass or an error."""
         if self._weights is not None:
             self._weights.stop_recording()
@@ -127,13 +127,15 @@ class LastStageOutputs:
     def finish(self) -> None:
         if self._weights is None:
             ordered = [self._outputs[i] for i in sorted(self._outputs)]
-            self.output = replace_placeholders(merge_micro_batch_outputs(ordered, self.sizes)) if ordered else None
+            self.output = (
+                replace_placeholders_with_none(merge_micro_batch_outputs(ordered, self.sizes)) if ordered else None
+            )
         elif self.loss is not None:
             self._weights.run_deferred_checks()
             self.counted, self.factors = self._weights.num_counted_labels, self._weights.factors_hash
 
 
-def find_loss(output: Any) -> Tensor | None:
+def find_loss_in_output(output: Any) -> Tensor | None:
     """Return the loss in a model's output as a scalar tensor, or None if the output contains no loss.
 
     The output may be the loss itself or have one of the forms that the transformers Trainer accepts: ``output.loss``,
@@ -168,19 +170,19 @@ class MissingOutput:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise self._make_error(name)
+        raise self._make_missing_output_error(name)
 
     def __getitem__(self, key: Any) -> Any:
-        raise self._make_error(repr(key))
+        raise self._make_missing_output_error(repr(key))
 
-    def _make_error(self, name: str) -> ConfigError:
+    def _make_missing_output_error(self, name: str) -> ConfigError:
         return ConfigError(
             f"Stage {self._stage} has no output, so {name} is not available.",
             remedy="Call forward(batch, gather=True) on all stages, or use the output on the last stage only.",
         )
 
 
-def replace_placeholders(output: Any) -> Any:
+def replace_placeholders_with_none(output: Any) -> Any:
     """Set output tensors that only another stage computes to None, unless all outputs are placeholders."""
     tensors = [t for _, t in iterate_named_tensors({"output": output}) if t.is_floating_point() and t.numel()]
     placeholders = {id(t) for t in tensors if is_placeholder(t)}
@@ -217,7 +219,7 @@ class StepInputs:
 
 
 @dataclass
-class RunTrace:
+class PipelineTrace:
     """The measured start and end of this rank's forward and backward passes, in seconds since ``start``.
 
     Args:
@@ -230,7 +232,7 @@ class RunTrace:
     start: float = 0.0
 
 
-class Runtime:
+class PipelineRuntime:
     """Executes this rank's part of a pipeline schedule, and exchanges activations and gradients with other stages.
 
     Args:
@@ -239,7 +241,7 @@ class Runtime:
         exchange: communication with the other stages.
     """
 
-    def __init__(self, model: nn.Module, stages: Stages, exchange: StageExchange) -> None:
+    def __init__(self, model: nn.Module, stages: PipelineStages, exchange: StageCommunicator) -> None:
         assert stages.stage_forward is not None
         self._model, self._stage_forward, self._exchange = model, stages.stage_forward, exchange
         self._chain, self._spans, self._stage = stages.chain, stages.spans, stages.manager.stage
@@ -247,7 +249,7 @@ class Runtime:
         self._in_flight: dict[tuple[int, int], _InFlightMicroBatch] = {}
         self._weights: dict[tuple[int, int], WeightBackward] = {}
         self._interrupted_at = ""
-        self.trace: RunTrace | None = None
+        self.trace: PipelineTrace | None = None
 
     def check_not_interrupted(self) -> None:
         """Raise LaunchError if an earlier step failed, because other stages still wait for its messages."""
@@ -259,20 +261,23 @@ class Runtime:
             remedy="Do not catch errors of a step. Let the error end the run, and resume from the last checkpoint.",
         )
 
-    def run(self, step: StepInputs) -> None:
+    def run_step(self, step: StepInputs) -> None:
         """Run this rank's forward and backward passes of one step. Raises LostPeerError if another stage has exited."""
         self._step = step
         self._in_flight.clear()
         self._weights.clear()
         self._exchange.begin_step(step.schedule, step.keys)
-        self._exchange.prefetch()
+        self._exchange.start_next_receives()
         start = time.perf_counter()
         if self.trace is not None:
             self.trace.start = start
         for action in step.schedule.actions[self._stage]:
             began, waited = time.perf_counter(), self._exchange.seconds_waited
             self._interrupted_at = _describe_action(action)
-            with self.annotate_errors(self._interrupted_at), self._exchange.traffic.within(action=str(action)):
+            with (
+                self.annotate_errors(self._interrupted_at),
+                self._exchange.collective_log.set_call_site(action=str(action)),
+            ):
                 self._run_action(action)
             if self.trace is not None:
                 began += self._exchange.seconds_waited - waited
@@ -300,21 +305,23 @@ class Runtime:
             parts, shapes = self._exchange.receive_activations(stage, index)
             trained = [s.requires_grad and torch.is_grad_enabled() for s in shapes]
             received = [p.requires_grad_() if trains else p for p, trains in zip(parts, trained, strict=True)]
-        is_last = stage == step.schedule.last
-        names = self._chain.list_received_states(span.start)
+        is_last = stage == step.schedule.last_stage
+        names = self._chain.list_received_activations(span.start)
         # non-leaf views: autocast would cache 16-bit copies of leaves, as of weights, and accumulate gradients in them
         states = [x.view_as(x) for x in received]
         run = StageForwardState(span, dict(zip(names, states, strict=True)), step.seeds[index])
         if is_last:
-            run.at_end = lambda: step.head.begin_head(index)
-        output, payload = self._stage_forward.run(self._model, run, lambda: self._model(**step.batches[index]))
+            run.at_end = lambda: step.head.begin_loss_recording(index)
+        output, payload = self._stage_forward.run_stage_forward(
+            self._model, run, lambda: self._model(**step.batches[index])
+        )
         live = _InFlightMicroBatch(received, [])
         if is_last:
-            live.loss = step.head.end_head(index, output)
+            live.loss = step.head.store_output(index, output)
         else:
             assert payload is not None
             live.sent = list(payload.values())
-            self._exchange.send(action, [*live.sent], self._get_replicated_flags(span.stop, payload))
+            self._exchange.send_tensors(action, [*live.sent], self._get_replicated_flags(span.stop, payload))
         if torch.is_grad_enabled():
             self._in_flight[stage, index] = live
 
@@ -329,14 +336,14 @@ class Runtime:
         live = self._in_flight.pop((stage, index))
         outputs = [live.loss] if live.loss is not None else []
         grads: Sequence[Tensor | None] = [torch.full_like(loss, self._step.loss_scale) for loss in outputs] or [None]
-        if stage != self._step.schedule.last:
+        if stage != self._step.schedule.last_stage:
             outputs = [t for t in live.sent if t.requires_grad]
             grads = self._exchange.receive_gradients(stage, index, action.kind)
         trained = [x for x in live.received if x.requires_grad]
         with self._disable_autocast():
             input_grads = self._compute_input_grads(action, outputs, grads, trained)
         if stage > 0:
-            self._exchange.send(action, input_grads, [])
+            self._exchange.send_tensors(action, input_grads, [])
 
     def _compute_input_grads(
         self, action: Action, outputs: list[Tensor], grads: Sequence[Tensor | None], inputs: list[Tensor]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardformer.errors import ConfigError
 from shardformer.filesystem.atomic_write import replace_file_atomically
-from shardformer.pipeline.schedules import Action, ActionKind, Schedule, Timeline, compute_bubble
+from shardformer.pipeline.schedules import Action, ActionKind, Schedule, Timeline, compute_bubble_fraction
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +45,7 @@ def format_schedule_as_text(schedule: Schedule, timeline: Timeline, width: int |
         width: maximum line length, or None for no limit. A longer grid is split into bands. If there are more than five
             bands, only the first two and the last two are printed, because the pattern repeats.
     """
-    rows, unit = _compute_grid_cells(schedule, timeline), _get_shortest_duration(timeline)
+    rows, unit = _compute_grid_cells(schedule, timeline), _get_shortest_action_duration(timeline)
     cell = 1 + max(len(text) for row in rows for text in row)
     row_labels = [f"rank {rank} |".rjust(len(f"rank {len(rows) - 1} |")) for rank in range(len(rows))]
     columns = len(rows[0])
@@ -78,7 +78,7 @@ def timeline_to_dict(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
 
 def summarize_schedule(schedule: Schedule, timeline: Timeline) -> list[str]:
     """Return two lines of text with the bubble of a schedule and its number of micro-batches in flight."""
-    form = compute_bubble(schedule.name, schedule.stages, schedule.micro_batches, schedule.num_model_chunks)
+    form = compute_bubble_fraction(schedule.name, schedule.stages, schedule.micro_batches, schedule.num_model_chunks)
     by_formula = (
         "" if form is None or _list_action_kinds(schedule) == [ActionKind.FORWARD] else f" (formula: {form:.1%})"
     )
@@ -94,8 +94,8 @@ def _format_chunk_note(schedule: Schedule) -> str:
     return " (of one chunk)" if schedule.num_model_chunks > 1 else ""
 
 
-def _format_row(label: str, cells: Sequence[str], cell: int) -> str:
-    return (label + "".join(f" {text:{cell - 1}}" for text in cells)).rstrip()
+def _format_row(label: str, cells: Sequence[str], cell_width: int) -> str:
+    return (label + "".join(f" {text:{cell_width - 1}}" for text in cells)).rstrip()
 
 
 def _format_legend(schedule: Schedule, timeline: Timeline) -> list[str]:
@@ -106,7 +106,7 @@ def _format_legend(schedule: Schedule, timeline: Timeline) -> list[str]:
         of = [f"s {c * size}-{c * size + size - 1}" if size > 1 else f" {c}" for c in range(schedule.num_model_chunks)]
         shown = [f"{_format_chunk_suffix(schedule, chunk)} virtual stage{which}" for chunk, which in enumerate(of)]
         lines.append(f"chunk: {', '.join(shown)}")
-    unit = _get_shortest_duration(timeline)
+    unit = _get_shortest_action_duration(timeline)
     if any(abs(span.start / unit - round(span.start / unit)) > 1e-6 for row in timeline.spans for span in row):
         lines.append(f"a column is {unit:g} units of time; times are rounded to columns")
     return lines
@@ -128,13 +128,13 @@ def _list_action_kinds(schedule: Schedule) -> list[ActionKind]:
     return [kind for kind in ActionKind if kind in found]
 
 
-def _get_shortest_duration(timeline: Timeline) -> float:
+def _get_shortest_action_duration(timeline: Timeline) -> float:
     return min(span.end - span.start for row in timeline.spans for span in row)
 
 
 def _compute_grid_cells(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
     """Return the cells of the text grid, one list per rank. Every action has at least one cell."""
-    unit = _get_shortest_duration(timeline)
+    unit = _get_shortest_action_duration(timeline)
     if not 0 < timeline.makespan < MAX_COLUMNS * unit:
         raise ConfigError(
             f"A chart of {timeline.makespan:g} time units is too wide. A column has the duration of the shortest "
@@ -153,7 +153,7 @@ def _round_to_column(time: float, unit: float) -> int:
     return floor(time / unit + 0.5 + 1e-9)
 
 
-def check_chart_file(path: Path) -> None:
+def check_chart_path(path: Path) -> None:
     """Raise ConfigError if a chart cannot be saved to ``path``, or matplotlib is not installed."""
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"The chart file {str(path)!r} does not end in .svg or .png.", remedy="Use chart.svg.")
@@ -172,7 +172,7 @@ def check_matplotlib(feature: str) -> None:
 
 
 @contextmanager
-def replace_chart_file(path: Path) -> Iterator[Path]:
+def write_chart_atomically(path: Path) -> Iterator[Path]:
     """Context manager that yields a temporary file and moves it to ``path``. Raises ConfigError if writing fails."""
     try:
         with replace_file_atomically(path) as hidden:
@@ -186,38 +186,38 @@ def replace_chart_file(path: Path) -> Iterator[Path]:
 def save_chart(schedule: Schedule, timeline: Timeline, path: Path) -> None:
     """Draw a pipeline schedule as a chart with one row per rank, and save it as an SVG or PNG file.
 
-    Raises ConfigError if ``path`` is invalid (see ``check_chart_file``) or writing fails.
+    Raises ConfigError if ``path`` is invalid (see ``check_chart_path``) or writing fails.
     """
-    check_chart_file(path)
+    check_chart_path(path)
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    num_columns = timeline.makespan / _get_shortest_duration(timeline)
+    num_columns = timeline.makespan / _get_shortest_action_duration(timeline)
     size = min(max(7.5, _COLUMN_AND_MAX_WIDTH[0] * num_columns), _COLUMN_AND_MAX_WIDTH[1]), 1.7 + 0.42 * schedule.stages
     # a fixed salt makes the ids in the SVG reproducible
     with matplotlib.rc_context({"svg.hashsalt": "shardformer", "svg.fonttype": "none"}):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
-        _draw_boxes(axes, schedule, timeline, points_per_unit=72 * 0.85 * size[0] / timeline.makespan)
-        _draw_frame(axes, schedule, timeline)
+        _draw_action_boxes(axes, schedule, timeline, points_per_unit=72 * 0.85 * size[0] / timeline.makespan)
+        _draw_axis_labels_and_title(axes, schedule, timeline)
         _draw_legend(axes, schedule)
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
-        with replace_chart_file(path) as hidden:
+        with write_chart_atomically(path) as hidden:
             figure.savefig(hidden, dpi=160, metadata=metadata)
 
 
-def _draw_boxes(axes: Axes, schedule: Schedule, timeline: Timeline, points_per_unit: float) -> None:
+def _draw_action_boxes(axes: Axes, schedule: Schedule, timeline: Timeline, points_per_unit: float) -> None:
     from matplotlib.patches import Rectangle
 
     digits = len(str(schedule.micro_batches - 1))
-    column = _get_shortest_duration(timeline) * points_per_unit
+    column = _get_shortest_action_duration(timeline) * points_per_unit
     points = min(_FONT_SIZE_RANGE[1], column / (0.62 * digits + 0.5))
     for rank, row in enumerate(timeline.spans):
         axes.add_patch(Rectangle((0, rank - 0.4), timeline.makespan, 0.8, color=_IDLE_COLOR, linewidth=0))
         for action, start, end in row:
-            face, ink = choose_colors(schedule, action)
+            face, ink = choose_action_colors(schedule, action)
             box = Rectangle((start, rank - 0.4), end - start, 0.8, facecolor=face)
             box.set(edgecolor="white", linewidth=min(0.8, 0.06 * column))
             axes.add_patch(box)
@@ -226,7 +226,7 @@ def _draw_boxes(axes: Axes, schedule: Schedule, timeline: Timeline, points_per_u
                 text.set(horizontalalignment="center", verticalalignment="center_baseline")
 
 
-def _draw_frame(axes: Axes, schedule: Schedule, timeline: Timeline) -> None:
+def _draw_axis_labels_and_title(axes: Axes, schedule: Schedule, timeline: Timeline) -> None:
     ranks = range(schedule.stages)
     axes.set(xlim=(0, timeline.makespan), ylim=(schedule.stages - 0.5, -0.5))
     axes.set_yticks(list(ranks), [f"rank {rank}" for rank in ranks])
@@ -254,7 +254,7 @@ def _draw_legend(axes: Axes, schedule: Schedule) -> None:
     patches = []
     for kind in _list_action_kinds(schedule):
         for chunk in range(schedule.num_model_chunks):
-            face = choose_colors(schedule, Action(kind, chunk * schedule.stages, 0))[0]
+            face = choose_action_colors(schedule, Action(kind, chunk * schedule.stages, 0))[0]
             of = f", chunk {_format_chunk_suffix(schedule, chunk)}" if schedule.num_model_chunks > 1 else ""
             patches.append(Patch(facecolor=face, label=ACTION_STYLES[kind][0] + of))
     # pad to a full column: matplotlib divides the list into columns of equal length
@@ -264,7 +264,7 @@ def _draw_legend(axes: Axes, schedule: Schedule) -> None:
     axes.figure.legend(handles=patches, loc="outside lower left", ncols=columns, fontsize=8, frameon=False)
 
 
-def choose_colors(schedule: Schedule, action: Action) -> tuple[str, str]:
+def choose_action_colors(schedule: Schedule, action: Action) -> tuple[str, str]:
     """Return the colors of an action's box and text in a chart. Later chunks have lighter shades."""
     share = 0.55 * schedule.get_chunk_index(action.stage) / max(1, schedule.num_model_chunks - 1)
     full = (int(ACTION_STYLES[action.kind][1][i : i + 2], 16) for i in (1, 3, 5))

@@ -52,18 +52,18 @@ class Action:
         """The virtual stage that receives the result, which is the next one, or the previous one in a backward pass."""
         return self.stage + (1 if self.kind is ActionKind.FORWARD else -1)
 
-    def dependencies(self, last: int) -> tuple[Action, ...]:
+    def list_dependencies(self, last_stage: int) -> tuple[Action, ...]:
         """Return the actions that must complete before this action can start.
 
         Args:
-            last: index of the last virtual stage.
+            last_stage: index of the last virtual stage.
         """
         forward = Action(ActionKind.FORWARD, self.stage, self.micro_batch)
         if self.kind is ActionKind.FORWARD:
             return (Action(self.kind, self.stage - 1, self.micro_batch),) if self.stage > 0 else ()
         if self.kind is ActionKind.WEIGHT:
             return (Action(ActionKind.INPUT, self.stage, self.micro_batch),)
-        return (forward, Action(self.kind, self.stage + 1, self.micro_batch)) if self.stage < last else (forward,)
+        return (forward, Action(self.kind, self.stage + 1, self.micro_batch)) if self.stage < last_stage else (forward,)
 
 
 RankActions = tuple[Action, ...]
@@ -83,16 +83,18 @@ class _PipelineSimulator:
         self.in_flight = [0] * ranks  # (virtual stage, micro-batch) pairs from their F to their W
 
     def is_ready(self, action: Action) -> bool:
-        return self.done.issuperset(action.dependencies(self.last))
+        return self.done.issuperset(action.list_dependencies(self.last))
 
-    def run(self, total: int, choose: Callable[[int], Action | None]) -> tuple[RankActions, ...]:
-        """Simulate the pipeline until ``total`` actions are done, and return the actions of each rank in order.
+    def run_until_done(
+        self, num_actions: int, choose_action: Callable[[int], Action | None]
+    ) -> tuple[RankActions, ...]:
+        """Simulate the pipeline until ``num_actions`` actions are done, and return the actions of each rank in order.
 
         Args:
-            choose: returns the next action of a rank, or None if the rank stays idle.
+            choose_action: returns the next action of a rank, or None if the rank stays idle.
         """
-        while len(self.done) < total:
-            chosen = [choose(rank) for rank in range(len(self.orders))]
+        while len(self.done) < num_actions:
+            chosen = [choose_action(rank) for rank in range(len(self.orders))]
             assert any(chosen), "no rank can run an action"
             for rank, action in enumerate(chosen):
                 if action is not None:
@@ -102,13 +104,13 @@ class _PipelineSimulator:
         return tuple(map(tuple, self.orders))
 
 
-def split_backward_passes(orders: Sequence[RankActions], last: int) -> tuple[RankActions, ...]:
+def split_backward_passes(rank_actions: Sequence[RankActions], last_stage: int) -> tuple[RankActions, ...]:
     """Split every backward pass (B) into an input part (I) and a later weight part (W), to reduce idle time.
 
     I replaces B. W runs where the rank would otherwise be idle.
-    No rank keeps more activations than the largest number on any rank in ``orders``. At that limit, a W precedes the
-    next F. For p stages of v chunks and m micro-batches in the interleaved order, the bubble shrinks to a third,
-    (p - 1) / (3 v m + p - 1)::
+    No rank keeps more activations than the largest number on any rank in ``rank_actions``. At that limit, a W precedes
+    the next F. For p stages of v chunks and m micro-batches in the interleaved order, the bubble shrinks to a third, (p
+    - 1) / (3 v m + p - 1)::
 
         p=2, m=4, v=2
 
@@ -116,10 +118,10 @@ def split_backward_passes(orders: Sequence[RankActions], last: int) -> tuple[Ran
         1 | .   F0a F1a F0b I0b F1b I1b F2a I0a W0b F3a I1a W1b F2b I2b W0a F3b I3b I2a I3a W1a W2b W3b W2a W3a
     """
     as_input = {ActionKind.BACKWARD: ActionKind.INPUT}
-    wanted = [deque(replace(a, kind=as_input.get(a.kind, a.kind)) for a in order) for order in orders]
-    weights: list[deque[Action]] = [deque() for _ in orders]
-    limit = max(compute_max_in_flight(order) for order in orders)
-    state = _PipelineSimulator(len(orders), last)
+    wanted = [deque(replace(a, kind=as_input.get(a.kind, a.kind)) for a in order) for order in rank_actions]
+    weights: list[deque[Action]] = [deque() for _ in rank_actions]
+    limit = max(count_peak_in_flight_micro_batches(order) for order in rank_actions)
+    state = _PipelineSimulator(len(rank_actions), last_stage)
 
     def choose(rank: int) -> Action | None:
         first = wanted[rank][0] if wanted[rank] else None
@@ -131,11 +133,11 @@ def split_backward_passes(orders: Sequence[RankActions], last: int) -> tuple[Ran
             return first
         return weights[rank].popleft() if weights[rank] else None
 
-    num_backwards = sum(a.kind is ActionKind.BACKWARD for order in orders for a in order)
-    return state.run(3 * num_backwards, choose)
+    num_backwards = sum(a.kind is ActionKind.BACKWARD for order in rank_actions for a in order)
+    return state.run_until_done(3 * num_backwards, choose)
 
 
-def compute_max_in_flight(order: Sequence[Action]) -> int:
+def count_peak_in_flight_micro_batches(order: Sequence[Action]) -> int:
     """Return the peak number of micro-batches whose activations a rank keeps, counted separately per virtual stage."""
     return max(accumulate((_IN_FLIGHT_CHANGE.get(action.kind, 0) for action in order), initial=0))
 
@@ -154,10 +156,10 @@ def _build_zbv(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
     """
     if micro_batches < 2 * stages - 1:
         return _build_zbv_few_micro_batches(stages, micro_batches)
-    return tuple(_build_zbv_rank(stages, micro_batches, rank) for rank in range(stages))
+    return tuple(_build_zbv_rank_actions(stages, micro_batches, rank) for rank in range(stages))
 
 
-def _build_zbv_rank(stages: int, micro_batches: int, rank: int) -> RankActions:
+def _build_zbv_rank_actions(stages: int, micro_batches: int, rank: int) -> RankActions:
     """Return the actions of one rank in the ZB-V schedule (Qi et al., 2024), for at least 2p - 1 micro-batches."""
     down, up, ranks_left = rank, 2 * stages - 1 - rank, stages - rank
     counts = {(kind, stage): 0 for kind in ActionKind for stage in (down, up)}
@@ -207,7 +209,7 @@ def _build_zbv_few_micro_batches(stages: int, micro_batches: int) -> tuple[RankA
                 return action
         return None
 
-    return state.run(6 * stages * micro_batches, choose)
+    return state.run_until_done(6 * stages * micro_batches, choose)
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv")
@@ -234,7 +236,7 @@ class Schedule:
     actions: tuple[RankActions, ...]
 
     @property
-    def last(self) -> int:
+    def last_stage(self) -> int:
         """The index of the last virtual stage, which computes the loss."""
         return self.stages * self.num_model_chunks - 1
 
@@ -256,8 +258,8 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
 
     Raises ConfigError if the schedule does not exist or does not support these numbers.
     """
-    chunks = get_default_chunks(name) if chunks is None else chunks
-    check_schedule_name(name, stages, chunks)
+    chunks = get_default_num_chunks(name) if chunks is None else chunks
+    check_schedule(name, stages, chunks)
     _check_micro_batches(name, stages, micro_batches, chunks)
     if stages * chunks * micro_batches > MAX_ACTIONS:
         raise ConfigError(
@@ -273,19 +275,21 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
     elif name == "interleaved":
         orders = _build_interleaved(stages, micro_batches, chunks)
     elif name == "interleaved_zb":
-        orders = split_backward_passes(_build_interleaved(stages, micro_batches, chunks), last=stages * chunks - 1)
+        orders = split_backward_passes(
+            _build_interleaved(stages, micro_batches, chunks), last_stage=stages * chunks - 1
+        )
     else:
         orders = _build_zbv(stages, micro_batches)
     return Schedule(name, stages, micro_batches, chunks, placement, orders)
 
 
-def drop_backward(schedule: Schedule) -> Schedule:
+def drop_backward_passes(schedule: Schedule) -> Schedule:
     """Return a schedule without its backward passes, for evaluation."""
     forwards = (tuple(a for a in order if a.kind is ActionKind.FORWARD) for order in schedule.actions)
     return replace(schedule, actions=tuple(forwards))
 
 
-def list_messages(schedule: Schedule, sender: int, receiver: int) -> RankActions:
+def list_sent_actions(schedule: Schedule, sender: int, receiver: int) -> RankActions:
     """Return the actions of one rank whose results are sent to another rank, in the order of sending.
 
     The output of F goes to the rank of the next virtual stage, the gradient from B or I to the rank of the previous
@@ -298,7 +302,7 @@ def list_messages(schedule: Schedule, sender: int, receiver: int) -> RankActions
 
 def find_receiver_rank(schedule: Schedule, action: Action) -> int | None:
     """Return the rank that needs the result of an action (possibly its own rank), or None if no rank needs it."""
-    is_sent = action.kind is not ActionKind.WEIGHT and 0 <= action.receiver_stage <= schedule.last
+    is_sent = action.kind is not ActionKind.WEIGHT and 0 <= action.receiver_stage <= schedule.last_stage
     return schedule.placement[action.receiver_stage] if is_sent else None
 
 
@@ -310,19 +314,19 @@ def assign_virtual_stages(name: str, stages: int, chunks: int) -> tuple[int, ...
     >>> assign_virtual_stages("zbv", stages=4, chunks=2)
     (0, 1, 2, 3, 3, 2, 1, 0)
     """
-    check_schedule_name(name, stages, chunks)
+    check_schedule(name, stages, chunks)
     if name == "zbv":
         return (*range(stages), *reversed(range(stages)))
     return tuple(range(stages)) * chunks
 
 
-def get_default_chunks(name: str) -> int:
+def get_default_num_chunks(name: str) -> int:
     """Return how many chunks (virtual stages) each rank has by default in a schedule."""
     check_choice("schedule", name, SCHEDULES)
     return _CHUNKS.get(name, 2)
 
 
-def check_schedule_name(name: str, stages: int, chunks: int) -> None:
+def check_schedule(name: str, stages: int, chunks: int) -> None:
     """Raise ConfigError if the schedule does not exist, or does not support the numbers of stages and chunks."""
     check_choice("schedule", name, SCHEDULES)
     check_int("stages", stages)
@@ -331,7 +335,7 @@ def check_schedule_name(name: str, stages: int, chunks: int) -> None:
             f"schedule={name!r} requires num_model_chunks={_CHUNKS[name]}, but num_model_chunks={chunks} was passed.",
             remedy=f"Use num_model_chunks={_CHUNKS[name]}, or schedule='interleaved' for more chunks per rank.",
         )
-    if chunks < get_default_chunks(name):
+    if chunks < get_default_num_chunks(name):
         raise ConfigError(
             f"schedule={name!r} requires at least 2 chunks per rank, but num_model_chunks={chunks} was passed.",
             remedy="Use num_model_chunks=2 or more" + (", or schedule='1f1b'" if chunks == 1 else ""),
@@ -340,7 +344,7 @@ def check_schedule_name(name: str, stages: int, chunks: int) -> None:
 
 def round_up_micro_batches(name: str, stages: int, chunks: int, at_least: int) -> int:
     """Return the smallest number of micro-batches, not less than ``at_least``, that a schedule accepts."""
-    check_schedule_name(name, stages, chunks)
+    check_schedule(name, stages, chunks)
     step = stages if name.startswith("interleaved") else 1
     return max(1, -(-at_least // step)) * step
 
@@ -467,29 +471,29 @@ class Timeline:
     in_flight: tuple[int, ...]
 
 
-def simulate(schedule: Schedule, durations: Durations = DURATIONS, send: float = 0.0) -> Timeline:
+def simulate_schedule(schedule: Schedule, durations: Durations = DURATIONS, send_duration: float = 0.0) -> Timeline:
     """Simulate a pipeline schedule in which each rank starts an action as soon as its inputs are available.
 
     Args:
         durations: time of each kind of action, or of (kind, virtual stage), in any unit. The default of a missing kind
             is in ``DURATIONS``.
-        send: transfer time of a result to another rank. The sender does not wait.
+        send_duration: transfer time of a result to another rank. The sender does not wait.
 
     Raises ConfigError if a duration is invalid, a virtual stage does not exist, or the schedule deadlocks.
     """
     of: dict[Any, float] = {**DURATIONS, **durations}
     named = {f"duration {f'{k[0]}@{k[1]}' if isinstance(k, tuple) else k}": number for k, number in of.items()}
-    for name, number in [*named.items(), ("send", send)]:
+    for name, number in [*named.items(), ("send", send_duration)]:
         valid = "a finite number of at least 0" if name == "send" else "a finite positive number"
         if not (0 <= number < inf) or (number == 0 and name != "send"):
             raise ConfigError(f"{name}={number:g} must be {valid}.", remedy=f"Pass {valid} for {name}.")
-    if beyond := [key for key in durations if isinstance(key, tuple) and not 0 <= key[1] <= schedule.last]:
+    if beyond := [key for key in durations if isinstance(key, tuple) and not 0 <= key[1] <= schedule.last_stage]:
         raise ConfigError(
             f"durations contains the virtual stage {beyond[0][1]}, but the schedule has virtual stages "
-            f"0 to {schedule.last}.",
+            f"0 to {schedule.last_stage}.",
             remedy="Use one of these virtual stages, or pass one duration for each kind of action.",
         )
-    spans, stuck = _simulate_ranks(schedule, of, send)
+    spans, stuck = _simulate_ranks(schedule, of, send_duration)
     if stuck:
         raise ConfigError(
             f"The schedule {schedule.name!r} deadlocks: {stuck}.",
@@ -502,11 +506,11 @@ def simulate(schedule: Schedule, durations: Durations = DURATIONS, send: float =
         makespan=makespan,
         idle=idle,
         bubble=sum(idle) / (len(idle) * makespan) if makespan else 0.0,
-        in_flight=tuple(compute_max_in_flight(order) for order in schedule.actions),
+        in_flight=tuple(count_peak_in_flight_micro_batches(order) for order in schedule.actions),
     )
 
 
-def compute_bubble(name: str, stages: int, micro_batches: int, chunks: int) -> float | None:
+def compute_bubble_fraction(name: str, stages: int, micro_batches: int, chunks: int) -> float | None:
     """Compute the bubble of a schedule (its share of idle time) by formula, or return None if there is no formula.
 
     Assumes free communication and equal durations of F, I and W.
@@ -516,7 +520,7 @@ def compute_bubble(name: str, stages: int, micro_batches: int, chunks: int) -> f
         interleaved     (p - 1) / (v m + p - 1)        p=4, m=8, v=2: 3 / 19 = 16 %
         interleaved_zb  (p - 1) / (3 v m + p - 1)      p=4, m=8, v=2: 3 / 51 = 6 %
     """
-    check_schedule_name(name, stages, chunks)
+    check_schedule(name, stages, chunks)
     if name == "zbv":
         return None
     pairs = chunks * micro_batches * (3 if name == "interleaved_zb" else 1)
@@ -524,7 +528,7 @@ def compute_bubble(name: str, stages: int, micro_batches: int, chunks: int) -> f
 
 
 def _simulate_ranks(
-    schedule: Schedule, durations: Mapping[Any, float], send: float
+    schedule: Schedule, durations: Mapping[Any, float], send_duration: float
 ) -> tuple[list[list[ActionSpan]], str]:
     """Return the simulated start and end of each rank's actions, and a description of a deadlock or ""."""
     spans: list[list[ActionSpan]] = [[] for _ in schedule.actions]
@@ -535,10 +539,12 @@ def _simulate_ranks(
         for rank, order in enumerate(schedule.actions):
             while len(spans[rank]) < len(order):
                 action = order[len(spans[rank])]
-                needs = action.dependencies(schedule.last)
+                needs = action.list_dependencies(schedule.last_stage)
                 if any(need not in ended for need in needs):
                     break
-                arrivals = [end + (send if other != rank else 0.0) for end, other in map(ended.__getitem__, needs)]
+                arrivals = [
+                    end + (send_duration if other != rank else 0.0) for end, other in map(ended.__getitem__, needs)
+                ]
                 start = max([spans[rank][-1].end if spans[rank] else 0.0, *arrivals])
                 at_stage = (action.kind, action.stage)
                 ended[action] = start + durations.get(at_stage, durations[action.kind]), rank
@@ -548,6 +554,6 @@ def _simulate_ranks(
     for rank, order in enumerate(schedule.actions):
         if len(spans[rank]) < len(order):
             action = order[len(spans[rank])]
-            missing = [str(need) for need in action.dependencies(schedule.last) if need not in ended]
+            missing = [str(need) for need in action.list_dependencies(schedule.last_stage) if need not in ended]
             waiting.append(f"rank {rank} cannot run {action} before {' and '.join(missing)}")
     return spans, ", ".join(waiting)

@@ -110,7 +110,7 @@ class WeightBackward:
         if called := [branch for branch in branches if branch.results is None]:
             _compute_branch_grads(called)
         for branch in branches:
-            output_grads.extend(branch.pop_exit_grads())
+            output_grads.extend(branch.pop_grads_toward_weights())
         if output_grads:
             edges, values = (list(part) for part in zip(*output_grads))
             output_grads.clear()
@@ -136,19 +136,19 @@ class _BranchNode:
     needed_grads: tuple[bool, ...] | None = None
     handles: list[Any] = field(default_factory=list)
 
-    def add_hooks(self, executed: list[_BranchNode]) -> None:
+    def add_hooks(self, executed_nodes: list[_BranchNode]) -> None:
         """Register hooks that store the incoming gradients of this autograd node for the backward pass of the weights.
 
         Args:
-            executed: a list to which the hooks append this node when it runs.
+            executed_nodes: a list to which the hooks append this node when it runs.
         """
 
         def prehook(grads: Grads) -> None:
-            executed.append(self)
+            executed_nodes.append(self)
             self.grads = grads
             if self._supports_partial_grads():
                 self.needed_grads = self.node.needs_input_grad
-                self.node.needs_input_grad = self._select_needed_grads(for_exits=False)
+                self.node.needs_input_grad = self._select_needed_grads(for_weights=False)
                 if any(grad is None for grad in grads):
                     self.node.apply = apply_filled
 
@@ -184,26 +184,26 @@ class _BranchNode:
     def _list_edge_indices(self) -> list[int]:
         return [k for k, (follower, _) in enumerate(self.node.next_functions) if follower is not None]
 
-    def _select_needed_grads(self, for_exits: bool) -> tuple[bool, ...]:
+    def _select_needed_grads(self, for_weights: bool) -> tuple[bool, ...]:
         """Return ``needs_input_grad`` flags that request only the gradients of weights, or only the other gradients."""
         assert self.needed_grads is not None
         # needs_input_grad has an entry per argument, next_functions one per tensor; those with gradients correspond
         indices = iter(self._list_edge_indices())
-        return tuple(needs and (next(indices) in self.exits) == for_exits for needs in self.needed_grads)
+        return tuple(needs and (next(indices) in self.exits) == for_weights for needs in self.needed_grads)
 
-    def compute_exit_grads(self) -> None:
+    def compute_grads_toward_weights(self) -> None:
         """Call the autograd node again to compute the gradients that flow to the weights."""
         grads, self.grads = self.grads, ()
         if self.needed_grads is None:
             results = as_tuple(self.node(*grads))
         else:
-            self.node.needs_input_grad = self._select_needed_grads(for_exits=True)
+            self.node.needs_input_grad = self._select_needed_grads(for_weights=True)
             input_grads = as_tuple(self.node.apply(*grads))
             needed = [grad for grad, needs in zip(input_grads, self.needed_grads) if needs]
             results = dict(zip(self._list_edge_indices(), needed, strict=True))
         self.results = {k: results[k] for k in self.exits}
 
-    def pop_exit_grads(self) -> Iterator[tuple[GradientEdge, Tensor]]:
+    def pop_grads_toward_weights(self) -> Iterator[tuple[GradientEdge, Tensor]]:
         """Yield each graph edge that leads to a weight and the gradient for it, and free the stored gradients."""
         results, self.results = self.results or {}, None
         for k, grad in results.items():
@@ -278,7 +278,7 @@ def _compute_branch_grads(branches: Sequence[_BranchNode]) -> None:
 
     def call(*_: object) -> None:
         for branch in branches:
-            branch.compute_exit_grads()
+            branch.compute_grads_toward_weights()
 
     end.grad_fn.register_hook(call)
     edges = [edge for branch in branches for edge in branch.exits.values()]

@@ -66,15 +66,17 @@ class ParameterPlaceholders:
         incomplete = {id(module) for module, _, _ in self._placeholders}
         for _, module in modules:
             if any(id(inner) in incomplete for inner in module.modules()):
-                module.__dict__["named_parameters"] = _NamedParameters(module, self)
+                module.__dict__["named_parameters"] = _NamedParametersOverride(module, self)
 
-    def rename(self, rename: Callable[[str], str]) -> None:
+    def rename_parameters(self, rename_name: Callable[[str], str]) -> None:
         """Update the stored names of parameters after modules were moved inside the model."""
-        self._placeholders = [(module, name, tuple(map(rename, names))) for module, name, names in self._placeholders]
-        self._local_dtypes = {rename(name): dtype for name, dtype in self._local_dtypes.items()}
+        self._placeholders = [
+            (module, name, tuple(map(rename_name, names))) for module, name, names in self._placeholders
+        ]
+        self._local_dtypes = {rename_name(name): dtype for name, dtype in self._local_dtypes.items()}
 
     @contextmanager
-    def include_in_parameters(self) -> Iterator[None]:
+    def include_placeholders_in_parameters(self) -> Iterator[None]:
         """Context manager within which ``module.parameters()`` includes the placeholders."""
         before, self.is_visible = self.is_visible, True
         try:
@@ -127,7 +129,7 @@ class ParameterPlaceholders:
         return None
 
 
-class _NamedParameters:
+class _NamedParametersOverride:
     """Replaces the ``named_parameters`` method of a module, and can include placeholders for missing parameters."""
 
     def __init__(self, module: nn.Module, placeholders: ParameterPlaceholders) -> None:
@@ -160,9 +162,9 @@ def get_parameter_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     return {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def _convert_placeholder(module: nn.Module, name: str, to: torch.device | torch.dtype) -> None:
+def _convert_placeholder(module: nn.Module, name: str, device_or_dtype: torch.device | torch.dtype) -> None:
     value: Tensor = module.__dict__[name]
-    module.__dict__[name] = value.as_strided((), ()).to(to).expand(value.shape)
+    module.__dict__[name] = value.as_strided((), ()).to(device_or_dtype).expand(value.shape)
 
 
 def make_nan_tensor(*shape: int, like: Tensor) -> Tensor:
@@ -190,15 +192,15 @@ def compute_placeholder_output(module: nn.Module, args: tuple[Any, ...], kwargs:
 
 def has_nan(x: Any) -> bool:
     """Return whether ``x`` is a tensor that contains NaN, as a tensor computed from placeholders does."""
-    return _has_float_values(x) and bool(x.isnan().any())
+    return _has_readable_float_values(x) and bool(x.isnan().any())
 
 
 def is_placeholder(x: Any) -> bool:
     """Return whether ``x`` is a tensor that contains only NaN, like the output of a skipped module."""
-    return _has_float_values(x) and bool(x.isnan().all())
+    return _has_readable_float_values(x) and bool(x.isnan().all())
 
 
-def _has_float_values(x: Any) -> bool:
+def _has_readable_float_values(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 0 and has_data(x)
 
 
@@ -276,12 +278,12 @@ class StageForward:
         self._overridden: dict[nn.Module, Any] = {}  # instance attribute ``forward`` of each module before
         self._remove_hooks: list[Callable[[], None]] = []
         if permanent:
-            self._install(model)
+            self._override_layer_forwards(model)
 
     @contextmanager
-    def installed(self, model: nn.Module) -> Iterator[None]:
+    def override_forward_methods(self, model: nn.Module) -> Iterator[None]:
         """Context manager that overrides the `forward` methods of the model's layers, and restores them on exit."""
-        self._install(model)
+        self._override_layer_forwards(model)
         try:
             yield
         finally:
@@ -291,10 +293,10 @@ class StageForward:
                 remove()
             self._remove_hooks = []
 
-    def _install(self, model: nn.Module) -> None:
+    def _override_layer_forwards(self, model: nn.Module) -> None:
         """Override the `forward` methods of the model's layers. Call this after all other changes to the layers."""
         chain = self._chain
-        for index, (stack, start) in enumerate(zip(chain.stacks, chain.starts, strict=True)):
+        for index, (stack, start) in enumerate(zip(chain.stacks, chain.stack_starts, strict=True)):
             for path in dict.fromkeys(stack.layer_calls):
                 layer = model.get_submodule(path)
                 layer = self._wrappers.get(id(layer), layer)
@@ -310,7 +312,7 @@ class StageForward:
             if id(module) not in in_layers and type(module) in (*self._embedding_types, nn.Linear):
                 outside[module] = outside.get(module, frozenset()) | self._owners.get(f"{path}.weight", frozenset())
         for module, layer_indices in outside.items():
-            self._override_unneeded_module(module, layer_indices)
+            self._skip_module_on_other_stages(module, layer_indices)
 
     def _override_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._overridden.setdefault(module, module.__dict__.get("forward"))
@@ -323,7 +325,7 @@ class StageForward:
         else:
             module.forward = forward
 
-    def checkpoint_layer(self, path: str) -> None:
+    def enable_layer_checkpointing(self, path: str) -> None:
         """Enable activation checkpointing for the layer at ``path``."""
         self._checkpointed |= {at for at, layer in enumerate(self._chain.layer_calls) if layer == path}
 
@@ -342,8 +344,8 @@ class StageForward:
             self._patched_layers[path] = current, index, layer_index
             self._override_layer(current, index, layer_index)
 
-    def run(
-        self, model: nn.Module, stage_pass: StageForwardState, forward: Callable[[], Any]
+    def run_stage_forward(
+        self, model: nn.Module, state: StageForwardState, forward: Callable[[], Any]
     ) -> tuple[Any, StageActivations | None]:
         """Run the model's forward pass up to the last layer of the pipeline stage.
 
@@ -351,12 +353,12 @@ class StageForward:
             (output, None) on the last stage, (None, activations for the next stage) on the others.
         """
         self._placeholders.move_to_device_of(model)
-        self.now = stage_pass
-        self._seed_rng(stage_pass, 0)
-        if not self._num_layers and stage_pass.at_end is not None:
-            stage_pass.at_end()
+        self.now = state
+        self._seed_rng(state, 0)
+        if not self._num_layers and state.at_end is not None:
+            state.at_end()
         try:
-            with self._placeholders.include_in_parameters():
+            with self._placeholders.include_placeholders_in_parameters():
                 return forward(), None
         except StageBoundaryReached as reached:  # forward hooks do not run in this case
             for end in self.boundary_callbacks:
@@ -366,16 +368,16 @@ class StageForward:
             self.now = None
             self.draws.end()
 
-    def _seed_rng(self, stage_pass: StageForwardState, segment: int) -> None:
+    def _seed_rng(self, state: StageForwardState, segment: int) -> None:
         """Seed the random generators for a layer, so that dropout does not depend on the number of pipeline stages."""
         self.draws.end()
-        if stage_pass.seed is not None:
-            seed_random((stage_pass.seed + SPLITMIX64[0] * segment) % 2**63)
+        if state.seed is not None:
+            seed_random((state.seed + SPLITMIX64[0] * segment) % 2**63)
         self.draws.begin()
 
-    def _override_layer(self, module: nn.Module, index: int, layer_index: int) -> None:
-        stack, original = self._chain.stacks[index], module.forward
-        first = self._chain.starts[index]
+    def _override_layer(self, module: nn.Module, stack_index: int, layer_index: int) -> None:
+        stack, original = self._chain.stacks[stack_index], module.forward
+        first = self._chain.stack_starts[stack_index]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             stage_pass = self.now
@@ -462,7 +464,7 @@ class StageForward:
             assert stage_pass.context is not None
             return to_local(stage_pass.context)
 
-        return {name: state(name) for name in self._chain.list_received_states(layer_index)}
+        return {name: state(name) for name in self._chain.list_received_activations(layer_index)}
 
     def _override_context_argument(self, module: nn.Module, stack: StackDescription, start: int) -> None:
         assert stack.context is not None
@@ -496,7 +498,7 @@ class StageForward:
         remove = register_forward_hooks(module, HookOrder.STAGE_INPUT, replace_context, with_kwargs=True)
         self._remove_hooks.append(remove)
 
-    def _override_unneeded_module(self, module: nn.Module, owners: frozenset[int]) -> None:
+    def _skip_module_on_other_stages(self, module: nn.Module, owners: frozenset[int]) -> None:
         """Skip an embedding or linear layer outside the stacks of layers on stages that do not need its output."""
         original = module.forward
 

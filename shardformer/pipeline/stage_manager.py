@@ -16,17 +16,17 @@ from shardformer.errors import ConfigError
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
 from shardformer.layout.packed_weights import count_unpacked_values, find_packed_weights
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.module_paths import find_configs, get_parent
+from shardformer.module_paths import find_model_configs, get_parent_and_attribute_name
 from shardformer.pipeline.layer_sequence import (
     LayerRange,
     LayerSequence,
     StackDescription,
     estimate_layer_costs,
     make_no_layers_error,
-    owner_layers,
-    owner_stages,
+    map_tensors_to_layers,
+    map_tensors_to_stages,
 )
-from shardformer.pipeline.p2p_communication import PointToPoint
+from shardformer.pipeline.p2p_communication import PointToPointCommunicator
 from shardformer.pipeline.partition import (
     RENAMED_METHODS,
     check_partition,
@@ -34,7 +34,7 @@ from shardformer.pipeline.partition import (
     partition_explicit,
     partition_uniform,
 )
-from shardformer.pipeline.schedules import assign_virtual_stages, check_schedule_name, get_default_chunks
+from shardformer.pipeline.schedules import assign_virtual_stages, check_schedule, get_default_num_chunks
 from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward
 from shardformer.public_names import deprecate_renamed_arguments
 from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
@@ -70,12 +70,12 @@ class PipelineStageManager:
                 remedy="Pass the context that launch_from_torch(pipe=...) returned.",
             )
         self.context, self.schedule = context, schedule
-        self.num_model_chunks = get_default_chunks(schedule) if num_model_chunks is None else num_model_chunks
-        check_schedule_name(schedule, self.axis.size, self.num_model_chunks)
+        self.num_model_chunks = get_default_num_chunks(schedule) if num_model_chunks is None else num_model_chunks
+        check_schedule(schedule, self.axis.size, self.num_model_chunks)
         self.placement = assign_virtual_stages(schedule, self.axis.size, self.num_model_chunks)
         self.partition, self.layer_costs, self.recompute_layers = partition, layer_costs, recompute_layers
         check_partition(partition, layer_costs, recompute_layers)
-        self.point_to_point = PointToPoint(context)
+        self.point_to_point = PointToPointCommunicator(context)
 
     @property
     def axis(self) -> Axis:
@@ -108,29 +108,30 @@ class PipelineStageManager:
         """The rank on the pipe axis that runs the last virtual stage and computes the loss."""
         return self.placement[-1]
 
-    def options(self) -> dict[str, Any]:
+    def get_user_options(self) -> dict[str, Any]:
         """Return the user's pipeline options by name, which must be the same on all ranks."""
         return {
             "schedule": self.schedule, "num_model_chunks": self.num_model_chunks, "partition": self.partition,
             "layer_costs": self.layer_costs, "recompute_layers": self.recompute_layers,
         }  # fmt: skip
 
-    def count_recomputed_layers(self, lengths: Sequence[int]) -> list[int]:
+    def count_recomputed_layers(self, layers_per_stage: Sequence[int]) -> list[int]:
         """Return how many layers of each virtual stage use activation checkpointing.
 
         Args:
-            lengths: the number of layers in each virtual stage.
+            layers_per_stage: the number of layers in each virtual stage.
         """
         requested = self.recompute_layers
         if requested is None:
-            return [0] * len(lengths)
-        counts = [requested] * len(lengths) if isinstance(requested, int) else list(requested)
-        if len(counts) != len(lengths) or any(type(n) is not int or n < 0 for n in counts):
+            return [0] * len(layers_per_stage)
+        counts = [requested] * len(layers_per_stage) if isinstance(requested, int) else list(requested)
+        if len(counts) != len(layers_per_stage) or any(type(n) is not int or n < 0 for n in counts):
             raise ConfigError(
-                f"recompute_layers={requested!r} must be one int, or {len(lengths)} ints with one per virtual stage.",
-                remedy=f"To recompute all layers, use recompute_layers={list(lengths)}.",
+                f"recompute_layers={requested!r} must be one int, or {len(layers_per_stage)} ints with one per virtual "
+                "stage.",
+                remedy=f"To recompute all layers, use recompute_layers={list(layers_per_stage)}.",
             )
-        return [min(n, length) for n, length in zip(counts, lengths, strict=True)]
+        return [min(n, length) for n, length in zip(counts, layers_per_stage, strict=True)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineStageManager:
         return self  # process groups cannot be copied
@@ -150,7 +151,7 @@ class LayerSequencePolicy(Protocol):
 
 
 @dataclass
-class Stages:
+class PipelineStages:
     """The layers and parameters of each pipeline stage of a model, and the state of this rank's stages.
 
     Args:
@@ -179,14 +180,14 @@ class Stages:
     shared_params: list[dict[int, Tensor]] = field(default_factory=list)
 
     @property
-    def is_running(self) -> bool:
+    def is_running_forward(self) -> bool:
         return self.stage_forward is not None and self.stage_forward.now is not None
 
     def find_owner_ranks(self, name: str) -> tuple[int, ...]:
         """Return the ranks on the pipe axis whose stages store the parameter or buffer ``name``."""
         return tuple(sorted({self.manager.placement[v] for v in self.owner_stages[name]}))
 
-    def is_here(self, name: str) -> bool:
+    def is_stored_on_this_rank(self, name: str) -> bool:
         """Return whether this rank stores the parameter or buffer ``name``."""
         return self.manager.stage in self.find_owner_ranks(name)
 
@@ -218,7 +219,7 @@ class Stages:
         self.state = {rename(name): (rename(first), shape) for name, (first, shape) in self.state.items()}
         self.parameters = {rename(name): (rename(first), count) for name, (first, count) in self.parameters.items()}
         self.shared = {rename(name): ranks for name, ranks in self.shared.items()}
-        self.placeholders.rename(rename)
+        self.placeholders.rename_parameters(rename)
 
     def add_tensor(self, name: str, same_stage_as: str, shape: tuple[int, ...]) -> None:
         """Assign the new tensor ``name`` to the pipeline stages that store the tensor ``same_stage_as``."""
@@ -237,11 +238,11 @@ class Stages:
 
     def describe_partition(self) -> list[str]:
         """Describe the partition in lines of text that must be the same on all ranks."""
-        return [str(self.manager.options()), str(self.spans), *(f"{n}: {v}" for n, v in self.shared.items())]
+        return [str(self.manager.get_user_options()), str(self.spans), *(f"{n}: {v}" for n, v in self.shared.items())]
 
     def remove_nonlocal_params(self, model: nn.Module) -> None:
         """Remove the parameters of other pipeline stages from the model, and put placeholders in their place."""
-        self.placeholders.replace_params(model, {name: self.is_here(name) for name in self.owner_stages})
+        self.placeholders.replace_params(model, {name: self.is_stored_on_this_rank(name) for name in self.owner_stages})
 
     def _get_local_layer_ranges(self) -> list[LayerRange]:
         return [self.spans[v] for v in self.manager.virtual_stages]
@@ -279,7 +280,7 @@ class Stages:
     def temporarily_override_forward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context manager that overrides the layers' ``forward``, if it is not already overridden."""
         assert self.stage_forward is not None
-        return nullcontext() if self.manager.num_stages > 1 else self.stage_forward.installed(model)
+        return nullcontext() if self.manager.num_stages > 1 else self.stage_forward.override_forward_methods(model)
 
     def _find_recomputed_layers(self) -> frozenset[int]:
         counts = self.manager.count_recomputed_layers([len(span) for span in self.spans])
@@ -298,7 +299,7 @@ def _get_random_stream_index(stack: StackDescription, stream: ActivationLayout, 
     return 0 if is_replicated else layout.get_random_stream_index(ModelRegion.STACK, context.coords, context.sizes)
 
 
-def build_stages(model: nn.Module, policy: LayerSequencePolicy, manager: PipelineStageManager) -> Stages:
+def build_stages(model: nn.Module, policy: LayerSequencePolicy, manager: PipelineStageManager) -> PipelineStages:
     """Split the layers and parameters of an unsharded model into the virtual pipeline stages of ``manager``.
 
     Raises:
@@ -316,7 +317,9 @@ def build_stages(model: nn.Module, policy: LayerSequencePolicy, manager: Pipelin
     }
     tensors = _map_to_canonical_name(dict(model.named_parameters(remove_duplicate=False)))
     parameters = {name: (first, count_unpacked_values(p)) for name, (first, p) in tensors.items()}
-    stages = Stages(manager, chain, spans, costs, owners, owner_stages(owners, spans), state, parameters)
+    stages = PipelineStages(
+        manager, chain, spans, costs, owners, map_tensors_to_stages(owners, spans), state, parameters
+    )
     names: dict[str, list[str]] = {}
     for name, (first, _) in parameters.items() if manager.num_stages > 1 else ():
         names.setdefault(first, []).append(name)
@@ -348,7 +351,7 @@ def partition_model(
                 f"pipe={manager.num_stages} does not work with {type(model).__name__}: {reason}.",
                 remedy="Omit pipe, and use tensor or data parallelism instead.",
             )
-    owners = owner_layers(model, chain) if chain.stacks else {}
+    owners = map_tensors_to_layers(model, chain) if chain.stacks else {}
     costs = list(manager.layer_costs) if manager.layer_costs is not None else estimate_layer_costs(model, chain, owners)
     if len(costs) != len(chain.layer_calls):
         raise ConfigError(
@@ -381,18 +384,18 @@ def copy_first_layer_attributes(
     model: nn.Module, layer_sequence: LayerSequence, layer_ranges: Sequence[LayerRange]
 ) -> None:
     """Copy the attributes in ``shared_from_first`` from a stack's first layer to its first layer on every stage."""
-    for stack, start in zip(layer_sequence.stacks, layer_sequence.starts, strict=True):
+    for stack, start in zip(layer_sequence.stacks, layer_sequence.stack_starts, strict=True):
         for span in layer_ranges:
             at = max(span.start, start)
             is_copied = start < at < min(span.stop, start + len(stack.layer_calls))
             for path in stack.stages.shared_from_first if is_copied else ():
-                first, name = get_parent(model.get_submodule(stack.layer_calls[0]), path)
-                owner, _ = get_parent(model.get_submodule(stack.layer_calls[at - start]), path)
+                first, name = get_parent_and_attribute_name(model.get_submodule(stack.layer_calls[0]), path)
+                owner, _ = get_parent_and_attribute_name(model.get_submodule(stack.layer_calls[at - start]), path)
                 owner.__dict__[name] = getattr(first, name)  # not registered: the module would have two names
 
 
 def _check_config_supports_pipeline(model: nn.Module) -> None:
-    for config in find_configs(model):
+    for config in find_model_configs(model):
         for name, value in vars(config).items():
             if name.endswith("layerdrop") and isinstance(value, float) and value > 0:
                 raise ConfigError(

@@ -62,11 +62,11 @@ class LayerRoleConverter:
         ``check_output_layers_exist`` ensures that at least one layer has the output layer. Raises PolicyError if a
         required module is missing.
         """
-        has = paths.find_module(self.layer, role.at) is not None
+        has = paths.find_submodule(self.layer, role.at) is not None
         if "*" in role.at:
             has = bool(paths.match_paths(role.at, [name for name, _ in self.layer.named_modules()]))
         if has and role.optional and (out := get_output_layer_path(role)) is not None:
-            has = paths.find_module(self.layer, out) is not None
+            has = paths.find_submodule(self.layer, out) is not None
         if not has and not role.optional:
             raise paths.make_module_not_found_error(self.path, role.at, self.layer)
         return has
@@ -79,7 +79,7 @@ class LayerRoleConverter:
         return merge_descriptions([self._describe_mlp(replace(mlp, at=at)) for at in found])
 
     def _describe_mlp(self, mlp: MLP) -> ModulePolicyDescription:
-        ups = paths.list_existing_paths(paths.as_path_list(mlp.up), mlp.at, self.layer, self.path)
+        ups = paths.list_existing_submodule_paths(paths.as_path_list(mlp.up), mlp.at, self.layer, self.path)
         down = paths.resolve_path(mlp.at, mlp.down)
         width = self.count_features(down, out=False)
         fused = mlp.fused or max(self.count_features(ups[0], out=True) // width, 1)
@@ -94,13 +94,13 @@ class LayerRoleConverter:
         split, row = Split.fused([width] * fused, self.axis.size), Split.even(width, self.axis.size)
         description, block = self.describe_block(mlp.at, {up: {"split": split} for up in ups}, down, row)
         norms = [] if mlp.norm is None else [paths.resolve_path(mlp.at, mlp.norm)]
-        norms = [norm.rstrip("?") for norm in norms if paths.module_exists(self.layer, norm, self.path)]
-        norms = [norm for norm in norms if not isinstance(paths.find_module(self.layer, norm), nn.Identity)]
+        norms = [norm.rstrip("?") for norm in norms if paths.submodule_exists(self.layer, norm, self.path)]
+        norms = [norm for norm in norms if not isinstance(paths.find_submodule(self.layer, norm), nn.Identity)]
         subs = description.sub_module_replacement or []
         subs += [LayerReplacement(norm, self.classes.norm, {"split": row}) for norm in norms]
         block.fuse_activation = fused == 1 and not norms
         if mlp.shared_exit is not None:
-            paths.get_linear(self.layer, mlp.shared_exit, self.path)
+            paths.get_linear_submodule(self.layer, mlp.shared_exit, self.path)
         block.shared_exit = mlp.shared_exit
         return description
 
@@ -124,7 +124,7 @@ class LayerRoleConverter:
         return ModulePolicyDescription(sub_module_replacement=subs, blocks=[block]), block
 
     def count_features(self, linear_path: str, *, out: bool) -> int:
-        return paths.get_num_features(paths.get_linear(self.layer, linear_path, self.path), out=out)
+        return paths.get_num_features(paths.get_linear_submodule(self.layer, linear_path, self.path), of_output=out)
 
 
 def check_shardable_width(width: int, axis: Axis, path: str) -> None:
@@ -140,8 +140,8 @@ def check_output_layers_exist(stack: LayerStack, path: str, layers: Sequence[nn.
     """Raise PolicyError if no layer has the output layer of an optional role, which then never applies."""
     for role in stack.blocks:
         out = get_output_layer_path(role) if role.optional else None
-        there = [layer for layer in layers if paths.find_module(layer, role.at) is not None]
-        if out is not None and there and all(paths.find_module(layer, out) is None for layer in there):
+        there = [layer for layer in layers if paths.find_submodule(layer, role.at) is not None]
+        if out is not None and there and all(paths.find_submodule(layer, out) is None for layer in there):
             raise PolicyError(
                 f"{len(there)} layers have {paths.join_path(path, '*', role.at)!r}, but none has its output layer "
                 f"{paths.join_path(path, '*', out)!r}.",
@@ -185,14 +185,16 @@ class AttentionRoleConverter:
 
     def _get_head_count(self, count_or_attr_path: int | str | None) -> int | None:
         count = (
-            paths.get_by_path(self._get_attr_owner(count_or_attr_path), count_or_attr_path.removeprefix("."))
+            paths.get_attribute_by_path(self._get_attr_owner(count_or_attr_path), count_or_attr_path.removeprefix("."))
             if isinstance(count_or_attr_path, str)
             else count_or_attr_path
         )
         return count if isinstance(count, int) and count > 0 else None
 
     def _get_attr_owner(self, attr_path: str) -> Any:
-        return paths.get_module(self.layer.layer, self.role.at) if attr_path.startswith(".") else self.config
+        return (
+            paths.get_submodule_or_raise(self.layer.layer, self.role.at) if attr_path.startswith(".") else self.config
+        )
 
     def _make_missing_count_error(self) -> PolicyError:
         source = self.num_heads
@@ -260,7 +262,7 @@ class AttentionRoleConverter:
         )
         for name, counted in self.role.local_attrs.items():
             path = self._resolve_path(name.rstrip("?"))
-            thing = paths.get_by_path(self.layer.layer, path)
+            thing = paths.get_attribute_by_path(self.layer.layer, path)
             if isinstance(thing, Tensor):
                 self._get_local_attr_kind(name, "parameter")
                 parameters[path] = self.head_layout.get_parameter_split(path, thing, counted)
@@ -284,8 +286,8 @@ class AttentionRoleConverter:
         return arguments
 
     def _make_missing_attr_error(self, name: str) -> PolicyError:
-        module = paths.get_module(self.layer.layer, self.role.at)
-        owner = paths.find_module(module, name.rpartition(".")[0]) or module
+        module = paths.get_submodule_or_raise(self.layer.layer, self.role.at)
+        owner = paths.find_submodule(module, name.rpartition(".")[0]) or module
         known = [n for n in dir(owner) if n[:1] != "_"]
         return PolicyError(
             f"local_attrs={{{name!r}: ...}} names {self.layer.path}.{self._resolve_path(name)}, which does not exist.",
@@ -357,7 +359,7 @@ def _remove_missing_projections(
     names = {field: getattr(projections, field) for field in ("q", "k", "v", "qkv", "kv")}
     optional = {field: name[:-1] for field, name in names.items() if name and name.endswith("?")}
     found: dict[str, Any] = {
-        field: name if paths.find_module(layer, paths.resolve_path(attention_path, name)) is not None else None
+        field: name if paths.find_submodule(layer, paths.resolve_path(attention_path, name)) is not None else None
         for field, name in optional.items()
     }
     return replace(projections, **found) if found else projections

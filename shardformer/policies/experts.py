@@ -34,7 +34,7 @@ def describe_experts(experts: Experts, layer: nn.Module, path: str, axis: Axis) 
         path: path of the layers, for error messages.
         axis: the tensor axis.
     """
-    module = paths.get_module(layer, experts.at)
+    module = paths.get_submodule_or_raise(layer, experts.at)
     at, ups = f"{path}.{experts.at}", paths.as_path_list(experts.up)
     shapes = {name: tuple(_get_stacked_parameter(module, at, name).shape) for name in (*ups, experts.down)}
     dims = _choose_shard_dims(experts, shapes, at)

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardformer.errors import PolicyError, suggest_similar_names
 from shardformer.mesh.parallel_context import Axis
-from shardformer.module_paths import get_parent
+from shardformer.module_paths import get_parent_and_attribute_name
 from shardformer.policies.module_descriptions import (
     ModulePolicyDescription,
     SubModuleReplacementDescription,
@@ -196,7 +196,7 @@ def tie_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, st
                 f"{tuple(model.get_parameter(target).shape)}, but their shapes on this rank differ.",
                 remedy="Shard both parameters in the same way, or shard neither.",
             )
-        setattr(*get_parent(model, target), source_param)
+        setattr(*get_parent_and_attribute_name(model, target), source_param)
         tied.append((target, source))
     return tied
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardformer.errors import PolicyError
 from shardformer.layout.shard_spec import Split
-from shardformer.pipeline.layer_sequence import prepend_path
+from shardformer.pipeline.layer_sequence import prepend_to_module_paths
 from shardformer.tensor_parallel.block import HeadRange
 
 ModuleKey = str | type[nn.Module]
@@ -90,8 +90,10 @@ class BlockDescription:
 
     def with_path_prefix(self, prefix: str) -> BlockDescription:
         """Return a copy of the block description with ``prefix`` prepended to all module paths."""
-        own = prepend_path(self, prefix, "entry", "columns", "row", "cross_columns", "shared_exit", "gather_module")
-        return replace(own, arguments=self.arguments and prepend_path(self.arguments, prefix, "at"))
+        own = prepend_to_module_paths(
+            self, prefix, "entry", "columns", "row", "cross_columns", "shared_exit", "gather_module"
+        )
+        return replace(own, arguments=self.arguments and prepend_to_module_paths(self.arguments, prefix, "at"))
 
     @property
     def contains_exit_layer(self) -> bool:

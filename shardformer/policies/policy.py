@@ -106,7 +106,7 @@ class Policy(LegacyPolicy):
 
     def layer_sequence(self) -> LayerSequence:
         """Return the model's layers in the order in which they run, to be divided into pipeline stages."""
-        return LayerSequence.of(self.model, self.stacks())
+        return LayerSequence.from_stacks(self.model, self.stacks())
 
     def no_pipeline_reason(self) -> str | None:
         """Return why this model does not support pipeline parallelism, or None if it does."""

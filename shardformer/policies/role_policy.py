@@ -157,8 +157,8 @@ class RolePolicy(Policy):
 
     def _find_submodel_policies(self) -> list[tuple[str, Policy]]:
         out = []
-        for path in [part.rstrip("?") for part in self.submodels if paths.module_exists(self.model, part)]:
-            policy = self._get_submodel_policy(model := paths.get_module(self.model, path), path)
+        for path in [part.rstrip("?") for part in self.submodels if paths.submodule_exists(self.model, part)]:
+            policy = self._get_submodel_policy(model := paths.get_submodule_or_raise(self.model, path), path)
             policy.model, policy.shard_config, policy.axis = model, self.shard_config, self.axis
             out.append((path, policy))
         return out
@@ -176,7 +176,7 @@ class RolePolicy(Policy):
     def _describe_layers(
         self, path: str, roles: Sequence[Role], is_stage: bool
     ) -> dict[ModuleKey, ModulePolicyDescription]:
-        layers = dict((module := paths.get_module(self.model, path)).named_children())
+        layers = dict((module := paths.get_submodule_or_raise(self.model, path)).named_children())
         if not layers:
             raise paths.make_module_not_found_error(path, "0", module)
         return {
@@ -203,12 +203,16 @@ class RolePolicy(Policy):
             accepts_any_norm: whether any module is accepted as the final norm. Otherwise a module that reads several
                 tokens at a time is not part of the stack, and receives all tokens.
         """
-        base, out = paths.get_module(self.model, self.base), []
+        base, out = paths.get_submodule_or_raise(self.model, self.base), []
         for s, _ in self._find_existing_stacks():
-            layers = paths.get_module(base, s.layers)
-            norm = s.final_norm if s.final_norm and paths.module_exists(base, s.final_norm, self.base) else None
+            layers = paths.get_submodule_or_raise(base, s.layers)
+            norm = s.final_norm if s.final_norm and paths.submodule_exists(base, s.final_norm, self.base) else None
             if norm is not None and not accepts_any_norm:
-                norm = norm if _processes_tokens_separately(paths.get_module(base, norm.rstrip("?")), layers) else None
+                norm = (
+                    norm
+                    if _processes_tokens_separately(paths.get_submodule_or_raise(base, norm.rstrip("?")), layers)
+                    else None
+                )
             stages = s.stages.resolve_num_outputs(layers)
             own = StackDescription(
                 s.layers, norm, s.cross_states, s.no_sequence_parallel, s.reads_context, stages=stages
@@ -217,11 +221,11 @@ class RolePolicy(Policy):
         return out
 
     def layer_sequence(self) -> LayerSequence:
-        every = list(LayerSequence.of(self.model, self._describe_own_stacks(accepts_any_norm=True)).stacks)
+        every = list(LayerSequence.from_stacks(self.model, self._describe_own_stacks(accepts_any_norm=True)).stacks)
         for path, policy in self._find_submodel_policies():
             every += [stack.with_path_prefix(path) for stack in policy.layer_sequence().stacks]
         if every:  # some models register their head before the layers
-            heads = [head for head in paths.as_path_list(self.head) if paths.module_exists(self.model, f"{head}?")]
+            heads = [head for head in paths.as_path_list(self.head) if paths.submodule_exists(self.model, f"{head}?")]
             tops = sorted({head.partition(".")[0] for head in heads})
             tops = [top for top in tops if not any(f"{s.layers}.".startswith(f"{top}.") for s in every)]
             stages = every[-1].stages
@@ -229,7 +233,7 @@ class RolePolicy(Policy):
         return LayerSequence(tuple(every))
 
     def replicated_paths(self) -> list[str] | None:
-        base = paths.get_module(self.model, self.base)
+        base = paths.get_submodule_or_raise(self.model, self.base)
         known = [name for name, _ in [*base.named_modules(), *base.named_parameters()]]
         out = []
         for path in self.keep_replicated:
@@ -249,24 +253,24 @@ class RolePolicy(Policy):
 
     def _find_existing_stacks(self) -> list[tuple[LayerStack, bool]]:
         """Return the stacks of layers that exist in the model, and whether several match the same path."""
-        base = paths.get_module(self.model, self.base)
+        base = paths.get_submodule_or_raise(self.model, self.base)
         names = [name for name, _ in base.named_modules()]
         out = []
         for stack in [self.stack] if isinstance(self.stack, LayerStack) else self.stack:
             found = paths.match_paths(stack.layers, names)
             if not found and not stack.optional:
                 raise paths.make_module_not_found_error(self.base, stack.layers, base)
-            layers = [layer for path in found for layer in paths.get_module(base, path).children()]
+            layers = [layer for path in found for layer in paths.get_submodule_or_raise(base, path).children()]
             check_output_layers_exist(stack, paths.join_path(self.base, stack.layers), layers)
             out += [(stack if path == stack.layers else replace(stack, layers=path), len(found) > 1) for path in found]
         return out
 
     def _describe_embeddings_and_heads(self) -> ModulePolicyDescription:
-        base, embedding = paths.get_module(self.model, self.base), self._parallel_classes.embedding
-        found = [path for path in paths.as_path_list(self.embeddings) if paths.module_exists(base, path, self.base)]
+        base, embedding = paths.get_submodule_or_raise(self.model, self.base), self._parallel_classes.embedding
+        found = [path for path in paths.as_path_list(self.embeddings) if paths.submodule_exists(base, path, self.base)]
         subs = [LayerReplacement(paths.join_path(self.base, path.rstrip("?")), embedding) for path in found]
         heads = [path.rstrip("?") for path in paths.as_path_list(self.head)]
-        present = {path: module for path in heads if (module := paths.find_module(self.model, path)) is not None}
+        present = {path: module for path in heads if (module := paths.find_submodule(self.model, path)) is not None}
         # if the user replaced a head that a policy of this package describes, the user's module stays replicated
         own = [path for path, module in present.items() if is_library_policy(self) and not paths.is_linear(module)]
         self._replicated_paths = [*self._replicated_paths, *own]

@@ -31,9 +31,14 @@ from shardformer.layout.tied_tensors import group_overlapping_tensors
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid, summarize_grid
-from shardformer.meta_init.materialization import is_lazy, list_lazy_notes, materialize_parameters, record_if_lazy
-from shardformer.module_paths import get_by_path, get_parent, join_path
-from shardformer.pipeline.layer_sequence import owner_layers
+from shardformer.meta_init.materialization import (
+    has_deferred_weights,
+    list_lazy_init_notes,
+    materialize_parameters,
+    record_changes_if_lazy,
+)
+from shardformer.module_paths import get_attribute_by_path, get_parent_and_attribute_name, join_path
+from shardformer.pipeline.layer_sequence import map_tensors_to_layers
 from shardformer.pipeline.stage_manager import PipelineStageManager, build_stages
 from shardformer.policies import legacy
 from shardformer.policies.module_descriptions import SubModuleReplacementDescription
@@ -224,9 +229,9 @@ class Sharder:
 
         Returns the tensor-parallel blocks. Communicates only to create the process groups of context parallelism.
         """
-        if has_meta_tensors(self.model) and is_lazy(self.model):
-            self.state.notes += list_lazy_notes(self.model)
-            with record_if_lazy(self.model):
+        if has_meta_tensors(self.model) and has_deferred_weights(self.model):
+            self.state.notes += list_lazy_init_notes(self.model)
+            with record_changes_if_lazy(self.model):
                 blocks = self._apply_plan(plan)
             materialize_parameters(self.model, self.context.device)
         else:
@@ -283,7 +288,7 @@ class Sharder:
         if config.compile or self._compiler:
             compile_as_configured(self.model, state, config.compile, self._compiler)
         if state.stages is not None:
-            state.stages.install(self.model, state.activations, state.context, self._wrappers)
+            state.stages.install_forward_overrides(self.model, state.activations, state.context, self._wrappers)
         return blocks
 
     def _replace_modules(self, plan: ShardingPlan) -> None:
@@ -304,7 +309,7 @@ class Sharder:
             self.state.record_replacement(path, module, made[id(module)])
         _replace_module_references(self.model, made)
         for path, splits in plan.parameters.items():
-            module, name = get_parent(self.model, path)
+            module, name = get_parent_and_attribute_name(self.model, path)
             if splits and (id(module), name) not in done:
                 done.add((id(module), name))
                 named = {split.axes[0] for split in splits.values()} & {"row", "column", "depth"}
@@ -373,7 +378,7 @@ class Sharder:
             function(self.model.get_submodule(path))
             self.state.record_replacement(path, "parameters", function, kind="parameters")
         for path, method in plan.methods.items():
-            owner, name = get_parent(self.model, path)
+            owner, name = get_parent_and_attribute_name(self.model, path)
             before = getattr(owner, name)
             setattr(owner, name, method.__get__(owner))
             self.state.record_replacement(path, before, method, kind="method")
@@ -381,10 +386,10 @@ class Sharder:
 
 def _get_modifiable_owner(model: nn.Module, path: str) -> Any:
     """Return the module at ``path``, or a copy of the config at ``path``, because modules share configs."""
-    owner = get_by_path(model, path)
+    owner = get_attribute_by_path(model, path)
     if not isinstance(owner, nn.Module):
         owner = copy.copy(owner)
-        setattr(*get_parent(model, path), owner)
+        setattr(*get_parent_and_attribute_name(model, path), owner)
     return owner
 
 
@@ -397,7 +402,7 @@ def create_resolved_policy(
     """
     plan = checks.make_checked_plan(sharder.model, policy, sharder.config, applies_rules=applies_rules)
     if sharder.has_stages and (chain := policy.layer_sequence()).stacks:
-        owner_layers(plan.model, chain)
+        map_tensors_to_layers(plan.model, chain)
     # with data parallelism only, the rules change nothing and must not raise an error
     plan = plan if sharder.is_tensor_parallel else ShardingPlan(plan.model, plan.stacks)
     if sharder.grid is not None:
@@ -557,5 +562,5 @@ def _replace_and_record_module(
     model: nn.Module, path: str, native: nn.Module, replacement: nn.Module, kind: str, state: ShardingMetadata
 ) -> None:
     move_hooks(replacement, native)
-    setattr(*get_parent(model, path), replacement)
+    setattr(*get_parent_and_attribute_name(model, path), replacement)
     state.record_replacement(path, native, replacement, kind=kind)

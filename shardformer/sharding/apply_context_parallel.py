@@ -22,7 +22,7 @@ from shardformer.kernels.attention_registration import find_attention_classes, f
 from shardformer.kernels.model_specific_attention import uses_attention_interface
 from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.module_paths import find_module
+from shardformer.module_paths import find_submodule
 from shardformer.pipeline.layer_sequence import StackDescription
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.parallel_module import ParallelModule
@@ -107,7 +107,7 @@ def install_context_parallel_attention(
     ModelInputHook(run, model, draws=uses_random)
     for path, name in findings.gathers:
         for layer in model.get_submodule(path).children():
-            mixing = find_module(layer, name)
+            mixing = find_submodule(layer, name)
             if mixing is not None and not any(type(inner) in classes for inner in mixing.modules()):
                 state.region_hooks.append(FullSequenceHook(run, (path, name), mixing, draws=uses_random))
     how = "attention is computed in full on every rank" if findings.is_whole else sizes

@@ -20,7 +20,7 @@ from shardformer.layout.shard_spec import Split
 from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.tensor_grid import TensorGrid, reshape_tensor_axis_by_mode
-from shardformer.module_paths import find_module, is_transposed, join_path
+from shardformer.module_paths import find_submodule, has_transposed_weight, join_path
 from shardformer.policies.module_descriptions import BlockArguments, BlockDescription, SubModuleReplacementDescription
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.block import register_argument_hook
@@ -47,7 +47,7 @@ def reshape_config_to_grid(config: ShardConfig, context: ParallelContext) -> tup
         if manager is not None:
             manager.context = view
         config = replace(config, context=view, pipeline_stage_manager=manager, tensor_parallel_process_group=None)
-    return config, TensorGrid.of(view, config.tensor_parallel_mode)
+    return config, TensorGrid.from_context(view, config.tensor_parallel_mode)
 
 
 def adapt_plan_to_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
@@ -112,8 +112,8 @@ def _check_replacements_support_grid(plan: ShardingPlan, stack_prefix: str) -> N
 
 
 def _get_hidden_size(plan: ShardingPlan, blocks: list[BlockDescription]) -> int | None:
-    rows: list[Any] = [find_module(plan.model, block.row) for block in blocks if block.replicated_terms is None]
-    return next((row.nf if is_transposed(row) else row.out_features for row in rows if row is not None), None)
+    rows: list[Any] = [find_submodule(plan.model, block.row) for block in blocks if block.replicated_terms is None]
+    return next((row.nf if has_transposed_weight(row) else row.out_features for row in rows if row is not None), None)
 
 
 def _add_rule_for_outer_module(
@@ -159,7 +159,7 @@ def find_modules_with_extra_inputs(policy: Any) -> list[str]:
         for block in description.blocks or []:
             if block.arguments is not None and isinstance(key, str):
                 out.append(join_path(key, block.arguments.at))
-    return [path for path in dict.fromkeys(out) if find_module(model, path) is not None]
+    return [path for path in dict.fromkeys(out) if find_submodule(model, path) is not None]
 
 
 def make_argument_key(path: str, argument: str) -> tuple[str, str]:

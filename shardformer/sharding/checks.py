@@ -34,9 +34,9 @@ from shardformer.layout.tied_tensors import MemoryRange, OverlapGroup, find_para
 from shardformer.mesh.init_distributed import ENDED
 from shardformer.mesh.parallel_context import ParallelContext, get_launcher_store
 from shardformer.mesh.rank_failures import LostPeerError
-from shardformer.meta_init.materialization import check_recipes, record_if_lazy
-from shardformer.module_paths import LIBRARIES, find_configs
-from shardformer.pipeline.stage_manager import Stages
+from shardformer.meta_init.materialization import check_init_recipes, record_changes_if_lazy
+from shardformer.module_paths import LIBRARIES, find_model_configs
+from shardformer.pipeline.stage_manager import PipelineStages
 from shardformer.policies import legacy
 from shardformer.policies.policy import Policy
 from shardformer.sharding.apply_context_parallel import check_context_parallel_support
@@ -189,7 +189,7 @@ def check_can_be_sharded(model: nn.Module) -> None:
             remedy="Build or load the model outside torch.inference_mode(). torch.no_grad() is allowed.",
         )
     if has_meta_tensors(model):
-        check_recipes(model)
+        check_init_recipes(model)
 
 
 def make_checked_plan(
@@ -223,7 +223,7 @@ def make_checked_plan(
         check_can_fuse_norms(model)
     if config.enable_jit_fused:
         check_can_fuse_activations(model, config.resolve_context().device)
-    with record_if_lazy(model) if has_meta_tensors(model) else nullcontext():
+    with record_changes_if_lazy(model) if has_meta_tensors(model) else nullcontext():
         model = policy.preprocess() or model
     policy.set_model(model)
     if policy.replaces_class_or_ties_params:
@@ -290,10 +290,10 @@ def check_no_parameter_hooks(model: nn.Module, plan: ShardingPlan) -> None:
             )
 
 
-def check_no_parameter_views(model: nn.Module, plan: ShardingPlan, stages: Stages | None) -> None:
+def check_no_parameter_views(model: nn.Module, plan: ShardingPlan, stages: PipelineStages | None) -> None:
     """Raise ConfigError if a buffer or attribute is a view of a parameter that will be sharded or moved."""
     sharded = plan.get_sharded_parameter_ids()
-    is_here = stages.is_here if stages is not None else lambda _: True
+    is_here = stages.is_stored_on_this_rank if stages is not None else lambda _: True
     moved = [(name, p) for name, p in model.named_parameters() if id(p) in sharded or not is_here(name)]
     if found := find_parameter_view(model, moved):
         view, name = found
@@ -326,7 +326,7 @@ def _count_parameter_references(model: nn.Module) -> list[tuple[int, int]]:
 
 
 def check_no_existing_optimizer(
-    model: nn.Module, plan: ShardingPlan, stages: Stages | None, referenced_ids: Collection[int]
+    model: nn.Module, plan: ShardingPlan, stages: PipelineStages | None, referenced_ids: Collection[int]
 ) -> None:
     """Raise ConfigError if an optimizer already contains a parameter that sharding will replace.
 
@@ -336,7 +336,7 @@ def check_no_existing_optimizer(
     """
     sharded = plan.get_sharded_parameter_ids()
     if stages is not None:
-        sharded |= {id(p): name for name, p in model.named_parameters() if not stages.is_here(name)}
+        sharded |= {id(p): name for name, p in model.named_parameters() if not stages.is_stored_on_this_rank(name)}
     if not sharded.keys() & referenced_ids:
         return
     check_params_not_in_optimizer([p for p in model.parameters() if id(p) in sharded], sharded, type(model).__name__)
@@ -384,7 +384,7 @@ def restore_model_on_error(model: nn.Module) -> Iterator[None]:
     params = [(p, p.requires_grad, dict(vars(p)), list(map(set, _get_hook_dicts(p)))) for p in model.parameters()]
     modules = list(model.modules())
     before = [(m, type(m), dict(vars(m)), _copy_private_dicts(vars(m))) for m in modules]
-    settings = [(c, dict(vars(c))) for c in find_configs(model)]
+    settings = [(c, dict(vars(c))) for c in find_model_configs(model)]
     try:
         yield
     except BaseException:

@@ -20,8 +20,8 @@ from shardformer.layout.sharding_metadata import (
     get_shard_specs,
     named_sharded_parameters,
 )
-from shardformer.pipeline.schedules import make_schedule, round_up_micro_batches, simulate
-from shardformer.pipeline.stage_manager import Stages
+from shardformer.pipeline.schedules import make_schedule, round_up_micro_batches, simulate_schedule
+from shardformer.pipeline.stage_manager import PipelineStages
 
 NAME_WIDTH = 52
 """Width of the first column. Longer lists of names continue on the next line."""
@@ -178,7 +178,7 @@ class StageRow:
     checkpointed: int
 
 
-def make_stage_rows(stages: Stages) -> list[StageRow]:
+def make_stage_rows(stages: PipelineStages) -> list[StageRow]:
     """Return a table with one row for each pipeline stage. The table is identical on all ranks."""
     names = stages.parameters
     in_layers = {n for n in names if any(n.startswith(f"{path}.") for path in stages.chain.layer_calls)}
@@ -206,7 +206,7 @@ def make_stage_rows(stages: Stages) -> list[StageRow]:
     return rows
 
 
-def format_stage_table(rows: list[StageRow], stages: Stages) -> list[str]:
+def format_stage_table(rows: list[StageRow], stages: PipelineStages) -> list[str]:
     """Format the table of pipeline stages, followed by sentences about the schedule and shared parameters."""
     head = ("stage", "virtual", "layers", "other modules", "parameters", "share", "cost", "recomputed")
     lines: list[tuple[str, ...]] = [head]
@@ -235,10 +235,10 @@ def format_stage_table(rows: list[StageRow], stages: Stages) -> list[str]:
     ]
 
 
-def _describe_schedule(stages: Stages) -> list[str]:
+def _describe_schedule(stages: PipelineStages) -> list[str]:
     name, num_stages, chunks = stages.manager.schedule, stages.manager.num_stages, stages.manager.num_model_chunks
     few, many = (round_up_micro_batches(name, num_stages, chunks, factor * num_stages) for factor in (2, 8))
-    with_few, with_many = (simulate(make_schedule(name, num_stages, count, chunks)) for count in (few, many))
+    with_few, with_many = (simulate_schedule(make_schedule(name, num_stages, count, chunks)) for count in (few, many))
     of = ", each in one virtual stage" if chunks > 1 else ""
     text = (
         f"schedule {name}: with stages of equal cost, a stage is idle {with_few.bubble:.0%} of the time with {few} "
@@ -248,7 +248,7 @@ def _describe_schedule(stages: Stages) -> list[str]:
     return textwrap.wrap(text, TEXT_WIDTH, break_on_hyphens=False)
 
 
-def describe_shared_parameters(stages: Stages) -> list[str]:
+def describe_shared_parameters(stages: PipelineStages) -> list[str]:
     """Return a sentence for each set of pipeline stages that share parameters."""
     groups: dict[tuple[int, ...], dict[str, list[str]]] = {}
     for name, ranks in stages.shared.items():
@@ -480,7 +480,7 @@ def _format_title(model: nn.Module, state: ShardingMetadata, num_parameters: int
 
 
 def _replace_layer_index(
-    model: nn.Module, path: str, num_layers_by_stack: dict[str, int], stages: Stages | None = None
+    model: nn.Module, path: str, num_layers_by_stack: dict[str, int], stages: PipelineStages | None = None
 ) -> str:
     """Replace the layer index in a module path with ``*``, and count the layers in ``num_layers_by_stack``."""
     out: list[str] = []

@@ -29,7 +29,7 @@ from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata, named_sharded_parameters
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
-from shardformer.module_paths import get_by_path
+from shardformer.module_paths import get_attribute_by_path
 from shardformer.pipeline.stage_manager import ALL_LAYER_OUTPUTS, ALL_LAYER_OUTPUTS_REASON
 from shardformer.policies.module_descriptions import BlockDescription
 from shardformer.sharding.plan import ShardingPlan
@@ -188,7 +188,7 @@ class ModelStructureSnapshot:
 
     def _check_no_user_hooks(self, model: nn.Module) -> None:
         for path, part in self._local_modules.items():
-            module = get_by_path(model, path)
+            module = get_attribute_by_path(model, path)
             tables = [getattr(module, table) for table in part.hooks] if isinstance(module, nn.Module) else []
             for hook in chain.from_iterable(table.values() for table in tables):
                 if not is_library_hook(hook) and not getattr(hook, "sees_parts", False):
@@ -426,7 +426,7 @@ class ForwardChecks:
         Not in a pipeline, where each micro-batch has a seed, nor in recomputation, which restores the random state of
         the forward pass. In generation, later tokens skip the check because the first tokens were compared.
         """
-        in_pipeline = self._state.stages is not None and self._state.stages.is_running
+        in_pipeline = self._state.stages is not None and self._state.stages.is_running_forward
         continues = not model.training and any(map(has_cached_tokens, find_kv_caches(kwargs.values())))
         if in_pipeline or continues or current_graph_task_id() >= 0:
             return False
@@ -435,7 +435,12 @@ class ForwardChecks:
     def _check_called_by_pipeline(self, model: nn.Module) -> None:
         """Raise ConfigError if a pipeline stage is called directly instead of by ``shardformer.Pipeline``."""
         stages = self._state.stages
-        if stages is None or stages.manager.num_stages == 1 or stages.stage_forward is None or stages.is_running:
+        if (
+            stages is None
+            or stages.manager.num_stages == 1
+            or stages.stage_forward is None
+            or stages.is_running_forward
+        ):
             return
         raise ConfigError(
             f"This {type(model).__name__} was called directly on pipeline stage {stages.manager.stage} of "

@@ -12,7 +12,14 @@ from torch import nn
 
 from shardformer.errors import ConfigError, PolicyError, suggest_similar_names
 from shardformer.layout.shard_spec import Split
-from shardformer.module_paths import find_module, get_by_path, get_module, get_parent, is_linear, join_path
+from shardformer.module_paths import (
+    find_submodule,
+    get_attribute_by_path,
+    get_parent_and_attribute_name,
+    get_submodule_or_raise,
+    is_linear,
+    join_path,
+)
 from shardformer.pipeline.layer_sequence import SequenceParallelHints, StackDescription
 from shardformer.pipeline.stage_forward import ParameterPlaceholders
 from shardformer.policies.module_descriptions import (
@@ -62,7 +69,9 @@ class ShardingPlan:
         """Return a dict from ids to names of all parameters that will be sharded."""
         modules = {path: self.model.get_submodule(path) for path in self.replacements}
         out = {id(p): f"{path}.{n}" for path, m in modules.items() for n, p in m.named_parameters(recurse=False)}
-        return out | {id(get_by_path(self.model, name)): name for name, splits in self.parameters.items() if splits}
+        return out | {
+            id(get_attribute_by_path(self.model, name)): name for name, splits in self.parameters.items() if splits
+        }
 
     def restrict_to_local_stage(self, placeholders: ParameterPlaceholders) -> ShardingPlan:
         """Return a plan without the modules whose parameters are on other pipeline stages."""
@@ -71,7 +80,7 @@ class ShardingPlan:
             return not placeholders.has_placeholders(self.model.get_submodule(path))
 
         def has_parameter(path: str) -> bool:
-            owner, name = get_parent(self.model, path)
+            owner, name = get_parent_and_attribute_name(self.model, path)
             return name in {**owner._parameters, **owner._buffers}
 
         return replace(
@@ -121,7 +130,7 @@ def make_sharding_plan(model: nn.Module, policy: Policy, *, applies_rules: bool 
     for stack in plan.stacks:
         for needed in (stack.layers, stack.final_norm, stack.context[0] if stack.context else None):
             if needed is not None:
-                get_module(model, needed, hint="")
+                get_submodule_or_raise(model, needed, hint="")
     if not applies_rules:
         return plan
     if policy.shard_config.enable_sequence_parallelism:
@@ -129,7 +138,10 @@ def make_sharding_plan(model: nn.Module, policy: Policy, *, applies_rules: bool 
         plan.token_free_modules.extend(_iterate_hinted_module_paths(plan, lambda needs: needs.token_free_modules))
         plan.per_token_args.extend(_find_per_token_args(plan))
     _check_tied_weights(plan)
-    matched = {*plan.get_sharded_parameter_ids(), *(id(get_by_path(plan.model, name)) for name in plan.parameters)}
+    matched = {
+        *plan.get_sharded_parameter_ids(),
+        *(id(get_attribute_by_path(plan.model, name)) for name in plan.parameters),
+    }
     check_no_missing_roles(policy, plan.model, matched, [stack.layers for stack in plan.stacks])
     return plan
 
@@ -147,7 +159,7 @@ def _find_per_token_args(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     for stack in plan.stacks:
         for index, layer in plan.model.get_submodule(stack.layers).named_children():
             for module, _, name in (hint.rpartition(".") for hint in stack.sequence.per_token_args):
-                if find_module(layer, module) is not None:
+                if find_submodule(layer, module) is not None:
                     yield join_path(stack.layers, index, module), name
 
 
@@ -158,7 +170,7 @@ def _iterate_hinted_module_paths(
     for stack in plan.stacks:
         for index, layer in plan.model.get_submodule(stack.layers).named_children():
             for name in select_names(stack.sequence):
-                if find_module(layer, name) is not None:
+                if find_submodule(layer, name) is not None:
                     yield join_path(stack.layers, index, name)
 
 
@@ -166,9 +178,11 @@ def _add_replacement(
     plan: ShardingPlan, module_path: str, module: nn.Module, replacement: SubModuleReplacementDescription
 ) -> None:
     path = join_path(module_path, replacement.suffix)
-    if replacement.ignore_if_not_exist and find_module(module, replacement.suffix) is None:
+    if replacement.ignore_if_not_exist and find_submodule(module, replacement.suffix) is None:
         return
-    get_module(module, replacement.suffix, module_path, " Set ignore_if_not_exist=True if some models do not have it")
+    get_submodule_or_raise(
+        module, replacement.suffix, module_path, " Set ignore_if_not_exist=True if some models do not have it"
+    )
     if not path:
         raise PolicyError(
             "A rule of the policy replaces the full model instead of a submodule.",
@@ -181,7 +195,7 @@ def _add_replacement(
             remedy="Implement from_native_module(module, process_group, **kwargs), or use a parallel layer such as "
             "Linear1D_Col.",
         )
-    module = get_module(plan.model, path)
+    module = get_submodule_or_raise(plan.model, path)
     for other, known in plan.replacements.items():
         if f"{path}.".startswith(f"{other}.") or other.startswith(f"{path}."):
             raise PolicyError(
@@ -208,7 +222,7 @@ def _add_sharded_parameters(
 ) -> None:
     for inner, splits in parameters.items():
         owner_path, _, name = inner.rpartition(".")
-        owner, path = find_module(module, owner_path), join_path(module_path, inner)
+        owner, path = find_submodule(module, owner_path), join_path(module_path, inner)
         known = {} if owner is None else {**owner._parameters, **owner._buffers}
         if owner is None or known.get(name) is None:
             raise PolicyError(
@@ -233,8 +247,8 @@ def _add_sharded_parameters(
 
 def _add_block(plan: ShardingPlan, module_path: str, module: nn.Module, block: BlockDescription) -> None:
     for suffix in (*block.columns, *block.cross_columns, block.row):
-        get_module(module, suffix, module_path, "")
-    entry, block = get_module(module, block.entry, module_path, ""), block.with_path_prefix(module_path)
+        get_submodule_or_raise(module, suffix, module_path, "")
+    entry, block = get_submodule_or_raise(module, block.entry, module_path, ""), block.with_path_prefix(module_path)
     named = {*plan.parameters, *(join_path(block.entry, name) for name in block.replicated_terms or ())}
     own = [n for name, _ in entry.named_parameters(recurse=False) if (n := join_path(block.entry, name)) not in named]
     if own and block.entry not in (*block.columns, *block.cross_columns):
@@ -253,7 +267,7 @@ def _add_attribute_changes(
     default_cut = [s.suffix for s in description.sub_module_replacement or [] if "split" not in (s.kwargs or {})]
     for name, value in (description.attribute_replacement or {}).items():
         owner_path, _, attribute = name.rpartition(".")
-        if (owner := get_by_path(module, owner_path)) is None or not hasattr(owner, attribute):
+        if (owner := get_attribute_by_path(module, owner_path)) is None or not hasattr(owner, attribute):
             known = vars(owner) if owner is not None else [n for n, _ in module.named_modules() if n]
             raise PolicyError(
                 f"{join_path(module_path, owner_path) or 'The model'} has no attribute {attribute!r}, "
@@ -329,7 +343,10 @@ def _check_tied_weights(plan: ShardingPlan) -> None:
     """
     sharded = plan.get_sharded_parameter_ids()
     replaced = {id(plan.model.get_submodule(path)) for path in plan.replacements}
-    named = {(id(owner), name) for owner, name in (get_parent(plan.model, path) for path in plan.parameters)}
+    named = {
+        (id(owner), name)
+        for owner, name in (get_parent_and_attribute_name(plan.model, path) for path in plan.parameters)
+    }
     for path, module in plan.model.named_modules():
         reads_all = is_linear(module) or isinstance(module, nn.Embedding)
         for name, p in module.named_parameters(recurse=False) if id(module) not in replaced else ():

@@ -24,7 +24,7 @@ from shardformer.kernels.fused_ops import FusedLayerNorm, make_fused_norm, rms_n
 from shardformer.layout.packed_weights import is_4bit_linear
 from shardformer.layout.shard_spec import ShardSpec, Split
 from shardformer.mesh.parallel_context import Axis
-from shardformer.module_paths import is_linear, is_transposed
+from shardformer.module_paths import has_transposed_weight, is_linear
 from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.block import TensorParallelBlock
 from shardformer.tensor_parallel.parallel_module import (
@@ -77,7 +77,7 @@ class _ParallelLinear(ParallelModule):
         if native is None:
             # build the full layer first, so that the weights match those of the plain layer under the same seed
             native = nn.Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)
-        self.transposed = is_transposed(native)
+        self.transposed = has_transposed_weight(native)
         weight, full_bias = native.weight, getattr(native, "bias", None)
         assert isinstance(weight, Tensor) and (full_bias is None or isinstance(full_bias, Tensor))
         self.split = (split or self._make_even_split()).with_axis(self.axis.name)
@@ -116,7 +116,7 @@ class _ParallelLinear(ParallelModule):
         check_plain_class(module, nn.Linear)
         weight = module.weight
         assert isinstance(weight, Tensor)
-        in_features, out_features = weight.shape if is_transposed(module) else weight.shape[::-1]
+        in_features, out_features = weight.shape if has_transposed_weight(module) else weight.shape[::-1]
         return cls(in_features, out_features, process_group=process_group, native=module, **kwargs)
 
     def extra_repr(self) -> str:

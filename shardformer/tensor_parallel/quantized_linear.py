@@ -31,7 +31,7 @@ from shardformer.layout.packed_weights import (
     store_weights_as_attributes,
 )
 from shardformer.layout.shard_spec import Slice
-from shardformer.module_paths import get_parent
+from shardformer.module_paths import get_parent_and_attribute_name
 
 MIN_BLOCK = 32
 """Smallest number of values that share a scale."""
@@ -89,7 +89,7 @@ def temporarily_use_plain_linears(model: nn.Module) -> Iterator[None]:
     for path in sorted(owners):
         native = model.get_submodule(path)
         if isinstance(native, nn.Linear):
-            holder, name = get_parent(model, path)
+            holder, name = get_parent_and_attribute_name(model, path)
             places.append((holder._modules, name, native))
             shown.setdefault(id(native), make_meta_linear(native))
             shown[id(native)].weight = _make_zero_weight(native)

@@ -34,7 +34,7 @@ from shardformer.errors import (
 )
 from shardformer.filesystem.atomic_write import to_absolute_path
 from shardformer.meta_init.lazy_init import LazyInit
-from shardformer.meta_init.materialization import is_lazy
+from shardformer.meta_init.materialization import has_deferred_weights
 from shardformer.torch_compat import FakeTensor
 from shardformer.torch_patches import Patch, replace_attribute, temporary_patch
 from shardformer.train_command.config_schema import (
@@ -254,7 +254,7 @@ def add_lora_adapters(options: LoraOptions, model: nn.Module, task: str) -> nn.M
             use_dora=options.use_dora,
             task_type=LORA_TASKS.get(task),
         )
-        with LazyInit() if is_lazy(model) else _disable_module_to(model):
+        with LazyInit() if has_deferred_weights(model) else _disable_module_to(model):
             adapted: nn.Module = peft.get_peft_model(model, settings)
             return adapted
     except (ValueError, TypeError, RuntimeError) as error:

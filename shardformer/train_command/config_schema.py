@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from shardformer.config import RENAMED_FIELDS, ParallelConfig
 from shardformer.errors import ConfigError, suggest_similar_names
-from shardformer.mesh.rank_grid import count_ranks
+from shardformer.mesh.rank_grid import count_ranks_on_axis
 from shardformer.pipeline.partition import RENAMED_METHODS
 
 Task = Literal[
@@ -330,7 +330,7 @@ class TrainConfig(ConfigSection):
 def _get_key_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
     """Return, for each optional key, whether the run uses it, and the setting without which it has no effect."""
     task, layout = config.model.task, config.layout
-    is_image_task, tensor_ranks = task == "image_classification", count_ranks(layout.tensor, "tensor")
+    is_image_task, tensor_ranks = task == "image_classification", count_ranks_on_axis(layout.tensor, "tensor")
     has_changing_rate = config.schedule.name != "constant" or 0 < config.schedule.warmup < 1
     datasets_format = (config.data.format == "datasets", "data.format = 'datasets'")
     names = [config.data.train] if isinstance(config.data.train, str) else config.data.train

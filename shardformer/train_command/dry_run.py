@@ -173,7 +173,7 @@ class _MemoryEstimator:
         batch_size = self._config.data.batch_size
         batch_size = min(batch_size, self._data.num_samples or batch_size)
         samples = self._data.get_first_samples(max(-(-batch_size // sizes["data"]), 1))
-        step_dtype = MixedPrecision.of(layout.precision).dtype or torch.float32
+        step_dtype = MixedPrecision.from_value(layout.precision).dtype or torch.float32
         with torch.random.fork_rng(devices=[]), enable_fake_tensors() as fake:  # in the dtype of a step
             unsharded = build_model(self._config, self._data, self._saved, lazy=False, dtype=step_dtype)
             unsharded = freeze_and_add_lora(self._config, unsharded)

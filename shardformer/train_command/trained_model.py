@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardformer.checkpoint.directory import find_checkpoints, get_step_folder
-from shardformer.checkpoint.file_format import CheckpointIndex, from_json
+from shardformer.checkpoint.file_format import CheckpointIndex, decode_json_value
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, get_first_message_line
@@ -174,7 +174,7 @@ def _find_model_of_checkpoint(path: Path, source: str) -> TrainedModel:
 
 def _read_hook_states(checkpoint: Path) -> dict[str, Any]:
     """Return a dict from the class names of hooks to the states of these hooks in a checkpoint."""
-    extra = from_json(CheckpointIndex.read(checkpoint).values["extra"])
+    extra = decode_json_value(CheckpointIndex.read(checkpoint).values["extra"])
     user = extra.get(USER_STATE_KEY) if isinstance(extra, dict) else None
     return (user.get(HOOKS) if isinstance(user, dict) else None) or {}
 

@@ -30,7 +30,7 @@ from shardformer.gradients.clipping import clip_gradients_with_norm, grad_norm
 from shardformer.layout.sharding_metadata import get_metadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
-from shardformer.pipeline.pipeline import Pipeline, evaluating
+from shardformer.pipeline.pipeline import Pipeline, eval_mode
 from shardformer.public_names import deprecate_renamed_arguments, deprecate_renamed_parameters
 from shardformer.sharding.describe import count_parameters, format_summary, format_summary_as_html
 from shardformer.torch_compat import is_true_or_unknown
@@ -284,7 +284,7 @@ class Engine:
         """
         wait_for_all_ranks("engine.evaluate", self.world)
         several = self._iter_synchronized_batches(batches) if _is_batch_stream(batches) else [batches]
-        with evaluating(self.model):
+        with eval_mode(self.model):
             return self._average_over_data_ranks(self.pipeline.mean_loss(map(self._prepare_batch, several)))
 
     def _iter_synchronized_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -304,7 +304,7 @@ class Engine:
         wait_for_all_ranks(
             "engine.predict", *(axis for axis in self.context.base_axes if axis.name != "data" or has_shards)
         )
-        with evaluating(self.model):
+        with eval_mode(self.model):
             return self.pipeline.forward(self._prepare_batch(batch), gather=gather)
 
     def train(self, mode: bool = True) -> Engine:

@@ -25,7 +25,7 @@ from shardformer.errors import ConfigError, check_argument, check_callable, chec
 from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
 from shardformer.layout.packed_weights import check_quantized_model_has_adapters, find_packed_weights
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_is_module, get_metadata
-from shardformer.mesh.init_distributed import get_launcher_variable, get_num_slurm_tasks, launch_from_torch
+from shardformer.mesh.init_distributed import get_launcher_env_variable, get_num_slurm_tasks, launch_from_torch
 from shardformer.mesh.parallel_context import (
     ParallelContext,
     get_local_device,
@@ -33,9 +33,9 @@ from shardformer.mesh.parallel_context import (
     reshape_tensor_axis,
 )
 from shardformer.mesh.rank_grid import RankGrid
-from shardformer.meta_init.materialization import copy_to_meta, record_if_lazy
+from shardformer.meta_init.materialization import copy_to_meta, record_changes_if_lazy
 from shardformer.offload.activations import offload_activations
-from shardformer.pipeline.contrastive_losses import warn_about_batch_statistics
+from shardformer.pipeline.contrastive_losses import warn_about_batch_norm_statistics
 from shardformer.pipeline.pipeline import (
     Pipeline,
     ensure_training_mode,
@@ -149,9 +149,9 @@ def get_num_processes() -> int:
 
 def make_parallel_context(context: ParallelContext | None, config: ParallelConfig) -> ParallelContext:
     if context is None:
-        if dist.is_initialized() or get_launcher_variable() is not None:
+        if dist.is_initialized() or get_launcher_env_variable() is not None:
             return _add_derived_axes(launch_from_torch(**config.sizes), config)  # type: ignore[arg-type]
-        context = ParallelContext.of({}, device=get_local_device())
+        context = ParallelContext.from_sizes({}, device=get_local_device())
     differs = [name for name, size in config.sizes.items() if size not in (None, 1) and context.sizes[name] != size]
     if not differs:
         return _add_derived_axes(context, config)
@@ -281,7 +281,7 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
         rollback_on_error(optimizers, engine.schedulers),
         closing(ReshardSource(engine.model, engine.optimizer)) as old,
     ):
-        with record_if_lazy(arguments.meta_model):
+        with record_changes_if_lazy(arguments.meta_model):
             model = copy.deepcopy(arguments.meta_model)
         apply_model_changes(changes, model)
         for path in checkpointed:
@@ -314,8 +314,8 @@ def _make_resharded_context(context: ParallelContext, config: ParallelConfig) ->
     sizes = {name: size or 1 for name, size in config.sizes.items()}
     if config.data is None:
         sizes["data"] = count // (prod(sizes.values()) or 1)
-    grid = RankGrid.of(sizes)
-    other = ParallelContext.of(sizes, grid.coords(context.rank), world=context.world, device=context.device)
+    grid = RankGrid.from_sizes(sizes)
+    other = ParallelContext.from_sizes(sizes, grid.get_coords(context.rank), world=context.world, device=context.device)
     return _add_derived_axes(other, config)
 
 
@@ -395,7 +395,7 @@ def make_engine_without_data(
     """
     _check_argument_types(model, None, None, "step", context, None)
     if context.data.size > 1 and any(map(is_batch_norm, model.modules())):
-        warn_about_batch_statistics(f"over {context.data.size} data ranks")
+        warn_about_batch_norm_statistics(f"over {context.data.size} data ranks")
     arguments = RebuildArguments(None, policy, None, None, example=make_example_inputs)
     return _create_sharded_engine(model, _normalize_optimizers(optimizer), None, config, context, arguments)
 

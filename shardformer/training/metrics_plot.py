@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardformer.errors import ConfigError, check_names, format_bytes
-from shardformer.pipeline.schedule_chart import check_chart_file, check_matplotlib, replace_chart_file
+from shardformer.pipeline.schedule_chart import check_chart_path, check_matplotlib, write_chart_atomically
 from shardformer.training.metrics_log import MetricsRecord, encode_float_for_json, find_metrics_file, read_records
 
 if TYPE_CHECKING:
@@ -238,11 +238,11 @@ def check_metric_names(names: Sequence[str], runs: Runs, argument_name: str) -> 
 
 def save_metrics_plot(runs: Runs, path: Path, names: Sequence[str] | None = None) -> None:
     """Plot the metrics of runs, and save the chart as an .svg or .png file."""
-    check_chart_file(path)
+    check_chart_path(path)
     figure = make_metrics_figure(runs, names)
     import matplotlib
 
-    with matplotlib.rc_context(_STYLE), replace_chart_file(path) as hidden:
+    with matplotlib.rc_context(_STYLE), write_chart_atomically(path) as hidden:
         figure.savefig(hidden, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
 
 

@@ -30,10 +30,10 @@ from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
 from shardformer.layout.sharding_metadata import get_metadata, get_shard_specs
 from shardformer.mesh.parallel_context import ParallelContext, reshape_sequence_axis, reshape_tensor_axis
-from shardformer.mesh.rank_grid import AXES, count_ranks
+from shardformer.mesh.rank_grid import AXES, count_ranks_on_axis
 from shardformer.mesh.tensor_grid import TensorGrid, reshape_tensor_axis_by_mode
 from shardformer.pipeline.pipeline import Pipeline, ensure_training_mode
-from shardformer.pipeline.runtime import find_loss
+from shardformer.pipeline.runtime import find_loss_in_output
 from shardformer.pipeline.schedules import make_schedule
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies.policy import Policy
@@ -322,7 +322,7 @@ class VerifyPipeline:
         make_schedule(
             self.stages.get("schedule", "1f1b"), self.pipe, self.num_micro_batches, self.stages.get("num_model_chunks")
         )
-        return PipelineStageManager(context or ParallelContext.of({"pipe": self.pipe}), **self.stages)
+        return PipelineStageManager(context or ParallelContext.from_sizes({"pipe": self.pipe}), **self.stages)
 
     def __str__(self) -> str:
         formats = {"schedule": "{}", "num_model_chunks": "{} chunks"}
@@ -410,7 +410,7 @@ def train_both_models(job: VerifyJob) -> tuple[TrainingTrace | None, TrainingTra
 
     Returns the traces of both models, the name of the model, and a description of the layout.
     """
-    sizes = {"tensor": job.tensor, "pipe": job.pipe, "data": job.data, "sequence": count_ranks(job.sequence)}
+    sizes = {"tensor": job.tensor, "pipe": job.pipe, "data": job.data, "sequence": count_ranks_on_axis(job.sequence)}
     context = ParallelContext.from_world(sizes, torch.device(job.device))
     context = reshape_tensor_axis(reshape_sequence_axis(context, job.sequence), job.grid)
     world = context.flatten(*AXES)
@@ -420,7 +420,7 @@ def train_both_models(job: VerifyJob) -> tuple[TrainingTrace | None, TrainingTra
     sharded, name = _train_sharded(job, context)
     layout = [str(context), *([str(job.pipeline)] if job.pipeline is not None else [])]
     mode = job.config.get("tensor_parallel_mode", "1d")
-    layout += [str(TensorGrid.of(reshape_tensor_axis_by_mode(context, mode), mode))] if mode != "1d" else []
+    layout += [str(TensorGrid.from_context(reshape_tensor_axis_by_mode(context, mode), mode))] if mode != "1d" else []
     layout += ["reference loss over the full batch"] if job.num_reference_shards < job.data else []
     layout += [str(job.training)] if job.training.zero_stage is not None else []
     return plain, sharded, name, ", ".join(layout)
@@ -442,7 +442,7 @@ def _compute_loss(job: VerifyJob, model: nn.Module, batch: Mapping[str, Any]) ->
     if job.loss_fn is not None:
         return job.loss_fn(model, batch)
     output = model(**batch)
-    loss = find_loss(output)
+    loss = find_loss_in_output(output)
     if loss is None:
         needs_labels = hasattr(output, "loss")  # outputs with this field have a loss if the batch has labels
         field = "" if needs_labels else f": its output, a {type(output).__name__}, has no field 'loss'"

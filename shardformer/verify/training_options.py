@@ -71,7 +71,7 @@ class VerifyTraining:
     def __post_init__(self) -> None:
         check_choice("zero_stage", self.zero_stage, (None, *ZERO_STAGES))
         check_choice("average_loss_over", self.average_loss_over, (None, *LOSS_AVERAGES))
-        MixedPrecision.of(self.precision), OffloadConfig.of(self.offload)
+        MixedPrecision.from_value(self.precision), OffloadConfig.from_argument(self.offload)
         try:
             re.compile(self.frozen_pattern)
         except re.error as error:
@@ -124,7 +124,7 @@ class VerifyTraining:
     @property
     def dtype(self) -> torch.dtype | None:
         """Dtype of the parameters if they have 16 bits, and otherwise None."""
-        return MixedPrecision.of(self.precision).dtype
+        return MixedPrecision.from_value(self.precision).dtype
 
     @property
     def loss_scale(self) -> float:

@@ -25,7 +25,7 @@ from shardformer.layout.tied_tensors import max_abs_difference
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.local_ranks.worker_process import RemoteCall
 from shardformer.mesh.parallel_context import ParallelContext, reshape_tensor_axis
-from shardformer.mesh.rank_grid import count_ranks
+from shardformer.mesh.rank_grid import count_ranks_on_axis
 from shardformer.mesh.tensor_grid import GRID_MODES, reshape_tensor_axis_by_mode
 from shardformer.pipeline.stage_manager import PipelineStageManager, partition_model
 from shardformer.policies.policy import Policy
@@ -79,7 +79,7 @@ def check_policy_can_shard(
             f"model_fn returned a {type(model).__name__} instead of a model.", remedy="Return an nn.Module."
         )
     check_can_be_sharded(model)
-    ranks = count_ranks(tensor, "tensor")
+    ranks = count_ranks_on_axis(tensor, "tensor")
     if ranks == 1 and stages is None and policy is None and not options:
         return getattr(model, "config", None)  # no policy is needed, or a rank finds the error
     # copied, because the original is pickled for the workers and must not hold this model
@@ -87,7 +87,7 @@ def check_policy_can_shard(
     chosen, _ = resolve_policy(
         model, own, tensor_size=ranks, may_run_copy=stages is not None, get_example_batch=example
     )
-    context, mode = ParallelContext.of({"tensor": ranks}), (options or {}).get("tensor_parallel_mode", "1d")
+    context, mode = ParallelContext.from_sizes({"tensor": ranks}), (options or {}).get("tensor_parallel_mode", "1d")
     context = reshape_tensor_axis(context, tensor)
     config = ShardConfig(
         context=reshape_tensor_axis_by_mode(context, mode) if mode in GRID_MODES else context, **(options or {})
@@ -292,7 +292,7 @@ def verify(
     options = _get_non_default_options(config)
     how = training or VerifyTraining()
     grid, sequence = _parse_axis_sizes(tensor)
-    tensor = count_ranks(grid, "tensor")
+    tensor = count_ranks_on_axis(grid, "tensor")
     job = VerifyJob(
         model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, options, pipeline, how, sequence, grid
     )
@@ -309,7 +309,7 @@ def verify(
     if pool is not None:
         report = _run_job_in_pool(pool, job)
     else:
-        with WorkerPool(tensor * job.pipe * data * count_ranks(sequence), timeout_s=3600.0) as own:
+        with WorkerPool(tensor * job.pipe * data * count_ranks_on_axis(sequence), timeout_s=3600.0) as own:
             report = _run_job_in_pool(own, job)
     report.seconds = time.perf_counter() - start
     return report

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardformer.errors import ConfigError, check_bool, get_first_message_line
-from shardformer.meta_init.init_recipe import compute_values, get_deferred_storage
+from shardformer.meta_init.init_recipe import compute_deferred_values, get_deferred_storage
 from shardformer.meta_init.lazy_init import LazyLoading, wrap_methods_for_recording
 from shardformer.meta_init.materialization import NOTES
 from shardformer.meta_init.safetensors_source import load_lazy_tensors
@@ -279,7 +279,7 @@ def _tie_equal_weights(model: Any) -> None:
         one, other = model.get_parameter(target), model.get_parameter(source)
         if one is other or get_deferred_storage(one) is None or get_deferred_storage(other) is None:
             continue
-        if torch.equal(compute_values(one), compute_values(other)):
+        if torch.equal(compute_deferred_values(one), compute_deferred_values(other)):
             owner, _, name = target.rpartition(".")
             setattr(model.get_submodule(owner), name, other)
         else:

@@ -14,7 +14,7 @@ from shardformer.comm.collectives import all_gather_objects, broadcast, gather_f
 from shardformer.errors import ConfigError, suggest_similar_names
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata, get_sharded_module
-from shardformer.pipeline.stage_manager import Stages
+from shardformer.pipeline.stage_manager import PipelineStages
 from shardformer.torch_compat import IncompatibleKeys
 
 
@@ -188,7 +188,10 @@ def gather_state_dict(model: nn.Module, is_selected: Callable[[str], bool]) -> d
 
 
 def _broadcast_from_stages(
-    local_state: dict[str, Tensor], stages: Stages, metadata: ShardingMetadata, is_selected: Callable[[str], bool]
+    local_state: dict[str, Tensor],
+    stages: PipelineStages,
+    metadata: ShardingMetadata,
+    is_selected: Callable[[str], bool],
 ) -> dict[str, Tensor]:
     """Broadcast the state dicts of all pipeline stages, and return the state dict of the full model.
 

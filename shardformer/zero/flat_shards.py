@@ -22,7 +22,7 @@ from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import GradientBucket, GradientSlot
 from shardformer.layout.sharding_metadata import ParamEntry
 from shardformer.mesh.parallel_context import Axis
-from shardformer.offload.host import AsyncCopy, HostDeviceCopier, HostMemory, WeightStore
+from shardformer.offload.host import AsyncCopy, HostDeviceCopier, HostOffloadManager, MasterWeightStore
 from shardformer.torch_compat import has_data, tolist_or_ones
 from shardformer.zero.gradient_view import ShardedGradient
 from shardformer.zero.mixed_precision import KAHAN, RoundedSlice, RoundedWeightStore
@@ -91,7 +91,7 @@ class FlatShard:
         *,
         gathered: UnshardOptions | None = None,
         axis: Axis | None = None,
-        host: HostMemory | None = None,
+        host: HostOffloadManager | None = None,
         rounding: str | None = None,
     ) -> None:
         self.gradient_slots, self.axis = bucket.gradients, axis or bucket.axis
@@ -109,10 +109,10 @@ class FlatShard:
             self.local = self._link.allocate_on_host(self.length, self.dtype).zero_()
         else:
             self.local = self._allocate_zeros(self.length) if self.full is None else self._get_local_shard(self.full)
-        self.host = host.part(self.length, self.wide_dtype) if host is not None else None
+        self.host = host.create_shard(self.length, self.wide_dtype) if host is not None else None
         rounds = rounding is not None and self.wide_dtype != self.dtype and host is None
         self.rounded = RoundedWeightStore(self.local, rests=rounding == KAHAN) if rounds else None
-        self._always_loaded = WeightStore()
+        self._always_loaded = MasterWeightStore()
         self.has_masters = self.host is not None or self.wide_dtype != self.dtype
         found = ((n, self._add_param(n, g)) for n, g in enumerate(self.gradient_slots))
         self._slice_of = {n: param_slice for n, param_slice in found if param_slice is not None}
@@ -139,7 +139,7 @@ class FlatShard:
             )
 
     @property
-    def master_weight_store(self) -> WeightStore:
+    def master_weight_store(self) -> MasterWeightStore:
         """The store that loads the master weights of this shard for the optimizer step, and frees them afterward."""
         return self.host or self.rounded or self._always_loaded
 
@@ -259,7 +259,7 @@ class FlatShard:
             gradient_counts.clone() if self._counts is None else self._counts + gradient_counts
         )  # a view would keep the bucket alive
         if self.host is not None:
-            self.host.receive(reduced, scale)
+            self.host.accumulate_gradients(reduced, scale)
             return
         reduced = reduced.to(self.wide_dtype) if scale == 1 else reduced.to(self.wide_dtype) / scale
         self._sum = reduced if self._sum is None else self._sum.add_(reduced)
@@ -428,7 +428,7 @@ class FlatShard:
         try:
             yield
         finally:
-            self.master_weight_store.save()
+            self.master_weight_store.write_back()
 
     def start_param_all_gather(self) -> PendingCollective:
         """Start an all-gather of the full parameters in the bucket, in the dtype of the model."""
@@ -450,12 +450,12 @@ class FlatShard:
         """Start copying this rank's shard of the parameters to the device if it is offloaded to the host."""
         if self._link is not None and self._fetched is None:
             full_buffer = self._allocate_full_params()
-            self._fetched = full_buffer, self._link.to_device(self._get_local_shard(full_buffer), self.local)
+            self._fetched = full_buffer, self._link.start_copy_to_device(self._get_local_shard(full_buffer), self.local)
 
     def release_fetched_parameters(self) -> None:
         """Free the copy of the parameters on the device that ``fetch_parameters`` has created."""
         if self._fetched is not None:
-            self._fetched[1].finish()
+            self._fetched[1].block_until_done()
             self._fetched = None
 
     def _allocate_full_params(self) -> Tensor:

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from shardformer.errors import check_int, format_bytes
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, check_is_module
-from shardformer.offload.disk import FileShard, FileStore
-from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostMemory, OffloadConfig
+from shardformer.offload.disk import FileOffloadManager, FileShard
+from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostOffloadManager, OffloadConfig
 from shardformer.torch_compat import get_storage_id
 from shardformer.zero.config import ZeroOptions, as_optimizer_list
 from shardformer.zero.elementwise_trial import estimate_state_bytes
@@ -85,7 +85,7 @@ def estimate_memory(
         model: A sharded or unsharded model. Its parameters may be on the meta device.
         data: Number of data-parallel ranks. By default, that of the model's mesh, or 1 for an unsharded model.
     """
-    options = ZeroOptions(stage, MixedPrecision.of(precision), OffloadConfig.of(offload))
+    options = ZeroOptions(stage, MixedPrecision.from_value(precision), OffloadConfig.from_argument(offload))
     check_is_module(model)
     optimizers = as_optimizer_list(optimizer)
     if data is not None:
@@ -173,7 +173,7 @@ def measure_memory(
         g for entry in metadata.entries if (g := entry.param.grad) is not None and not isinstance(g, ShardedGradient)
     ]
     on_host = [shard.local for shard in unit_shards if shard.is_offloaded]
-    on_host += [x for shard in shards if shard.host is not None for x in shard.host.tensors()]
+    on_host += [x for shard in shards if shard.host is not None for x in shard.host.list_host_tensors()]
     on_host += [x for shard in shards if shard.host is not None for x in _get_state_tensors(optimizers, shard)]
     return MemoryEstimate(
         parameters=_count_storage_bytes(params),
@@ -204,7 +204,7 @@ def _get_state_tensors(optimizers: Sequence[Optimizer], shard: FlatShard) -> lis
 
 
 def format_memory_report(
-    settings: ZeroOptions, optimizers: Sequence[Optimizer], memory: MemoryEstimate, host: HostMemory | None
+    settings: ZeroOptions, optimizers: Sequence[Optimizer], memory: MemoryEstimate, host: HostOffloadManager | None
 ) -> str:
     """Format the ZeRO options, memory use and offload bandwidth as text for ``describe_sharding``."""
     precision, offload = settings.precision, settings.offload
@@ -217,7 +217,7 @@ def format_memory_report(
     found = [", ".join(title), f"gradients are reduced {reduced}", "", "memory of this rank", str(memory)]
     speeds: dict[str, float | None] = {}
     if host is not None:
-        speeds = {f"copied {way}": host.link.bandwidth(way) for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)}
-    if isinstance(host, FileStore):
-        speeds |= {f"{way}, {host.disk.buffers} buffers": host.disk.bandwidth(way) for way in host.disk.moved}
+        speeds = {f"copied {way}": host.link.measure_bandwidth(way) for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)}
+    if isinstance(host, FileOffloadManager):
+        speeds |= {f"{way}, {host.disk.buffers} buffers": host.disk.measure_bandwidth(way) for way in host.disk.moved}
     return "\n".join([*found, *(f"{name}: {format_bytes(n)} per second" for name, n in speeds.items() if n)])

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, check_argument, check_choice, check_int, check_number
-from shardformer.offload.host import WeightStore
+from shardformer.offload.host import MasterWeightStore
 from shardformer.public_names import deprecate_renamed_arguments
 from shardformer.random_state import SPLITMIX64
 
@@ -102,7 +102,7 @@ class MixedPrecision:
             )
 
     @classmethod
-    def of(cls, precision: Any) -> MixedPrecision:
+    def from_value(cls, precision: Any) -> MixedPrecision:
         """Convert the ``precision`` argument of ``shard_optimizer`` to a ``MixedPrecision``, or raise ConfigError."""
         return precision if isinstance(precision, cls) else cls(precision)
 
@@ -148,7 +148,7 @@ class RoundedSlice:
     key: int
 
 
-class RoundedWeightStore(WeightStore):
+class RoundedWeightStore(MasterWeightStore):
     """A store for the bf16 weights of a shard, which are converted to fp32 only for the optimizer step.
 
     Args:
@@ -212,7 +212,7 @@ class RoundedWeightStore(WeightStore):
     def discard(self, *, keeps_memory: bool = False) -> None:
         self.evict()
 
-    def save(self) -> None:
+    def write_back(self) -> None:
         self.round_to_bf16()
         self.evict()
 

@@ -19,8 +19,8 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.disk import FileStore
-from shardformer.offload.host import HostMemory
+from shardformer.offload.disk import FileOffloadManager
+from shardformer.offload.host import HostOffloadManager
 from shardformer.torch_compat import has_data
 from shardformer.zero.elementwise_trial import can_step_params_separately
 from shardformer.zero.flat_shards import EDITS, FlatShard
@@ -40,7 +40,7 @@ class OptimizerUpdate:
         self,
         optimizers: Sequence[Optimizer],
         shards: Sequence[FlatShard],
-        host: HostMemory | None,
+        host: HostOffloadManager | None,
         context: ParallelContext,
     ) -> None:
         self._optimizers, self._shards, self._host, self._context = optimizers, shards, host, context
@@ -62,7 +62,7 @@ class OptimizerUpdate:
         lasting = [shard for shard in changed if shard.host is None and shard.rounded is None]
         rounded = [[shard] for shard in changed if shard.rounded is not None]
         there = [[shard] for shard in changed if shard.host is not None]
-        if isinstance(self._host, FileStore):
+        if isinstance(self._host, FileOffloadManager):
             self._update_shard_groups(there)
             self._commit_or_roll_back_files(self._host, [shard for turn in there for shard in turn])
             self._update_shard_groups([lasting])
@@ -74,7 +74,7 @@ class OptimizerUpdate:
         with self._host.use_optimizer_threads() if self._host is not None else nullcontext():
             for number, group in enumerate(shard_groups):
                 for shard in (shard for coming in shard_groups[number : number + 2] for shard in coming):
-                    shard.master_weight_store.fetch()
+                    shard.master_weight_store.start_loading()
                 if all([shard.master_weight_store.load() for shard in group]):
                     self._step_optimizers(group if self._steps_separately else None)
                     for shard in group:
@@ -84,8 +84,8 @@ class OptimizerUpdate:
                     shard.master_weight_store.evict()
         all_gather.finish()
 
-    def _commit_or_roll_back_files(self, files: FileStore, shards: Sequence[FlatShard]) -> None:
-        failure = files.end_step([shard.host for shard in shards if shard.host is not None], self._context)
+    def _commit_or_roll_back_files(self, files: FileOffloadManager, shards: Sequence[FlatShard]) -> None:
+        failure = files.commit_or_roll_back([shard.host for shard in shards if shard.host is not None], self._context)
         if failure is None:
             return
         all_gather = ParamAllGather()
@@ -96,7 +96,7 @@ class OptimizerUpdate:
             shard.master_weight_store.discard()
         all_gather.finish()
         what = f"The files with optimizer states in {files.disk.folder} could not be read or written: {failure}"
-        if files.end_step([], self._context) is not None:
+        if files.commit_or_roll_back([], self._context) is not None:
             rule = "The previous optimizer states could not be read either, so the weights of some buckets are lost"
             raise InputError(what, rule=rule, remedy="Resume from a checkpoint, and offload to another disk.")
         rule = "The weights and optimizer states of the previous step were restored"

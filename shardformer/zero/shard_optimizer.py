@@ -162,7 +162,7 @@ def get_or_create_metadata(model: nn.Module, context: ParallelContext | None) ->
 def _create_data_parallel_context() -> ParallelContext:
     if dist.is_available() and dist.is_initialized():
         return ParallelContext.from_world({"data": dist.get_world_size()})
-    return ParallelContext.of({})
+    return ParallelContext.from_sizes({})
 
 
 def _create_unsharded_metadata(model: nn.Module, context: ParallelContext) -> ShardingMetadata:
@@ -259,10 +259,12 @@ def shard_optimizer(
 
     def make_options() -> tuple[list[Optimizer], ZeroOptions]:
         optimizers = as_optimizer_list(optimizer)
-        places = OffloadConfig.of(offload, optimizers)
+        places = OffloadConfig.from_argument(offload, optimizers)
         steps = max_grad_norm, on_nonfinite
         layers = keep_frozen, reshard_after_forward
-        options = ZeroOptions(stage, MixedPrecision.of(precision), places, *steps, *layers, bucket_bytes, overlap)
+        options = ZeroOptions(
+            stage, MixedPrecision.from_value(precision), places, *steps, *layers, bucket_bytes, overlap
+        )
         check_zero_support(model, optimizers, options, table)
         return optimizers, options
 

@@ -24,7 +24,7 @@ from shardformer.gradients.buckets import GradientBucket, GradientSlot, ReduceSc
 from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import Axis
-from shardformer.offload.host import HostMemory
+from shardformer.offload.host import HostOffloadManager
 from shardformer.offload.saved_tensor_hooks import SavedTensorHooks, check_tensor_version
 from shardformer.transformers_compat import synchronize_generation
 from shardformer.zero.config import ZeroOptions
@@ -218,7 +218,7 @@ class GatherScheduler:
             module,
             SavedTensorHooks(self._pack_saved_tensor, self._unpack_saved_tensor, goes_first=True),
         )
-        self._saving.enter()
+        self._saving.activate()
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is not self._caller or torch_compat.current_graph_task_id() >= 0:
@@ -241,7 +241,7 @@ class GatherScheduler:
 
     def _exit_saved_tensor_hooks(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self._caller:
-            self._saving.leave()
+            self._saving.deactivate()
             self._saving = self._caller = None
 
     def gather_parameter(self, param: Tensor) -> None:
@@ -471,7 +471,7 @@ def shard_for_stage3(
     metadata: ShardingMetadata,
     settings: ZeroOptions,
     reduce_scatter: ReduceScatterToShards,
-    host: HostMemory | None,
+    host: HostOffloadManager | None,
 ) -> tuple[GatherScheduler, list[FlatShard]]:
     """Shard the parameters of a model for ZeRO stage 3, and return the gather scheduler and the trainable shards.
 
@@ -520,7 +520,7 @@ def shard_for_stage3(
 def _make_param_groups(
     named_gradient_slots: Sequence[tuple[str, list[GradientSlot]]],
     settings: ZeroOptions,
-    host: HostMemory | None,
+    host: HostOffloadManager | None,
     pool: GatherBufferPool,
 ) -> tuple[list[Stage3ParamGroup], dict[int, list[GradientBucket]]]:
     """Create the sharded parameter groups and their gradient buckets, and replace the parameters by placeholders."""

@@ -24,8 +24,8 @@ from shardformer.gradients.buckets import (
 from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata
 from shardformer.mesh.parallel_context import Axis
-from shardformer.offload.disk import FileShard, FileStore
-from shardformer.offload.host import HostMemory
+from shardformer.offload.disk import FileOffloadManager, FileShard
+from shardformer.offload.host import HostOffloadManager
 from shardformer.tensor_parallel.parallel_module import accept_fp32_inputs
 from shardformer.torch_compat import call_with_load_state_dict_hooks, call_with_state_dict_hooks, is_true_or_unknown
 from shardformer.zero.config import ZeroOptions, make_offload_directory_error
@@ -92,7 +92,7 @@ class ZeroOptimizer(Optimizer):
         self.inner, self._model, self.table, self._settings = list(optimizers), model, table, settings
         self._stage, self._precision = settings.stage, settings.precision
         device, offload = table.context.device, settings.offload
-        where = FileStore if offload.folder is not None else HostMemory
+        where = FileOffloadManager if offload.folder is not None else HostOffloadManager
         self._host = where(offload, device, overlaps=settings.overlap) if offload.to is not None else None
         self.grad_norm: Tensor | None = None
         self.skipped = 0
@@ -126,7 +126,7 @@ class ZeroOptimizer(Optimizer):
         for shard in self.shards:
             shard.enable_stochastic_rounding(seeds)
         self._update = OptimizerUpdate(self.inner, self.shards, self._host, table.context)
-        if isinstance(self._host, FileStore):
+        if isinstance(self._host, FileOffloadManager):
             self._move_states_to_files(self._host)
         known = [getattr(optimizer, "defaults", {}) for optimizer in self.inner]
         defaults = {name: value for name, value in known[0].items() if all(name in each for each in known)}
@@ -155,7 +155,7 @@ class ZeroOptimizer(Optimizer):
     @property  # type: ignore[override]  # torch has an attribute
     def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
         """The states of the wrapped optimizers. If they are in files, use this property inside ``readable_state()``."""
-        if isinstance(self._host, FileStore) and not self._is_open:
+        if isinstance(self._host, FileOffloadManager) and not self._is_open:
             raise ConfigError(
                 f"optimizer.state cannot be accessed directly with offload='nvme:{self._host.disk.folder}'.",
                 remedy="Use it inside `with optimizer.readable_state():` on all ranks.",
@@ -195,7 +195,7 @@ class ZeroOptimizer(Optimizer):
     def _get_gradient_reducers(self) -> list[GradientReducer]:
         return [reducer for reducer in self.table.reducers if isinstance(reducer, GradientReducer)]
 
-    def _move_states_to_files(self, files: FileStore) -> None:
+    def _move_states_to_files(self, files: FileOffloadManager) -> None:
         """Move this rank's master weights and optimizer states to a file.
 
         Raises:
@@ -212,7 +212,7 @@ class ZeroOptimizer(Optimizer):
                 estimate_state_bytes(*held[id(p.value)], p.value) for p in shard.slices if id(p.value) in held
             )
             part.set_slices([(p.value, p.shard_range) for p in shard.slices], states, round(expected))
-        if failure := files.end_step([part for _, part in parts], self.table.context):
+        if failure := files.commit_or_roll_back([part for _, part in parts], self.table.context):
             raise make_offload_directory_error(files.disk.folder, failure)
 
     def _accumulate_reduced_gradients(self, bucket: GradientBucket, reduced: Tensor, gradient_counts: Tensor) -> None:
@@ -539,7 +539,7 @@ class ZeroOptimizer(Optimizer):
             all_gather.finish()
         for shard in self.shards:
             shard.record_param_versions()
-        if isinstance(self._host, FileStore):
+        if isinstance(self._host, FileOffloadManager):
             self._host.wait_for_writes(self.table.context)
 
     @contextmanager

@@ -52,7 +52,7 @@ def equal(a: Result, b: Result) -> bool:
 def trained(model: nn.Module, family: str, on: str | None, context: ParallelContext | None = None) -> Result:
     """Run two forward passes before one backward pass. Return the loss, the gradients, and bytes stored and sent."""
     store = offload_activations(model, on, min_bytes=SMALL) if on else None
-    with CollectiveRecorder(context or ParallelContext.of({})) as recorder:
+    with CollectiveRecorder(context or ParallelContext.from_sizes({})) as recorder:
         loss = compute_model_loss(model, batch_of(family)) + compute_model_loss(model, batch_of(family, 1))
         loss.backward()
     figures = store.stats() if store else None

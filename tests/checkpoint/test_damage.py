@@ -268,8 +268,8 @@ def _failing(monkeypatch: pytest.MonkeyPatch, at: int) -> list[int]:
     places: list[tuple[Any, str]] = [
         (files, "write_all_bytes"),
         (writing, "write_all_bytes"),
-        (files, "sync"),
-        (snapshot, "sync"),
+        (files, "flush_path_to_disk"),
+        (snapshot, "flush_path_to_disk"),
     ]
     places += [(os, "fsync"), (Path, "rename"), (os, "replace"), (Path, "mkdir")]
 
@@ -406,7 +406,7 @@ def test_older_checkpoints_are_deleted_after_sync(copy: Path, monkeypatch: pytes
             goes_on.wait(20)
         real(path)
 
-    monkeypatch.setattr(snapshot, "sync", slow)
+    monkeypatch.setattr(snapshot, "flush_path_to_disk", slow)
     assert run_as_threads(lambda c: save_checkpoint(**saving_run(c), directory=copy, step=3, retention=1), data=RANKS)
     check(copy, 3)
     assert {p.name for p in copy.glob("step*")} == {f"step-0000000{n}" for n in (1, 2, 3)}
@@ -430,7 +430,7 @@ def test_failed_sync_keeps_older_checkpoints_and_raises_in_next_save(
             raise OSError(errno.EIO, "Input/output error")
         real(path)
 
-    monkeypatch.setattr(snapshot, "sync", may_fail)
+    monkeypatch.setattr(snapshot, "flush_path_to_disk", may_fail)
 
     def do(context: ParallelContext) -> list[str]:
         run, meet = saving_run(context), context.data.transport.gather_objects
@@ -456,7 +456,7 @@ def test_failed_sync_keeps_older_checkpoints_and_raises_in_next_save(
 
 def test_replaced_checkpoint_is_kept_until_sync(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("shardformer.checkpoint.save.sync_to_disk", lambda *_: None)
+        patch.setattr("shardformer.checkpoint.save.flush_checkpoint_to_disk", lambda *_: None)
         saved(copy, 2)
     (copy / "step-00000002" / "rank-00000.safetensors").write_bytes(b"")
     assert check(copy, 2).skipped

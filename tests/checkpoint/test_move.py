@@ -178,7 +178,7 @@ def test_rank_receives_only_elements_it_does_not_store(change: Any, chunk_bytes:
     full = numbered(old.shape, torch.int64)
 
     def do(context: ParallelContext) -> tuple[ReshardStats, dict[str, int]]:
-        x = torch.zeros(new.local_shape(context.coords), dtype=torch.int64)
+        x = torch.zeros(new.get_local_shape(context.coords), dtype=torch.int64)
         have = FlatRegion(old.shape, old, context.coords).make_tensor_item("x", old.slice(full, context.coords))
         want = FlatRegion(new.shape, new, context.coords).make_tensor_item("x", x)
         found = redistribute_items([have], [want], context.flatten("data", "tensor"), max_message_bytes=chunk_bytes)
@@ -186,7 +186,7 @@ def test_rank_receives_only_elements_it_does_not_store(change: Any, chunk_bytes:
         return found, context.coords
 
     for found, coords in run_as_threads(do, **sizes):
-        mine, before = (set(spec.slice(full, coords).flatten().tolist()) for spec in (new, old))
+        mine, before = (set(spec.slice_full_tensor(full, coords).flatten().tolist()) for spec in (new, old))
         assert found.received + found.copied == 8 * len(mine)
         if old.is_partition or set(old.axes) <= set(new.axes):
             assert found.copied == 8 * len(mine & before)
@@ -476,7 +476,7 @@ def rows_become_columns(chunk_bytes: int) -> ReshardStats:
         found = redistribute_items(have, want, world, max_message_bytes=chunk_bytes)
     assert recorder.wire_bytes("send", purpose="move") == found.sent
     for name, (spec, values) in new.items():
-        assert torch.equal(values, spec.slice(full[name].bfloat16(), context.coords))
+        assert torch.equal(values, spec.slice_full_tensor(full[name].bfloat16(), context.coords))
     with pytest.raises(ConfigError, match="Rank 1 requests y, but no rank stores it"):
         redistribute_items(
             have, [FlatRegion((1,), None, {}).make_tensor_item("y", torch.zeros(1))] if world.rank else [], world

@@ -23,7 +23,7 @@ from shardformer.checkpoint.chunks import (
     intersect_chunks,
     subtract_chunks,
 )
-from shardformer.checkpoint.file_format import compute_chunk_checksum, encode_json_value, from_json
+from shardformer.checkpoint.file_format import compute_chunk_checksum, decode_json_value, encode_json_value
 from shardformer.errors import InputError
 from shardformer.layout.shard_spec import ShardSpec, Split
 from shardformer.local_ranks.threads import run_as_threads
@@ -95,7 +95,7 @@ PLAIN: list[Any] = [
 
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: str(value)[:20])
 def test_json_round_trip(value: Any) -> None:
-    back = from_json(json.loads(json.dumps(encode_json_value(value, "it"))))
+    back = decode_json_value(json.loads(json.dumps(encode_json_value(value, "it"))))
     assert repr(back) == repr(tuple(value) if isinstance(value, torch.Size) else value)
     if not isinstance(value, torch.Size):
         assert type(back) is type(value)
@@ -109,7 +109,7 @@ def test_json_round_trip(value: Any) -> None:
     )
 )
 def test_json_round_trip_of_random_values(value: Any) -> None:
-    assert from_json(json.loads(json.dumps(encode_json_value(value, "it")))) == value
+    assert decode_json_value(json.loads(json.dumps(encode_json_value(value, "it")))) == value
 
 
 @pytest.mark.parametrize(

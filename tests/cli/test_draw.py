@@ -11,7 +11,7 @@ import pytest
 
 from shardformer.cli import main
 from shardformer.pipeline.schedule_chart import format_schedule_as_text
-from shardformer.pipeline.schedules import SCHEDULES, ActionKind, make_schedule, simulate
+from shardformer.pipeline.schedules import SCHEDULES, ActionKind, make_schedule, simulate_schedule
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def test_a_schedule_fits_into_80_columns(name: str, capsys: pytest.CaptureFixtur
     assert run("--schedule", name, "--stages", "4", "--micro-batches", "8") == 0
     said = capsys.readouterr().out
     schedule = make_schedule(name, 4, 8)
-    assert said.split() == format_schedule_as_text(schedule, simulate(schedule), width=80).split()
+    assert said.split() == format_schedule_as_text(schedule, simulate_schedule(schedule), width=80).split()
     assert max(map(len, said.splitlines())) <= 80
     assert said.count("rank 3 |") > 1
 
@@ -42,13 +42,15 @@ def test_a_long_schedule_fits_on_a_screen(capsys: pytest.CaptureFixture[str]) ->
     assert "F0 " in said and "B31" in said and "F15" not in said
     assert "time 30 to 75 is not shown" in said and "--out FILE.svg to see the whole schedule" in said
     schedule = make_schedule("1f1b", 4, 32)
-    assert "F15" in format_schedule_as_text(schedule, simulate(schedule)), "without a width, nothing is left out"
+    assert "F15" in format_schedule_as_text(schedule, simulate_schedule(schedule)), (
+        "without a width, nothing is left out"
+    )
 
 
 def test_durations_and_send_time_are_applied(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--stages", "2", "--micro-batches", "3", "--durations", "F=1, B=3", "--send", "1") == 0
     schedule = make_schedule("1f1b", 2, 3)
-    timeline = simulate(schedule, {ActionKind.BACKWARD: 3}, send=1)
+    timeline = simulate_schedule(schedule, {ActionKind.BACKWARD: 3}, send_duration=1)
     assert f"{timeline.bubble:.1%} of {timeline.makespan:g} units" in capsys.readouterr().out
 
 
@@ -151,7 +153,7 @@ def test_an_invalid_grid_raises(arguments: list[str], said: str, capsys: pytest.
 def test_a_schedule_and_a_grid_are_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--stages", "2", "--micro-batches", "3", "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    timeline = simulate(make_schedule("1f1b", 2, 3))
+    timeline = simulate_schedule(make_schedule("1f1b", 2, 3))
     assert (found["bubble"], found["in_flight"]) == (timeline.bubble, [2, 1])
     assert [span["action"] for span in found["ranks"][1]] == ["F0@1", "B0@1", "F1@1", "B1@1", "F2@1", "B2@1"]
     assert run("--grid", "2x2", "--json") == 0

@@ -14,7 +14,7 @@ from shardformer.cli import main
 from shardformer.cli.train import _get_num_processes
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, LaunchError
-from shardformer.mesh.init_distributed import get_launcher_variable, get_num_slurm_tasks, launch_from_torch
+from shardformer.mesh.init_distributed import get_launcher_env_variable, get_num_slurm_tasks, launch_from_torch
 from shardformer.training.metrics_log import read_records
 from tests.runs.files import write_text
 from tests.runs.small_run import MODEL_AND_DATA
@@ -106,7 +106,7 @@ def test_only_tasks_of_srun_are_launched(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert get_launcher_variable() == launched
+    assert get_launcher_env_variable() == launched
     assert get_num_slurm_tasks() == (0 if "SLURM_STEP_ID" not in variables else 4 if launched else 1)
     with pytest.raises(LaunchError, match=r"are missing, so no launcher has started.*with `srun python train.py`"):
         for name in variables:

@@ -9,7 +9,7 @@ from shardformer.comm.collectives import all_reduce, start_all_reduce
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.pipeline.p2p_communication import PointToPoint
+from shardformer.pipeline.p2p_communication import PointToPointCommunicator
 
 
 def test_starts_and_waits_are_recorded_in_order() -> None:
@@ -30,7 +30,7 @@ def test_starts_and_waits_are_recorded_in_order() -> None:
 
 def test_receive_is_an_event_but_no_call() -> None:
     def talk(context: ParallelContext) -> tuple[list[str], list[str], int]:
-        wires = PointToPoint(context)
+        wires = PointToPointCommunicator(context)
         with CollectiveRecorder(context) as recorder:
             if context.pipe.rank == 0:
                 wires.send(torch.zeros(2), 1, "activation").wait()
@@ -65,7 +65,7 @@ def test_collective_records_module_and_action() -> None:
         model = nn.Sequential(Reduce(axis), Reduce(axis, Reduce(axis)))
         with CollectiveRecorder(context, model) as recorder:
             model(torch.ones(1))
-            with context.traffic.within(action="F0@1"):
+            with context.traffic.set_call_site(action="F0@1"):
                 all_reduce(torch.ones(1), axis)
         model(torch.ones(1))
         assert context.traffic.where == ("", "")

@@ -28,7 +28,7 @@ from shardformer.training.data_loader import ShardedDataLoader
 
 
 def place(rank: int = 0, ranks: int = 1, **others: int) -> ParallelContext:
-    return ParallelContext.of({"data": ranks, "tensor": 2}, {"data": rank, **others})
+    return ParallelContext.from_sizes({"data": ranks, "tensor": 2}, {"data": rank, **others})
 
 
 def parts(make: Any, ranks: int, **options: Any) -> list[list[Any]]:

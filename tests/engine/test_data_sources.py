@@ -19,7 +19,7 @@ from shardformer.training.data_loader import ShardedDataLoader
 
 
 def place(rank: int = 0, ranks: int = 1) -> ParallelContext:
-    return ParallelContext.of({"data": ranks}, {"data": rank})
+    return ParallelContext.from_sizes({"data": ranks}, {"data": rank})
 
 
 class Process(Dataset[Any]):

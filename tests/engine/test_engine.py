@@ -407,7 +407,7 @@ def test_an_optimizer_with_state_raises() -> None:
 def test_the_optimizer_keeps_its_parameters_after_an_error() -> None:
     model = plain()
     optimizer = sgd(model)
-    context = ParallelContext.of({"tensor": 3})
+    context = ParallelContext.from_sizes({"tensor": 3})
     with pytest.raises(ShardFormerError):
         initialize(model, optimizer, context=context, parallel=ParallelConfig(tensor=3))
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]

@@ -17,7 +17,7 @@ import shardformer
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.pipeline.runtime import find_loss
+from shardformer.pipeline.runtime import find_loss_in_output
 from shardformer.verify.verification import verify
 
 Named = namedtuple("Named", "logits loss")
@@ -112,7 +112,7 @@ NOT_LOSSES: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", NOT_LOSSES)
 def test_an_output_without_a_loss_raises(what: str) -> None:
-    assert find_loss(NOT_LOSSES[what]) is None
+    assert find_loss_in_output(NOT_LOSSES[what]) is None
 
     class Returns(Model):
         def forward(self, input_ids: Tensor, labels: Tensor) -> Any:

@@ -15,7 +15,7 @@ import shardformer
 from shardformer.errors import InputError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.pipeline.pipeline import evaluating, get_training_modes, set_training_modes
+from shardformer.pipeline.pipeline import eval_mode, get_training_modes, set_training_modes
 from shardformer.training.engine import Engine
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 
@@ -184,7 +184,7 @@ class KeepsBody(nn.Module):
 
 def test_an_overridden_train_method_is_called() -> None:
     made = KeepsBody().train()
-    with evaluating(made):
+    with eval_mode(made):
         assert (made.training, made.calls) == (False, 2)
     assert (made.training, made.head.training, made.body.training, made.calls) == (True, True, False, 3)
 

@@ -125,7 +125,7 @@ def test_shapes_are_sent_only_if_they_are_new(pool2: WorkerPool) -> None:
 
 
 def test_one_stage_leaves_the_model_unchanged() -> None:
-    model = shard_model(plain(), context=ParallelContext.of({}))
+    model = shard_model(plain(), context=ParallelContext.from_sizes({}))
     before = {name: set(module.__dict__) for name, module in model.named_modules()}
     Pipeline(model, micro_batches=2).step(batch_of(4, 7))
     assert {name: set(module.__dict__) for name, module in model.named_modules()} == before

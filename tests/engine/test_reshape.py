@@ -200,7 +200,7 @@ def test_reshard_raises_within_a_step_and_for_a_model_passed_sharded() -> None:
     engine(next(iter(engine.data)))
     with pytest.raises(InputError, match="in the middle of a step"):
         engine.reshard({})
-    context = ParallelContext.of({})
+    context = ParallelContext.from_sizes({})
     model: nn.Module = shard_model(SmallModelFactory("gpt2")(), context=context)
     with pytest.raises(ConfigError, match="already sharded"):
         initialize(model, context=context).reshard({})

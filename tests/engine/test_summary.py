@@ -71,7 +71,7 @@ def test_the_line_follows_the_own_text_of_a_model() -> None:
     class Own(nn.Linear):
         pass
 
-    model = shardformer.shard_model(Own(2, 3), context=ParallelContext.of({}))
+    model = shardformer.shard_model(Own(2, 3), context=ParallelContext.from_sizes({}))
     own = "in_features=2, out_features=3, bias=True"
     assert own in repr(model) and "# sharded over one process: 9 of 9 parameters" in repr(model)
     assert repr(copy.deepcopy(model)) == repr(model) and torch.is_tensor(model(torch.ones(2)))

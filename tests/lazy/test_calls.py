@@ -16,7 +16,7 @@ from shardformer.errors import ConfigError
 from shardformer.layout.sharding_metadata import get_metadata, get_shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.meta_init.lazy_init import RecordedCall
+from shardformer.meta_init.lazy_init import RecordingMethodWrapper
 from shardformer.meta_init.materialization import materialize
 from shardformer.weights.from_pretrained import from_pretrained
 
@@ -77,7 +77,7 @@ def test_changes_to_a_loaded_model_match_transformers(change: Callable[[Any], No
     assert model.config.vocab_size == plain.config.vocab_size
 
     whole = materialize(model)
-    assert not any(isinstance(value, RecordedCall) for value in vars(whole).values())
+    assert not any(isinstance(value, RecordingMethodWrapper) for value in vars(whole).values())
     for name, p in plain.named_parameters(remove_duplicate=False):
         found = whole.get_parameter(name)
         assert found.dtype == p.dtype

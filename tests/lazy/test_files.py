@@ -23,7 +23,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.meta_init import safetensors_source
 from shardformer.meta_init import safetensors_source as files
 from shardformer.meta_init.materialization import materialize
-from shardformer.meta_init.safetensors_source import SafetensorsSource, WeightsFile, load_lazy_tensors
+from shardformer.meta_init.safetensors_source import SafetensorsTensorReader, WeightsFile, load_lazy_tensors
 from shardformer.shard_model_api import shard_model
 from shardformer.weights.from_pretrained import from_pretrained
 
@@ -194,23 +194,23 @@ def test_a_file_change_between_loading_and_sharding_raises_on_all_ranks(
 
 def test_a_file_change_during_reading_raises_on_all_ranks(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    read = SafetensorsSource.__call__
+    read = SafetensorsTensorReader.__call__
 
-    def noted(self: SafetensorsSource) -> torch.Tensor:
+    def noted(self: SafetensorsTensorReader) -> torch.Tensor:
         order.append(self.key)
         return read(self)
 
-    monkeypatch.setattr(SafetensorsSource, "__call__", noted)
+    monkeypatch.setattr(SafetensorsTensorReader, "__call__", noted)
     materialize(load(folders[0]))
     last = order[-1]
 
-    def changed(self: SafetensorsSource) -> torch.Tensor:
+    def changed(self: SafetensorsTensorReader) -> torch.Tensor:
         value = read(self)
         if self.key == last and self.file.path.startswith(str(folders[1])):
             touch(folders[1])
         return value
 
-    monkeypatch.setattr(SafetensorsSource, "__call__", changed)
+    monkeypatch.setattr(SafetensorsTensorReader, "__call__", changed)
     models = [load(folder) for folder in folders[:2]]
     said = outcomes(models)
     assert all(str(folders[1] / NAME) in each and "was rewritten" in each for each in said), said

@@ -17,8 +17,8 @@ from torch.nn import init
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardformer.errors import ConfigError
-from shardformer.meta_init.init_recipe import get_deferred_storage, get_recipe, run_recipe
-from shardformer.meta_init.lazy_init import InitRecorder, LazyInit
+from shardformer.meta_init.init_recipe import get_deferred_storage, get_init_recipe, run_init_recipe
+from shardformer.meta_init.lazy_init import InitRecorderMode, LazyInit
 from shardformer.meta_init.materialization import materialize
 from shardformer.verify.small_models import SmallModelFactory
 from tests.lazy.families import FAMILIES, assert_same, build
@@ -122,7 +122,7 @@ def test_overwritten_random_numbers_are_not_in_the_recipe() -> None:
         model = SmallModelFactory("bert")()
     place = get_deferred_storage(model.get_parameter("bert.embeddings.word_embeddings.weight"))
     assert place is not None
-    steps = [str(step.func).removeprefix("aten.").partition(".")[0] for step in get_recipe(place)]
+    steps = [str(step.func).removeprefix("aten.").partition(".")[0] for step in get_init_recipe(place)]
     assert steps == ["normal_", "zero_"]
 
 
@@ -224,7 +224,7 @@ def test_threads_draw_the_same_random_numbers() -> None:
     def values(tensor: Tensor) -> Tensor:
         place = get_deferred_storage(tensor)
         assert place is not None
-        return torch.empty(0).set_(run_recipe(place), 0, (1000, 100))
+        return torch.empty(0).set_(run_init_recipe(place), 0, (1000, 100))
 
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(values, lazy * 8))
@@ -239,7 +239,7 @@ def test_an_error_inside_ends_the_recording() -> None:
 
 
 def test_init_recorder_creates_eager_tensors() -> None:
-    with InitRecorder():
+    with InitRecorderMode():
         assert not nn.Linear(2, 2).weight.is_meta
 
 

@@ -111,7 +111,7 @@ def test_lazy_and_eager_models_with_other_heads_match(head: str) -> None:
 def test_a_single_rank_gets_full_tensors() -> None:
     sample = SmallModelFactory("gpt2")
     plain, (lazy,) = built(sample), built_lazily(sample, 1)
-    context = ParallelContext.of({"tensor": 1})
+    context = ParallelContext.from_sizes({"tensor": 1})
     model, _ = ShardFormer(ShardConfig(context=context)).optimize(lazy)
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
 
@@ -223,7 +223,7 @@ def test_at_most_one_full_tensor_is_stored(monkeypatch: pytest.MonkeyPatch) -> N
     whole = sum(p.nbytes for p in lazy.parameters())
     for place in {init_recipe.get_deferred_storage(p) for p in lazy.parameters()}:
         assert place is not None
-        init_recipe.run_recipe(place)
+        init_recipe.run_init_recipe(place)
     assert living.peak == largest < whole / 4
 
 
@@ -235,7 +235,9 @@ def test_a_cast_before_sharding_stores_no_full_tensor_of_the_new_dtype() -> None
     for taken in (part, joined):
         place = init_recipe.get_deferred_storage(taken)
         assert place is not None
-        sizes = [(v.dtype, v.deferred.num_bytes) for s in init_recipe.get_recipe(place) for v in s.out if v is not None]
+        sizes = [
+            (v.dtype, v.deferred.num_bytes) for s in init_recipe.get_init_recipe(place) for v in s.out if v is not None
+        ]
         assert (torch.bfloat16, 64 * 64 * 2) not in sizes
     assert torch.equal(_values(part), _values(model.weight)[:8])
     assert torch.equal(_values(joined), _values(model.weight)[[0, 1, 5, 6]])
@@ -244,7 +246,7 @@ def test_a_cast_before_sharding_stores_no_full_tensor_of_the_new_dtype() -> None
 def _values(tensor: Tensor) -> Tensor:
     place = init_recipe.get_deferred_storage(tensor)
     assert place is not None
-    return init_recipe.get_view(tensor).of(init_recipe.run_recipe(place)).clone()
+    return init_recipe.get_deferred_view(tensor).to_tensor(init_recipe.run_init_recipe(place)).clone()
 
 
 # ---------------------------------------------------------------------------------------- what a policy does to weights

@@ -20,7 +20,7 @@ from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.init_distributed import get_first_slurm_host, launch, launch_from_slurm, launch_from_torch
 from shardformer.mesh.parallel_context import Axis, ParallelContext, reshape_sequence_axis
-from shardformer.mesh.rank_grid import AXES, count_ranks
+from shardformer.mesh.rank_grid import AXES, count_ranks_on_axis
 from tests.pools import WorkerPools
 
 Place = dict[str, tuple[int, int, tuple[int, ...]]]
@@ -380,7 +380,7 @@ def test_axis_reports_whether_it_crosses_hosts(pool4: WorkerPool) -> None:
 
 
 def test_context_without_world_cannot_communicate() -> None:
-    context = ParallelContext.of({"data": 2, "tensor": 4}, {"data": 1, "tensor": 2}).reshape_axis(
+    context = ParallelContext.from_sizes({"data": 2, "tensor": 4}, {"data": 1, "tensor": 2}).reshape_axis(
         "tensor", row=2, column=2
     )
     assert (context.rank, context.tensor.ranks, context.flatten("data", "row").ranks) == (6, (4, 5, 6, 7), (0, 2, 4, 6))
@@ -393,15 +393,15 @@ def test_context_without_world_cannot_communicate() -> None:
 
 
 def test_custom_activation_layout_uses_sequence_axis() -> None:
-    context = ParallelContext.of({"sequence": 2})
+    context = ParallelContext.from_sizes({"sequence": 2})
     with pytest.raises(ConfigError, match=r"sequence=2"):
         ShardConfig(context=context, activation_layout=ActivationLayout()).resolve_context()
 
 
 def test_sequence_axis_as_ring_of_ulysses_groups() -> None:
-    context = reshape_sequence_axis(ParallelContext.of({"sequence": 6}, {"sequence": 4}), (3, 2))
+    context = reshape_sequence_axis(ParallelContext.from_sizes({"sequence": 6}, {"sequence": 4}), (3, 2))
     assert (str(context.axis("ring")), str(context.axis("ulysses"))) == ("ring 2/3", "ulysses 0/2")
-    assert count_ranks((3, 2)) == count_ranks(6) == 6
+    assert count_ranks_on_axis((3, 2)) == count_ranks_on_axis(6) == 6
     for wrong in ((2, 2, 2), (0, 2), ()):
         with pytest.raises(ConfigError, match=r"sequence"):
-            count_ranks(wrong)  # type: ignore[arg-type]
+            count_ranks_on_axis(wrong)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ def views(draw: st.DrawFn) -> tuple[RankGrid, list[str], dict[str, int]]:
         folded[name] = draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0]))
         left //= folded[name]
     folded["depth"] = left
-    return RankGrid.of(sizes).add_view(of, folded), of, folded
+    return RankGrid.from_sizes(sizes).with_reshaped_axes(of, folded), of, folded
 
 
 NAMES = st.sets(st.sampled_from(AXES), min_size=1)
@@ -40,12 +40,12 @@ NAMES = st.sets(st.sampled_from(AXES), min_size=1)
 @settings(deadline=None, max_examples=60)
 @given(SIZES, NAMES)
 def test_groups_partition_the_ranks(sizes: dict[str, int], names: set[str]) -> None:
-    grid = RankGrid.of(sizes)
-    lines = grid.rank_groups(*names)
+    grid = RankGrid.from_sizes(sizes)
+    lines = grid.list_rank_groups(*names)
     assert sorted(rank for line in lines for rank in line) == list(grid.ranks)
     assert {len(line) for line in lines} == {prod(sizes[name] for name in names)}
     for line in lines:
-        coords = [grid.coords(rank) for rank in line]
+        coords = [grid.get_coords(rank) for rank in line]
         assert all(len({at[name] for at in coords}) == 1 for name in set(AXES) - names)
         assert sorted(line) == list(line)
 
@@ -53,8 +53,8 @@ def test_groups_partition_the_ranks(sizes: dict[str, int], names: set[str]) -> N
 @settings(deadline=None, max_examples=60)
 @given(SIZES)
 def test_coordinates_are_unique(sizes: dict[str, int]) -> None:
-    grid = RankGrid.of(sizes)
-    assert [grid.rank_at(grid.coords(rank)) for rank in grid.ranks] == list(grid.ranks)
+    grid = RankGrid.from_sizes(sizes)
+    assert [grid.get_rank_at(grid.get_coords(rank)) for rank in grid.ranks] == list(grid.ranks)
 
 
 @settings(deadline=None, max_examples=60)
@@ -62,9 +62,9 @@ def test_coordinates_are_unique(sizes: dict[str, int]) -> None:
 def test_flattened_view_equals_its_axes(viewed: tuple[RankGrid, list[str], dict[str, int]], others: set[str]) -> None:
     grid, of, folded = viewed
     others -= set(of)
-    assert grid.rank_groups(*folded, *others) == grid.rank_groups(*of, *others)
+    assert grid.list_rank_groups(*folded, *others) == grid.list_rank_groups(*of, *others)
     part = list(folded)[:2]
-    lines = grid.rank_groups(*part, *others)
+    lines = grid.list_rank_groups(*part, *others)
     assert sorted(rank for line in lines for rank in line) == list(grid.ranks)
     assert {len(line) for line in lines} == {prod({**grid.sizes, **folded}[name] for name in [*part, *others])}
     assert prod(grid.sizes.values()) == len(grid.ranks)
@@ -75,8 +75,8 @@ def test_flattened_view_equals_its_axes(viewed: tuple[RankGrid, list[str], dict[
 def test_view_keeps_coordinates(viewed: tuple[RankGrid, list[str], dict[str, int]]) -> None:
     grid, of, folded = viewed
     for rank in grid.ranks:
-        coords = grid.coords(rank)
-        assert {name: coords[name] for name in AXES} == RankGrid.of(grid.sizes).coords(rank)
+        coords = grid.get_coords(rank)
+        assert {name: coords[name] for name in AXES} == RankGrid.from_sizes(grid.sizes).get_coords(rank)
         place, seen = 0, 0
         for name in of:
             place = place * grid.sizes[name] + coords[name]
@@ -86,19 +86,21 @@ def test_view_keeps_coordinates(viewed: tuple[RankGrid, list[str], dict[str, int
 
 
 def test_groups_over_some_ranks_of_an_axis() -> None:
-    grid = RankGrid.of({"data": 2, "pipe": 3, "tensor": 2})
-    assert grid.rank_groups("pipe", only={"pipe": (0, 2)}) == ((0, 4), (1, 5), (6, 10), (7, 11))
-    assert grid.rank_groups("data", "pipe", only={"pipe": (0, 2)}) == ((0, 4, 6, 10), (1, 5, 7, 11))
+    grid = RankGrid.from_sizes({"data": 2, "pipe": 3, "tensor": 2})
+    assert grid.list_rank_groups("pipe", only={"pipe": (0, 2)}) == ((0, 4), (1, 5), (6, 10), (7, 11))
+    assert grid.list_rank_groups("data", "pipe", only={"pipe": (0, 2)}) == ((0, 4, 6, 10), (1, 5, 7, 11))
 
 
 def test_expert_axis_over_data_and_tensor() -> None:
-    grid = RankGrid.of({"data": 4, "pipe": 2, "tensor": 2}).add_view(["data", "tensor"], {"replica": 2, "expert": 4})
-    assert grid.rank_groups("expert")[0] == (0, 1, 4, 5)
-    assert grid.rank_groups("replica")[0] == (0, 8)
-    assert grid.rank_groups("pipe", "replica")[0] == (0, 2, 8, 10)
+    grid = RankGrid.from_sizes({"data": 4, "pipe": 2, "tensor": 2}).with_reshaped_axes(
+        ["data", "tensor"], {"replica": 2, "expert": 4}
+    )
+    assert grid.list_rank_groups("expert")[0] == (0, 1, 4, 5)
+    assert grid.list_rank_groups("replica")[0] == (0, 8)
+    assert grid.list_rank_groups("pipe", "replica")[0] == (0, 2, 8, 10)
 
 
-CUBE = RankGrid.of({"data": 2, "tensor": 8}).add_view(["tensor"], {"row": 2, "column": 2, "depth": 2})
+CUBE = RankGrid.from_sizes({"data": 2, "tensor": 8}).with_reshaped_axes(["tensor"], {"row": 2, "column": 2, "depth": 2})
 
 
 @pytest.mark.parametrize(
@@ -122,23 +124,23 @@ CUBE = RankGrid.of({"data": 2, "tensor": 8}).add_view(["tensor"], {"row": 2, "co
 )
 def test_invalid_view_is_refused(of: list[str], sizes: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        CUBE.add_view(of, sizes)
+        CUBE.with_reshaped_axes(of, sizes)
 
 
 def test_overlapping_axes_are_refused() -> None:
-    grid = CUBE.add_view(["data", "tensor"], {"replica": 4, "expert": 4})
-    assert grid.rank_groups("tensor", "row") == grid.rank_groups("tensor")
+    grid = CUBE.with_reshaped_axes(["data", "tensor"], {"replica": 4, "expert": 4})
+    assert grid.list_rank_groups("tensor", "row") == grid.list_rank_groups("tensor")
     for names in (("row", "expert"), ("data", "expert")):
         with pytest.raises(ConfigError, match=f"{', '.join(names)} overlap"):
-            grid.rank_groups(*names)
+            grid.list_rank_groups(*names)
 
 
 def test_group_crosses_hosts() -> None:
-    grid = RankGrid.of({"data": 2, "tensor": 2}, hosts=["a", "a", "b", "b"])
-    assert [grid.crosses_hosts(line) for line in (*grid.rank_groups("tensor"), *grid.rank_groups("data"))] == [
-        False
-    ] * 2 + [True] * 2
-    assert RankGrid.of({"tensor": 2}).crosses_hosts((0, 1)) is None
+    grid = RankGrid.from_sizes({"data": 2, "tensor": 2}, hosts=["a", "a", "b", "b"])
+    assert [
+        grid.crosses_hosts(line) for line in (*grid.list_rank_groups("tensor"), *grid.list_rank_groups("data"))
+    ] == [False] * 2 + [True] * 2
+    assert RankGrid.from_sizes({"tensor": 2}).crosses_hosts((0, 1)) is None
 
 
 @pytest.mark.parametrize(
@@ -153,4 +155,4 @@ def test_group_crosses_hosts() -> None:
 )
 def test_invalid_coordinates_are_refused(sizes: dict[str, int], coords: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        ParallelContext.of(sizes, coords)
+        ParallelContext.from_sizes(sizes, coords)

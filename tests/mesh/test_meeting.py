@@ -87,4 +87,4 @@ def test_tensor_axis_across_hosts_warns() -> None:
     grid = RankGrid({"data": 1, "pipe": 1, "sequence": 1, "tensor": 4}, (0, 1, 2, 3), hosts=("a", "a", "b", "b"))
     context = ParallelContext(grid, 0, {}, parallel_context.get_local_device(), None)._add_axes(tuple(grid.sizes))
     with pytest.warns(UserWarning, match=r"spans 2 hosts.*tensor=2.*2 times as many"):
-        init_distributed._warn_cross_host_tensor_axis(context)
+        init_distributed._warn_if_tensor_axis_crosses_hosts(context)

@@ -22,7 +22,7 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh import parallel_context
 from shardformer.mesh import parallel_context as processes
 from shardformer.mesh.parallel_context import ParallelContext, ProcessGroupTransport
-from shardformer.pipeline.p2p_communication import PointToPoint
+from shardformer.pipeline.p2p_communication import PointToPointCommunicator
 
 
 @pytest.mark.parametrize(
@@ -66,19 +66,21 @@ class OfAGpu:
     def __enter__(self) -> OfAGpu:
         self.before = (
             parallel_context._copy_to_host,
-            parallel_context._new_host_buffer,
-            ProcessGroupTransport._needs_staging,
+            parallel_context._allocate_host_buffer,
+            ProcessGroupTransport._needs_host_staging,
         )
         copied, on_host, _ = self.before
         parallel_context._copy_to_host = lambda x: self._kept(copied(x))
-        parallel_context._new_host_buffer = lambda x: self._kept(on_host(x))
-        ProcessGroupTransport._needs_staging = lambda _, x: not any(x is copy for copy in self.copies)  # type: ignore[method-assign]
+        parallel_context._allocate_host_buffer = lambda x: self._kept(on_host(x))
+        ProcessGroupTransport._needs_host_staging = lambda _, x: not any(x is copy for copy in self.copies)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        parallel_context._copy_to_host, parallel_context._new_host_buffer, ProcessGroupTransport._needs_staging = (
-            self.before
-        )  # type: ignore[method-assign]
+        (
+            parallel_context._copy_to_host,
+            parallel_context._allocate_host_buffer,
+            ProcessGroupTransport._needs_host_staging,
+        ) = self.before  # type: ignore[method-assign]
 
     def _kept(self, x: torch.Tensor) -> torch.Tensor:
         self.copies.append(x)
@@ -97,7 +99,7 @@ def collectives(*, staged: bool) -> tuple[list[torch.Tensor], int]:
 
 def _collectives(context: ParallelContext, axis: Any, mine: float) -> list[torch.Tensor]:
     other = 1 - axis.rank
-    link, arriving = PointToPoint(context), torch.empty(5)
+    link, arriving = PointToPointCommunicator(context), torch.empty(5)
     received = link.receive(arriving, other, "test")
     sent = link.send(torch.full((5,), mine), other, "test")
     large = torch.arange(300_000.0) * mine

@@ -18,8 +18,8 @@ from shardformer.comm.collectives import (
 )
 from shardformer.local_ranks.threads import ThreadTransport, run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.mesh.transport import AnnouncedCall
-from shardformer.pipeline.p2p_communication import PointToPoint
+from shardformer.mesh.transport import AnnouncedCollective
+from shardformer.pipeline.p2p_communication import PointToPointCommunicator
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["exchange", "own"])
@@ -54,7 +54,7 @@ def test_collectives(size: int, direct: bool, monkeypatch: pytest.MonkeyPatch) -
 
 def test_messages_arrive_in_order() -> None:
     def talk(context: ParallelContext) -> list[float]:
-        wires, rank = PointToPoint(context), context.pipe.rank
+        wires, rank = PointToPointCommunicator(context), context.pipe.rank
         arriving = [torch.empty(2) for _ in range(3)]
         works = [wires.receive(x, 1 - rank, "activation") for x in arriving]
         x = torch.empty(2)
@@ -70,7 +70,7 @@ def test_each_direction_has_a_transport_if_sends_run_in_turn(in_turn: bool, monk
     monkeypatch.setattr(ThreadTransport, "serializes_sends", lambda self, device: in_turn)
 
     def talk(context: ParallelContext) -> tuple[float, int]:
-        wires, rank = PointToPoint(context), context.pipe.rank
+        wires, rank = PointToPointCommunicator(context), context.pipe.rank
         work = wires.receive(torch.empty(1), 1 - rank, "activation")
         wires.send(torch.full((1,), float(rank)), 1 - rank, "activation")
         return float(work.wait()), len(set(wires._transports.values()))
@@ -80,11 +80,20 @@ def test_each_direction_has_a_transport_if_sends_run_in_turn(in_turn: bool, monk
 
 def test_missing_ranks_of_a_call_are_reported() -> None:
     def meet(context: ParallelContext) -> list[int]:
-        return [*context.data.transport.announce_call("supper", waits=True).missing] if context.data.rank != 1 else []
+        return (
+            [*context.data.transport.announce_collective("supper", waits=True).missing]
+            if context.data.rank != 1
+            else []
+        )
 
     assert run_as_threads(meet, data=3) == [[1], [], [1]]
-    calls = run_as_threads(lambda c: c.data.transport.announce_call(f"{c.data.rank % 2}", waits=True).calls, data=3)
-    assert calls == [[AnnouncedCall("0", False), AnnouncedCall("1", False), AnnouncedCall("0", False)]] * 3
+    calls = run_as_threads(
+        lambda c: c.data.transport.announce_collective(f"{c.data.rank % 2}", waits=True).calls, data=3
+    )
+    assert (
+        calls
+        == [[AnnouncedCollective("0", False), AnnouncedCollective("1", False), AnnouncedCollective("0", False)]] * 3
+    )
 
 
 def test_flattened_axis_has_separate_messages() -> None:

@@ -159,7 +159,7 @@ def test_gradient_copies_overlap_with_the_backward_pass(overlap: bool, monkeypat
     order: list[str] = []
     receive, end = FlatShard.receive, GradientReducer._on_backward_end
     monkeypatch.setattr(FlatShard, "receive", lambda self, *a: (order.append("down"), receive(self, *a))[1])
-    monkeypatch.setattr(GradientReducer, "_end_backward", lambda self: (order.append("end"), end(self))[1])
+    monkeypatch.setattr(GradientReducer, "_on_backward_end", lambda self: (order.append("end"), end(self))[1])
     *_, ours = trained("cpu", data=1, stage=2, overlap=overlap)[0]
     assert order.count("down") == STEPS * len(ours.shards)
     assert order.index("end") > 0.6 * len(ours.shards) if overlap else order[0] == "end"

@@ -243,7 +243,7 @@ def test_optimizer_is_checked_once_and_released_with_its_models() -> None:
 
 def table(model: nn.Module) -> ShardingMetadata:
     """Return the metadata of a model with one process."""
-    return get_metadata(shardformer.shard_model(model, ToyPolicy(), context=ParallelContext.of({})))
+    return get_metadata(shardformer.shard_model(model, ToyPolicy(), context=ParallelContext.from_sizes({})))
 
 
 def test_parameter_has_the_metadata_of_all_its_models() -> None:

@@ -661,5 +661,5 @@ def test_missing_schedule_or_reduction_would_be_detected(monkeypatch: pytest.Mon
         patch.setattr(GatherScheduler, "_gather_up_to", alone)
         check(Case(left_out=drops))
     with monkeypatch.context() as patch, pytest.raises(AssertionError):
-        patch.setattr(ReduceScatterToShards, "start", own_gradients(ReduceScatterToShards.start_reduction))
+        patch.setattr(ReduceScatterToShards, "start_reduction", own_gradients(ReduceScatterToShards.start_reduction))
         check(Case())

@@ -193,6 +193,6 @@ def test_gradients_of_zero_are_clipped_as_in_the_plain_model(stage: int, layout:
 
 
 def test_torch_warns_about_an_empty_generator(without_other_models: None) -> None:
-    shardformer.shard_model(plain_model(), ToyPolicy(), context=ParallelContext.of({}))
+    shardformer.shard_model(plain_model(), ToyPolicy(), context=ParallelContext.from_sizes({}))
     with pytest.warns(UserWarning, match="empty generator"):
         clip_grad_norm_((p for p in ()), 1.0)

@@ -6,7 +6,7 @@ from collections import Counter
 
 from shardformer.errors import ConfigError
 from shardformer.pipeline.schedule_chart import format_schedule_as_text
-from shardformer.pipeline.schedules import Action, ActionKind, Schedule, Timeline, simulate
+from shardformer.pipeline.schedules import Action, ActionKind, Schedule, Timeline, simulate_schedule
 
 
 def grid_rows(schedule: Schedule, timeline: Timeline) -> list[str]:
@@ -21,7 +21,7 @@ def find_problems(schedule: Schedule) -> list[str]:
     found = []
     if kinds not in ({*"F"}, {*"FB"}, {*"FIW"}):
         found.append(f"its actions are {', '.join(sorted(kinds))} instead of F; F and B; or F, I and W")
-    stages, micro_batches = range(schedule.last + 1), range(schedule.micro_batches)
+    stages, micro_batches = range(schedule.last_stage + 1), range(schedule.micro_batches)
     wanted = {Action(kind, stage, i) for kind in kinds for stage in stages for i in micro_batches}
     found += [f"{action} is missing" for action in sorted(wanted - done.keys())]
     found += [f"{action} occurs {count} times" for action, count in sorted(done.items()) if count > 1]
@@ -31,7 +31,7 @@ def find_problems(schedule: Schedule) -> list[str]:
             if action in wanted and schedule.placement[action.stage] != rank:
                 found.append(f"{action} is on rank {rank}, but its stage is on rank {schedule.placement[action.stage]}")
     try:
-        simulate(schedule)
+        simulate_schedule(schedule)
     except ConfigError as error:
         found.append(error.what)
     return found

@@ -12,7 +12,13 @@ from torch import nn
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, StackDescription, owner_layers, owner_stages
+from shardformer.pipeline.layer_sequence import (
+    LayerRange,
+    LayerSequence,
+    StackDescription,
+    map_tensors_to_layers,
+    map_tensors_to_stages,
+)
 from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward, StageForwardState
 from shardformer.shard_model_api import resolve_policy
 from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
@@ -22,18 +28,18 @@ def chain_of(sample: SmallModelFactory) -> tuple[nn.Module, LayerSequence]:
     model = sample()
     policy, _ = resolve_policy(model, None)
     policy.set_model(model)
-    policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 1})))
+    policy.set_shard_config(ShardConfig(context=ParallelContext.from_sizes({"tensor": 1})))
     return model, policy.layer_sequence()
 
 
 def home_of(sample: SmallModelFactory) -> dict[str, frozenset[int]]:
-    return owner_layers(*chain_of(sample))
+    return map_tensors_to_layers(*chain_of(sample))
 
 
 def test_layer_calls_are_in_execution_order() -> None:
     _, chain = chain_of(SmallModelFactory("whisper"))
     assert [unit.split(".")[-3] for unit in chain.layer_calls] == ["encoder", "encoder", "decoder", "decoder"]
-    assert chain.starts == (0, 2)
+    assert chain.stack_starts == (0, 2)
     _, albert = chain_of(SmallModelFactory("albert", changes={"num_hidden_layers": 5, "num_hidden_groups": 2}))
     assert [unit[-1] for unit in albert.layer_calls] == list("00011"), (
         "groups of the five layers, as the model calls them"
@@ -42,16 +48,16 @@ def test_layer_calls_are_in_execution_order() -> None:
 
 def test_received_states_depend_on_first_layer_of_stage() -> None:
     _, chain = chain_of(SmallModelFactory("t5"))
-    assert [chain.list_received_states(unit) for unit in range(4)] == [
+    assert [chain.list_received_activations(unit) for unit in range(4)] == [
         (),
         ("hidden",),
         ("context",),
         ("hidden", "context"),
     ]
     _, swin = chain_of(SmallModelFactory("swin"))
-    assert {swin.list_received_states(unit) for unit in range(1, 3)} == {("hidden",)}
+    assert {swin.list_received_activations(unit) for unit in range(1, 3)} == {("hidden",)}
     _, blip = chain_of(SmallModelFactory("blip-2"))
-    handed = [chain_.list_received_states(unit) for chain_ in [blip] for unit in range(6)]
+    handed = [chain_.list_received_activations(unit) for chain_ in [blip] for unit in range(6)]
     assert handed == [(), ("hidden",), ("context",), ("hidden", "context"), ("context",), ("hidden", "context")]
 
 
@@ -68,7 +74,7 @@ def test_received_states_depend_on_first_layer_of_stage() -> None:
 )  # fmt: skip
 def test_embeddings_belong_to_first_layer_and_head_to_last(family: str, first: list[str], last: list[str]) -> None:
     model, chain = chain_of(SmallModelFactory(family))
-    home = owner_layers(model, chain)
+    home = map_tensors_to_layers(model, chain)
     assert {home[name] for name in first} == {frozenset({0})}
     assert {home[name] for name in last} == {frozenset({len(chain.layer_calls) - 1})}
 
@@ -105,7 +111,7 @@ def test_modules_read_by_all_layers_are_on_every_stage() -> None:
 
 def test_every_parameter_belongs_to_a_stage() -> None:
     model, chain = chain_of(SmallModelFactory("blip-2"))
-    held = owner_stages(owner_layers(model, chain), chain.get_stage_ranges([0, 1, 5, 6]))
+    held = map_tensors_to_stages(map_tensors_to_layers(model, chain), chain.get_stage_ranges([0, 1, 5, 6]))
     assert all(held[name] for name, _ in model.named_parameters())
     assert {stage for stages in held.values() for stage in stages} == {0, 1, 2}
 
@@ -115,7 +121,7 @@ def test_every_parameter_belongs_to_a_stage() -> None:
 
 def make_stage(model: nn.Module, chain: LayerSequence, span: LayerRange) -> StageForward:
     """Prepare the model for the stage that runs ``span``."""
-    home, placeholders = owner_layers(model, chain), ParameterPlaceholders()
+    home, placeholders = map_tensors_to_layers(model, chain), ParameterPlaceholders()
     placeholders.replace_params(model, {name: any(unit in span for unit in units) for name, units in home.items()})
     return StageForward(model, chain, placeholders, home)
 
@@ -127,10 +133,12 @@ def test_stages_in_sequence_equal_the_model(cut: int) -> None:
     expected = model.eval()(**batch).loss
     first, second = copy.deepcopy(model), copy.deepcopy(model)
     head, tail = make_stage(first, chain, LayerRange(0, cut)), make_stage(second, chain, LayerRange(cut, 4))
-    output, payload = head.run(first, StageForwardState(LayerRange(0, cut), {}), partial(first, **batch))
+    output, payload = head.run_stage_forward(first, StageForwardState(LayerRange(0, cut), {}), partial(first, **batch))
     assert output is None
     assert payload is not None
-    output, rest = tail.run(second, StageForwardState(LayerRange(cut, 4), payload), partial(second, **batch))
+    output, rest = tail.run_stage_forward(
+        second, StageForwardState(LayerRange(cut, 4), payload), partial(second, **batch)
+    )
     assert rest is None
     assert torch.equal(output.loss, expected)
     assert sum(p.numel() for m in (first, second) for p in m.parameters()) == sum(p.numel() for p in model.parameters())
@@ -140,7 +148,7 @@ def test_missing_received_states_give_nan() -> None:
     model, chain = chain_of(SmallModelFactory("llama"))
     batch = RandomBatchFactory("LlamaForCausalLM")(0)
     stage = make_stage(model, chain, LayerRange(1, 2))
-    output, _ = stage.run(model, StageForwardState(LayerRange(1, 2), {}), partial(model, **batch))
+    output, _ = stage.run_stage_forward(model, StageForwardState(LayerRange(1, 2), {}), partial(model, **batch))
     assert output.loss.isnan()
 
 
@@ -161,7 +169,9 @@ def test_placeholders_follow_dtype_conversion() -> None:
         model.to(dtype)
         hidden = torch.zeros(2, 13, 48, dtype=dtype)
         batch = {"input_ids": torch.ones(2, 13, dtype=torch.long)}
-        output, _ = stage.run(model, StageForwardState(LayerRange(1, 2), {"hidden": hidden}), partial(model, **batch))
+        output, _ = stage.run_stage_forward(
+            model, StageForwardState(LayerRange(1, 2), {"hidden": hidden}), partial(model, **batch)
+        )
         assert output.logits.dtype == dtype
         assert output.logits.isfinite().all()
 
@@ -197,9 +207,9 @@ def test_argument_from_another_stage_raises(before: int) -> None:
         r".*with_first_layer="
     )
     with pytest.raises(ConfigError, match=message):
-        stage.run(model, StageForwardState(LayerRange(0, 2), {}), partial(model, torch.ones(1, 4)))
+        stage.run_stage_forward(model, StageForwardState(LayerRange(0, 2), {}), partial(model, torch.ones(1, 4)))
     whole = LateNorm(before)
-    output, _ = make_stage(whole, chain, LayerRange(0, 3)).run(
+    output, _ = make_stage(whole, chain, LayerRange(0, 3)).run_stage_forward(
         whole, StageForwardState(LayerRange(0, 3), {}), partial(whole, torch.full((1, 4), torch.nan))
     )
     assert output.isnan().all(), "what is NaN by itself is as in the plain model"
@@ -223,4 +233,4 @@ def test_layers_that_run_twice_raise() -> None:
     model, chain = Twice(), LayerSequence((StackDescription("layers", layer_calls=("layers.0", "layers.1")),))
     stage = make_stage(model, chain, LayerRange(0, 2))
     with pytest.raises(ConfigError, match="twice in one forward pass"):
-        stage.run(model, StageForwardState(LayerRange(0, 2), {}), partial(model, torch.zeros(1, 4)))
+        stage.run_stage_forward(model, StageForwardState(LayerRange(0, 2), {}), partial(model, torch.zeros(1, 4)))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardformer.pipeline.schedule_chart import summarize_schedule
-from shardformer.pipeline.schedules import SCHEDULES, make_schedule, simulate
+from shardformer.pipeline.schedules import SCHEDULES, make_schedule, simulate_schedule
 from tests.pipeline.schedule_checks import grid_rows
 from tests.scripts import SHARDFORMER
 
@@ -63,7 +63,7 @@ def test_picture_matches_schedule(picture: str) -> None:
     head, *lines = picture.splitlines()
     _, _, name, _, stages, _, micro_batches = head.split()
     schedule = make_schedule(name, int(stages), int(micro_batches))
-    timeline = simulate(schedule)
+    timeline = simulate_schedule(schedule)
     assert lines == [*grid_rows(schedule, timeline), *summarize_schedule(schedule, timeline)]
 
 
@@ -74,8 +74,8 @@ def test_all_schedules_are_on_the_page() -> None:
     assert [row[0] for row in found] == list(SCHEDULES)
     for name, with_8, with_16, held, chunks, takes in found:
         few, many = make_schedule(name, 4, 8), make_schedule(name, 4, 16)
-        assert (with_8, with_16) == tuple(f"{simulate(schedule).bubble:.1%}" for schedule in (few, many))
-        assert float(held) == max(simulate(many).in_flight) / many.num_model_chunks
+        assert (with_8, with_16) == tuple(f"{simulate_schedule(schedule).bubble:.1%}" for schedule in (few, many))
+        assert float(held) == max(simulate_schedule(many).in_flight) / many.num_model_chunks
         assert chunks.startswith(str(many.num_model_chunks)) and (takes == "any number") == (
             not name.startswith("interleaved")
         )

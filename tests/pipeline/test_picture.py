@@ -10,8 +10,20 @@ from pathlib import Path
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline.schedule_chart import check_chart_file, choose_colors, format_schedule_as_text, save_chart
-from shardformer.pipeline.schedules import SCHEDULES, Action, ActionKind, drop_backward, make_schedule, simulate
+from shardformer.pipeline.schedule_chart import (
+    check_chart_path,
+    choose_action_colors,
+    format_schedule_as_text,
+    save_chart,
+)
+from shardformer.pipeline.schedules import (
+    SCHEDULES,
+    Action,
+    ActionKind,
+    drop_backward_passes,
+    make_schedule,
+    simulate_schedule,
+)
 from tests.pipeline.schedule_checks import grid_rows
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is an extra")
@@ -19,7 +31,7 @@ needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is 
 
 def test_text_contains_legend_and_costs() -> None:
     schedule = make_schedule("interleaved", 2, 2)
-    assert format_schedule_as_text(schedule, simulate(schedule)).splitlines() == [
+    assert format_schedule_as_text(schedule, simulate_schedule(schedule)).splitlines() == [
         "  time   0                   5                   10",
         "rank 0 | F0a F1a F0b F1b .   .   B0b --  .   B1b --  B0a --  B1a --",
         "rank 1 | .   F0a F1a F0b B0b --  F1b B1b --  B0a --  B1a --  .   .",
@@ -32,8 +44,8 @@ def test_text_contains_legend_and_costs() -> None:
 
 
 def test_forward_schedule_has_no_formula_and_one_rank_no_range() -> None:
-    schedule = drop_backward(make_schedule("1f1b", 1, 3))
-    assert format_schedule_as_text(schedule, simulate(schedule)).splitlines()[-3:] == [
+    schedule = drop_backward_passes(make_schedule("1f1b", 1, 3))
+    assert format_schedule_as_text(schedule, simulate_schedule(schedule)).splitlines()[-3:] == [
         "F forward; the number is the micro-batch",
         "bubble     0.0% of 3 units of time",
         "in flight  at most 3 micro-batches",
@@ -44,7 +56,7 @@ def test_forward_schedule_has_no_formula_and_one_rank_no_range() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_long_grid_wraps_without_loss(name: str, width: int) -> None:
     schedule = make_schedule(name, 4, 16)
-    timeline = simulate(schedule)
+    timeline = simulate_schedule(schedule)
     folded = format_schedule_as_text(schedule, timeline, width).split("\n\n")[:-1]
     omitted = [number for number, band in enumerate(folded) if "is not shown" in band]
     bands = [band for band in folded if "is not shown" not in band]
@@ -60,7 +72,7 @@ def test_long_grid_wraps_without_loss(name: str, width: int) -> None:
 
 def test_band_starts_with_time_of_first_column() -> None:
     schedule = make_schedule("1f1b", 2, 8)
-    timeline = simulate(schedule, {ActionKind.FORWARD: 0.5, ActionKind.BACKWARD: 1})
+    timeline = simulate_schedule(schedule, {ActionKind.FORWARD: 0.5, ActionKind.BACKWARD: 1})
     bands = format_schedule_as_text(schedule, timeline, width=45).split("\n\n")[:-1]
     assert [band.splitlines()[0].split() for band in bands] == [
         ["time", "0", "2.5"],
@@ -71,19 +83,19 @@ def test_band_starts_with_time_of_first_column() -> None:
 
 def test_rows_are_aligned_for_two_digit_numbers() -> None:
     schedule = make_schedule("1f1b", 11, 12)
-    rows = format_schedule_as_text(schedule, simulate(schedule)).split("\n\n")[0].splitlines()[1:]
+    rows = format_schedule_as_text(schedule, simulate_schedule(schedule)).split("\n\n")[0].splitlines()[1:]
     assert len({row.index("|") for row in rows}) == 1
     assert {match.start() % 4 for row in rows for match in re.finditer(r"[FB]\d+", row)} == {rows[0].index("F") % 4}
 
 
 def test_rounded_times_are_noted() -> None:
     schedule = make_schedule("1f1b", 2, 2)
-    timeline = simulate(schedule, {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2.4}, send=0.3)
+    timeline = simulate_schedule(schedule, {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2.4}, send_duration=0.3)
     text = format_schedule_as_text(schedule, timeline)
     assert "a column is 1 units of time; times are rounded to columns" in text
     for action in (action for order in schedule.actions for action in order):
         assert re.search(rf"^rank {action.stage} .* {action.kind}{action.micro_batch}\b", text, re.MULTILINE)
-    assert "rounded" not in format_schedule_as_text(schedule, simulate(schedule))
+    assert "rounded" not in format_schedule_as_text(schedule, simulate_schedule(schedule))
 
 
 # ----------------------------------------------------------------------------------------------------------- the chart
@@ -93,12 +105,14 @@ def test_rounded_times_are_noted() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_chart_has_box_per_action_and_costs(name: str, tmp_path: Path) -> None:
     schedule = make_schedule(name, 2, 4)
-    timeline = simulate(schedule)
+    timeline = simulate_schedule(schedule)
     save_chart(schedule, timeline, tmp_path / "chart.svg")
     svg = (tmp_path / "chart.svg").read_text(encoding="utf-8")
     for said in ("rank 0", f"{name}: 2 stages, 4 micro-batches", f"bubble (idle) {timeline.bubble:.1%}", "forward"):
         assert said in svg
-    wanted = Counter(choose_colors(schedule, action)[0].lower() for order in schedule.actions for action in order)
+    wanted = Counter(
+        choose_action_colors(schedule, action)[0].lower() for order in schedule.actions for action in order
+    )
     drawn = Counter(re.findall(r"fill: (#\w{6}); stroke: #ffffff", svg))
     assert drawn == wanted
 
@@ -107,14 +121,14 @@ def test_chart_has_box_per_action_and_costs(name: str, tmp_path: Path) -> None:
 def test_charts_are_reproducible(tmp_path: Path) -> None:
     schedule = make_schedule("zbv", 2, 4)
     for name in ("one.svg", "two.svg"):
-        save_chart(schedule, simulate(schedule), tmp_path / name)
+        save_chart(schedule, simulate_schedule(schedule), tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
 @needs_matplotlib
 def test_png_chart_has_maximum_width(tmp_path: Path) -> None:
     schedule = make_schedule("1f1b", 2, 100)
-    save_chart(schedule, simulate(schedule), tmp_path / "chart.png")
+    save_chart(schedule, simulate_schedule(schedule), tmp_path / "chart.png")
     head = (tmp_path / "chart.png").read_bytes()[:24]
     assert head[1:4] == b"PNG" and int.from_bytes(head[16:20]) <= 40 * 160
 
@@ -122,7 +136,7 @@ def test_png_chart_has_maximum_width(tmp_path: Path) -> None:
 def test_kinds_and_chunks_have_distinct_colors() -> None:
     schedule = make_schedule("interleaved_zb", 2, 2, 4)
     kinds = (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)
-    faces = {choose_colors(schedule, Action(kind, 2 * chunk, 0))[0] for kind in kinds for chunk in range(4)}
+    faces = {choose_action_colors(schedule, Action(kind, 2 * chunk, 0))[0] for kind in kinds for chunk in range(4)}
     assert len(faces) == 12
 
 
@@ -132,10 +146,10 @@ def test_invalid_chart_path_raises(tmp_path: Path) -> None:
         ("nowhere/chart.svg", "is not in a writable folder"),
     ]:
         with pytest.raises(ConfigError, match=said):
-            check_chart_file(tmp_path / path)
+            check_chart_path(tmp_path / path)
 
 
 def test_missing_matplotlib_raises_with_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardformer.pipeline.schedule_chart.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install 'shardformer\[plot\]'"):
-        save_chart(make_schedule("1f1b", 2, 2), simulate(make_schedule("1f1b", 2, 2)), tmp_path / "chart.svg")
+        save_chart(make_schedule("1f1b", 2, 2), simulate_schedule(make_schedule("1f1b", 2, 2)), tmp_path / "chart.svg")

@@ -14,7 +14,7 @@ from shardformer.config import ShardConfig
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import Pipeline
-from shardformer.pipeline.schedules import Action, ActionKind, make_schedule, simulate
+from shardformer.pipeline.schedules import Action, ActionKind, make_schedule, simulate_schedule
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.shard_model_api import shard_model
 from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
@@ -88,5 +88,5 @@ def test_trace_matches_schedule_and_its_memory(pool2: WorkerPool, schedule: str)
     for rank, (actions, in_flight, in_order) in enumerate(pool2.run(_trace, schedule, 8)):
         assert tuple(actions) == said.actions[rank]
         assert in_order
-        assert in_flight == simulate(said).in_flight[rank]
+        assert in_flight == simulate_schedule(said).in_flight[rank]
         assert any(action.kind in (ActionKind.BACKWARD, ActionKind.INPUT) for action in actions)

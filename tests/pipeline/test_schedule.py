@@ -16,14 +16,14 @@ from shardformer.pipeline.schedules import (
     Action,
     ActionKind,
     assign_virtual_stages,
-    check_schedule_name,
-    compute_bubble,
-    drop_backward,
-    get_default_chunks,
-    list_messages,
+    check_schedule,
+    compute_bubble_fraction,
+    drop_backward_passes,
+    get_default_num_chunks,
+    list_sent_actions,
     make_schedule,
     round_up_micro_batches,
-    simulate,
+    simulate_schedule,
 )
 from tests.pipeline.schedule_checks import find_problems, grid_rows
 
@@ -82,7 +82,7 @@ def lines(picture: str) -> list[str]:
 @pytest.mark.parametrize(("name", "stages", "micro_batches"), PICTURES)
 def test_schedule_matches_picture(name: str, stages: int, micro_batches: int) -> None:
     schedule = make_schedule(name, stages, micro_batches)
-    assert grid_rows(schedule, simulate(schedule)) == lines(PICTURES[name, stages, micro_batches])
+    assert grid_rows(schedule, simulate_schedule(schedule)) == lines(PICTURES[name, stages, micro_batches])
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_docstring_picture_matches_schedule(name: str, said: str | None) -> None
     sizes = re.search(r"p=(\d), m=(\d)", said)
     assert sizes is not None
     schedule = make_schedule(name, int(sizes[1]), int(sizes[2]))
-    drawn = [line.removeprefix("rank ") for line in grid_rows(schedule, simulate(schedule))]
+    drawn = [line.removeprefix("rank ") for line in grid_rows(schedule, simulate_schedule(schedule))]
     assert [line.strip() for line in said.splitlines() if " | " in line] == drawn
 
 
@@ -114,7 +114,7 @@ def test_every_schedule_of_every_size_is_valid(name: str, chunks: int) -> None:
     for stages, micro_batches in sizes(name, chunks):
         schedule = make_schedule(name, stages, micro_batches, chunks)
         assert find_problems(schedule) == [], (stages, micro_batches)
-        assert find_problems(drop_backward(schedule)) == [], (stages, micro_batches)
+        assert find_problems(drop_backward_passes(schedule)) == [], (stages, micro_batches)
     assert find_problems(make_schedule(name, 8, 64, chunks)) == []
 
 
@@ -143,7 +143,7 @@ def test_only_zero_bubble_schedules_split_backwards(name: str) -> None:
 def test_drop_backward_keeps_order() -> None:
     for name in SCHEDULES:
         schedule = make_schedule(name, 4, 8)
-        for alone, order in zip(drop_backward(schedule).actions, schedule.actions):
+        for alone, order in zip(drop_backward_passes(schedule).actions, schedule.actions):
             assert alone == tuple(action for action in order if action.kind is ActionKind.FORWARD)
 
 
@@ -162,21 +162,24 @@ def test_action_has_short_text() -> None:
 @pytest.mark.parametrize(("name", "chunks"), [pair for pair in WITH_CHUNKS if pair[0] != "zbv"])
 def test_simulated_bubble_matches_formula(name: str, chunks: int) -> None:
     for stages, micro_batches in sizes(name, chunks):
-        bubble = simulate(make_schedule(name, stages, micro_batches, chunks)).bubble
-        assert bubble == pytest.approx(compute_bubble(name, stages, micro_batches, chunks)), (stages, micro_batches)
+        bubble = simulate_schedule(make_schedule(name, stages, micro_batches, chunks)).bubble
+        assert bubble == pytest.approx(compute_bubble_fraction(name, stages, micro_batches, chunks)), (
+            stages,
+            micro_batches,
+        )
 
 
 def test_formulas_match_papers() -> None:
-    assert compute_bubble("gpipe", 4, 8, 1) == compute_bubble("1f1b", 4, 8, 1) == 3 / 11
-    assert compute_bubble("interleaved", 4, 8, 2) == 3 / 19
-    assert compute_bubble("interleaved_zb", 4, 8, 2) == 3 / 51
-    assert compute_bubble("zbv", 4, 8, 2) is None
+    assert compute_bubble_fraction("gpipe", 4, 8, 1) == compute_bubble_fraction("1f1b", 4, 8, 1) == 3 / 11
+    assert compute_bubble_fraction("interleaved", 4, 8, 2) == 3 / 19
+    assert compute_bubble_fraction("interleaved_zb", 4, 8, 2) == 3 / 51
+    assert compute_bubble_fraction("zbv", 4, 8, 2) is None
 
 
 def test_gpipe_keeps_all_micro_batches_and_1f1b_one_per_later_stage() -> None:
     for stages, micro_batches in sizes("1f1b", 1):
         of_gpipe, of_1f1b = (
-            simulate(make_schedule(name, stages, micro_batches)).in_flight for name in ("gpipe", "1f1b")
+            simulate_schedule(make_schedule(name, stages, micro_batches)).in_flight for name in ("gpipe", "1f1b")
         )
         assert of_gpipe == (micro_batches,) * stages
         assert of_1f1b == tuple(min(stages - rank, micro_batches) for rank in range(stages))
@@ -186,7 +189,7 @@ def test_gpipe_keeps_all_micro_batches_and_1f1b_one_per_later_stage() -> None:
 def test_split_backward_does_not_raise_peak_memory(chunks: int) -> None:
     for stages, micro_batches in sizes("interleaved", chunks):
         whole, split = (
-            max(simulate(make_schedule(name, stages, micro_batches, chunks)).in_flight)
+            max(simulate_schedule(make_schedule(name, stages, micro_batches, chunks)).in_flight)
             for name in ("interleaved", "interleaved_zb")
         )
         assert whole == min((chunks + 1) * stages - 1, chunks * micro_batches)
@@ -196,21 +199,21 @@ def test_split_backward_does_not_raise_peak_memory(chunks: int) -> None:
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (2, 16), (4, 8), (8, 16)])
 def test_zbv_hides_communication_and_unequal_durations(stages: int, micro_batches: int) -> None:
     schedule = make_schedule("zbv", stages, micro_batches)
-    ideal = simulate(schedule).bubble
-    assert simulate(schedule, send=0.1).bubble < 1.5 * ideal
-    assert simulate(schedule, {ActionKind.INPUT: 1.2, ActionKind.WEIGHT: 0.9}).bubble < 1.25 * ideal
+    ideal = simulate_schedule(schedule).bubble
+    assert simulate_schedule(schedule, send_duration=0.1).bubble < 1.5 * ideal
+    assert simulate_schedule(schedule, {ActionKind.INPUT: 1.2, ActionKind.WEIGHT: 0.9}).bubble < 1.25 * ideal
 
 
 def test_zbv_keeps_no_more_than_1f1b_and_idles_only_at_the_ends() -> None:
     for stages, micro_batches in sizes("zbv", 2, largest=64):
-        timeline = simulate(make_schedule("zbv", stages, micro_batches))
+        timeline = simulate_schedule(make_schedule("zbv", stages, micro_batches))
         assert max(timeline.in_flight) <= 2 * stages
         # The last rank cannot begin before p - 1; all else is no more than 2 where there is enough to do.
         assert timeline.makespan >= 6 * micro_batches + stages - 1
         if micro_batches >= 2 * stages:
             assert timeline.makespan <= 6 * micro_batches + stages + 1, (stages, micro_batches)
         if stages > 1:
-            one_f_one_b = compute_bubble("1f1b", stages, micro_batches, 1)
+            one_f_one_b = compute_bubble_fraction("1f1b", stages, micro_batches, 1)
             assert one_f_one_b is not None and timeline.bubble < one_f_one_b, (stages, micro_batches)
 
 
@@ -250,8 +253,8 @@ def test_fitting_number_is_smallest_accepted(pair: tuple[str, int], stages: int,
 
 def test_default_chunks_are_used() -> None:
     for name in SCHEDULES:
-        check_schedule_name(name, 4, get_default_chunks(name))
-        assert make_schedule(name, 4, 8) == make_schedule(name, 4, 8, get_default_chunks(name))
+        check_schedule(name, 4, get_default_num_chunks(name))
+        assert make_schedule(name, 4, 8) == make_schedule(name, 4, 8, get_default_num_chunks(name))
 
 
 def test_actions_match_placement() -> None:
@@ -265,18 +268,23 @@ def test_actions_match_placement() -> None:
 
 def test_messages_are_in_order_of_execution() -> None:
     schedule = make_schedule("1f1b", 3, 2)
-    assert [str(action) for action in list_messages(schedule, 0, 1)] == ["F0@0", "F1@0"]
-    assert [str(action) for action in list_messages(schedule, 1, 0)] == ["B0@1", "B1@1"]
-    assert list_messages(schedule, 0, 2) == list_messages(schedule, 2, 0) == list_messages(schedule, 1, 1) == ()
+    assert [str(action) for action in list_sent_actions(schedule, 0, 1)] == ["F0@0", "F1@0"]
+    assert [str(action) for action in list_sent_actions(schedule, 1, 0)] == ["B0@1", "B1@1"]
+    assert (
+        list_sent_actions(schedule, 0, 2)
+        == list_sent_actions(schedule, 2, 0)
+        == list_sent_actions(schedule, 1, 1)
+        == ()
+    )
 
 
 def test_interleaved_is_a_ring_and_zbv_is_not() -> None:
     ring, v = make_schedule("interleaved", 3, 3), make_schedule("zbv", 3, 3)
-    assert {action.stage for action in list_messages(ring, 2, 0)} == {2}  # stage 2 of rank 2, then 3 of rank 0
-    assert {action.stage for action in list_messages(ring, 0, 2)} == {3}
-    assert list_messages(v, 2, 0) == list_messages(v, 0, 2) == list_messages(v, 2, 2) == ()
+    assert {action.stage for action in list_sent_actions(ring, 2, 0)} == {2}  # stage 2 of rank 2, then 3 of rank 0
+    assert {action.stage for action in list_sent_actions(ring, 0, 2)} == {3}
+    assert list_sent_actions(v, 2, 0) == list_sent_actions(v, 0, 2) == list_sent_actions(v, 2, 2) == ()
     # rank 2 has stages 2 and 3: its F of 3 goes up, its I of 2 comes back; F of 2 and I of 3 stay
-    assert {(action.kind, action.stage) for action in list_messages(v, 2, 1)} == {
+    assert {(action.kind, action.stage) for action in list_sent_actions(v, 2, 1)} == {
         (ActionKind.FORWARD, 3),
         (ActionKind.INPUT, 2),
     }
@@ -299,14 +307,14 @@ def test_in_order_messages_do_not_deadlock(name: str, chunks: int) -> None:
                     while point_to_point[peer, rank]:
                         done[rank].add(point_to_point[peer, rank].popleft())
                 action = schedule.actions[rank][at[rank]]
-                if not done[rank].issuperset(action.dependencies(schedule.last)):
+                if not done[rank].issuperset(action.list_dependencies(schedule.last_stage)):
                     break
                 done[rank].add(action)
                 for peer in ranks:
-                    if action in list_messages(schedule, rank, peer):
+                    if action in list_sent_actions(schedule, rank, peer):
                         point_to_point[rank, peer].append(action)
                         sent[rank, peer].append(action)
                 at[rank] += 1
                 moved = True
     assert at == [len(order) for order in schedule.actions]
-    assert all(tuple(sent[a, b]) == list_messages(schedule, a, b) for a, b in sent)
+    assert all(tuple(sent[a, b]) == list_sent_actions(schedule, a, b) for a, b in sent)

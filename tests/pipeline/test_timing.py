@@ -15,9 +15,9 @@ from shardformer.pipeline.schedules import (
     Action,
     ActionKind,
     Schedule,
-    drop_backward,
+    drop_backward_passes,
     make_schedule,
-    simulate,
+    simulate_schedule,
 )
 from tests.pipeline.schedule_checks import find_problems
 
@@ -72,7 +72,7 @@ def test_impossible_order_is_reported(name: str, rank: int, one: Action, other: 
     (said,) = find_problems(broken)
     assert "deadlocks: " in said and f"rank {rank} cannot run {other}" in said
     with pytest.raises(ConfigError, match="deadlocks"):
-        simulate(broken)
+        simulate_schedule(broken)
 
 
 def test_deadlock_between_ranks_is_reported() -> None:
@@ -106,7 +106,7 @@ def test_removing_any_action_is_reported(name: str, stages: int, data: st.DataOb
 
 
 def test_actions_start_when_dependencies_end() -> None:
-    timeline = simulate(make_schedule("1f1b", 2, 1), {F: 1, B: 3}, send=0.5)
+    timeline = simulate_schedule(make_schedule("1f1b", 2, 1), {F: 1, B: 3}, send_duration=0.5)
     assert [[(str(a), start, end) for a, start, end in row] for row in timeline.spans] == [
         [("F0@0", 0, 1), ("B0@0", 6, 9)],
         [("F0@1", 1.5, 2.5), ("B0@1", 2.5, 5.5)],
@@ -117,24 +117,30 @@ def test_actions_start_when_dependencies_end() -> None:
 
 def test_slow_stage_limits_throughput() -> None:
     """The last stage includes the head."""
-    slow = simulate(make_schedule("1f1b", 2, 4), {F: 1, B: 2, (F, 1): 2, (B, 1): 4})
+    slow = simulate_schedule(make_schedule("1f1b", 2, 4), {F: 1, B: 2, (F, 1): 2, (B, 1): 4})
     assert [span.end - span.start for span in slow.spans[0][:2]] == [1, 1]
     assert slow.makespan == 1 + 4 * (2 + 4) + 2
     with pytest.raises(ConfigError, match="stage 2"):
-        simulate(make_schedule("1f1b", 2, 4), {(F, 2): 2})
+        simulate_schedule(make_schedule("1f1b", 2, 4), {(F, 2): 2})
 
 
 def test_local_results_have_no_send_time() -> None:
     """Covers the bottom of the V, and a pipeline of one rank."""
-    assert simulate(make_schedule("zbv", 1, 4), send=5).bubble == 0
-    of_v = {span.action: span for row in simulate(make_schedule("zbv", 2, 1), send=5).spans for span in row}
+    assert simulate_schedule(make_schedule("zbv", 1, 4), send_duration=5).bubble == 0
+    of_v = {
+        span.action: span
+        for row in simulate_schedule(make_schedule("zbv", 2, 1), send_duration=5).spans
+        for span in row
+    }
     assert of_v[Action(F, 2, 0)].start == of_v[Action(F, 1, 0)].end
     assert of_v[Action(F, 3, 0)].start == of_v[Action(F, 2, 0)].end + 5
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.lists(st.floats(0.1, 9), min_size=4, max_size=4))
 def test_actions_do_not_overlap_and_idle_time_adds_up(name: str, stages: int, times: list[float]) -> None:
-    timeline = simulate(make_schedule(name, stages, 2 * stages), dict(zip((F, B, INPUT, W), times)), send=0.3)
+    timeline = simulate_schedule(
+        make_schedule(name, stages, 2 * stages), dict(zip((F, B, INPUT, W), times)), send_duration=0.3
+    )
     for row, idle in zip(timeline.spans, timeline.idle):
         assert all(before.end <= after.start for before, after in pairwise(row))
         gaps = [after.start - before.end for before, after in pairwise(row)]
@@ -143,7 +149,7 @@ def test_actions_do_not_overlap_and_idle_time_adds_up(name: str, stages: int, ti
 
 
 def test_forwards_fill_and_drain_pipeline_once() -> None:
-    timeline = simulate(drop_backward(make_schedule("1f1b", 4, 8)))
+    timeline = simulate_schedule(drop_backward_passes(make_schedule("1f1b", 4, 8)))
     assert timeline.makespan == 8 + 3
     assert timeline.in_flight == (8, 8, 8, 8)
 
@@ -151,9 +157,9 @@ def test_forwards_fill_and_drain_pipeline_once() -> None:
 @pytest.mark.parametrize("time", [0.0, -1.0, float("inf"), float("nan")])
 def test_invalid_duration_raises(time: float) -> None:
     with pytest.raises(ConfigError, match="duration B="):
-        simulate(make_schedule("1f1b", 2, 2), {B: time})
+        simulate_schedule(make_schedule("1f1b", 2, 2), {B: time})
     with pytest.raises(ConfigError, match="duration B@1="):
-        simulate(make_schedule("1f1b", 2, 2), {(B, 1): time})
+        simulate_schedule(make_schedule("1f1b", 2, 2), {(B, 1): time})
     if time:
         with pytest.raises(ConfigError, match="send="):
-            simulate(make_schedule("1f1b", 2, 2), send=time)
+            simulate_schedule(make_schedule("1f1b", 2, 2), send_duration=time)

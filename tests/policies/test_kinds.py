@@ -169,7 +169,7 @@ def test_shipped_descriptions_have_valid_types(family: str) -> None:
     assert known is not None
     policy: Any = known[0]
     policy.set_model(model)
-    policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
+    policy.set_shard_config(ShardConfig(context=ParallelContext.from_sizes({"tensor": 2})))
     for name in RolePolicy.__annotations__:
         check_type(family, name, getattr(policy, name), get_cached_type_hints(RolePolicy)[name])
     descriptions = policy.module_policy()

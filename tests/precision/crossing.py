@@ -24,7 +24,7 @@ from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext, reshape_sequence_axis, reshape_tensor_axis
-from shardformer.mesh.rank_grid import count_ranks
+from shardformer.mesh.rank_grid import count_ranks_on_axis
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
 from shardformer.verify.small_models import averages_loss_over_samples, compute_model_loss, count_samples
@@ -144,7 +144,7 @@ class Reference:
         """Call ``do`` with a copy of the model on each rank of a layout. Ranks are threads."""
         parallel = ParallelConfig(**layout)
         axes = {name: size for name, size in parallel.sizes.items() if size is not None}
-        axes["sequence"] = count_ranks(parallel.sequence)
+        axes["sequence"] = count_ranks_on_axis(parallel.sequence)
 
         def run(context: ParallelContext) -> R:
             with _COPYING:

@@ -76,7 +76,7 @@ def test_the_weights_of_the_best_step_are_exported(parallel: dict[str, Any], poo
 
 def stop_after(made: TrainConfig, steps: int) -> None:
     """Train the first steps of a longer run."""
-    trainer, data = build_trainer(made, made.layout, ParallelContext.of({}))
+    trainer, data = build_trainer(made, made.layout, ParallelContext.from_sizes({}))
     trainer.fit(steps=steps, validation=data.validation, validate_every=EVERY)
     del trainer
     gc.collect()  # releases the lock of the folder

@@ -226,7 +226,7 @@ def test_packed_rows_have_the_loss_and_gradients_of_separate_rows(kind: str, tmp
     small = {"n_embd": 16, "n_layer": 2, "n_head": 2, **changes} if kind == "gpt2" else LLAMA
     model = {"name": kind, "config": small}
     packed = config(tmp_path, "gpt2", {**data, "packing": True}, model=model)
-    trainer, found = build_trainer(packed, packed.layout, ParallelContext.of({}))
+    trainer, found = build_trainer(packed, packed.layout, ParallelContext.from_sizes({}))
     plain = load_data(config(tmp_path, "gpt2", data, model=model))
     assert len(found.train) < len(plain.train) == 12
     rows = found.collate([found.train[index] for index in range(len(found.train))])

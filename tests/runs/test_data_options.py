@@ -211,7 +211,7 @@ def test_batches_contain_samples_of_similar_length(tmp_path: Path) -> None:
 
     def padding(**changes: Any) -> int:
         made = classified(tmp_path, {**data, **changes})
-        trainer, _ = build_trainer(made, made.layout, ParallelContext.of({}))
+        trainer, _ = build_trainer(made, made.layout, ParallelContext.from_sizes({}))
         return sum(int((batch["attention_mask"] == 0).sum()) for batch in trainer.engine.data)
 
     assert padding(group_by_length=True) < 0.5 * padding()
@@ -324,7 +324,7 @@ def test_frozen_parameters_do_not_change(parallel: dict[str, Any], pool2: Worker
     run = pool2.run if parallel else lambda function, *args: [function(*args)]
     for losses in run(losses_of, made("split", parallel=parallel)):
         assert losses == pytest.approx(alone, rel=1e-5)
-    trainer, _ = build_trainer(first := made("first"), first.layout, ParallelContext.of({}))
+    trainer, _ = build_trainer(first := made("first"), first.layout, ParallelContext.from_sizes({}))
     before = dict(trainer.engine.model.state_dict())
     after = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "split" / "model").state_dict()
     for name, value in after.items():

@@ -63,7 +63,7 @@ def plain_loss(model: nn.Module, reference: nn.Module, rows: list[Any], beta: fl
 def test_losses_and_weights_equal_those_of_the_formula(smoothing: float, tmp_path: Path) -> None:
     table = {"beta": 0.3, "label_smoothing": smoothing}
     run = made(tmp_path, preference=table, optimizer={"name": "SGD", "lr": 0.5}, training={"steps": 4})
-    trainer, found = build_trainer(run, run.layout, ParallelContext.of({}))
+    trainer, found = build_trainer(run, run.layout, ParallelContext.from_sizes({}))
     model = copy.deepcopy(trainer.engine.model)
     reference = copy.deepcopy(model).eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -48,7 +48,7 @@ def stop_behind(made: TrainConfig, steps: int) -> None:
     from shardformer.mesh.parallel_context import ParallelContext
     from shardformer.train_command.run import build_trainer
 
-    trainer, _ = build_trainer(made, made.layout, ParallelContext.of({}))
+    trainer, _ = build_trainer(made, made.layout, ParallelContext.from_sizes({}))
     trainer.fit(steps=steps)
 
 

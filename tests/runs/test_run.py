@@ -68,7 +68,7 @@ def test_an_exported_model_can_be_trained_further(tmp_path: Path) -> None:
     saved = transformers.AutoModelForCausalLM.from_pretrained(first.output_folder / "model")
     model = {"name": str(first.output_folder / "model"), "random": False, "config": {}}
     second = config(tmp_path, "gpt2", {**data, "tokenizer": "bytes"}, folder=str(tmp_path / "second"), model=model)
-    trainer, _ = build_trainer(second, second.layout, ParallelContext.of({}))
+    trainer, _ = build_trainer(second, second.layout, ParallelContext.from_sizes({}))
     torch.testing.assert_close(
         dict(trainer.engine.model.named_parameters())["transformer.h.0.attn.c_attn.weight"],
         saved.transformer.h[0].attn.c_attn.weight,

@@ -42,7 +42,9 @@ steps = 3
 def test_shard_model_calls_few_functions_in_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
     small_model, calls = SmallModelFactory("llama", changes={"num_hidden_layers": 2}), Counter[str]()
     torch_patches.uninstall()  # those of other tests, such as the one that LazyInit needs
-    shard_model(small_model(), context=ParallelContext.of({}))  # imports the policy, and installs patches of torch
+    shard_model(
+        small_model(), context=ParallelContext.from_sizes({})
+    )  # imports the policy, and installs patches of torch
     models = [small_model() for _ in range(2)]
 
     def count(frame: FrameType, event: str, _: Any) -> None:

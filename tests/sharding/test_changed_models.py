@@ -15,7 +15,7 @@ from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext, reshape_sequence_axis, reshape_tensor_axis
-from shardformer.mesh.rank_grid import count_ranks
+from shardformer.mesh.rank_grid import count_ranks_on_axis
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
@@ -94,7 +94,7 @@ def check(plain: Any, layout: Layout) -> None:
     """Compare the weights after one step with those of the plain model."""
     parallel = ParallelConfig(**layout)
     axes = {name: size for name, size in parallel.sizes.items() if size is not None}
-    axes["sequence"] = count_ranks(parallel.sequence)
+    axes["sequence"] = count_ranks_on_axis(parallel.sequence)
     expected = copy.deepcopy(plain)
     optimizer = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.5)
     expected(**BATCH).loss.backward()

@@ -500,8 +500,8 @@ def _not_swapped(x: list[Tensor], shapes: Any, axis: Any) -> list[Tensor]:
 
 
 LEFT_OUT: dict[str, tuple[str, Any, str, Any]] = {
-    "keys of other ranks": ("ring", ring, "_exchange", _nothing_arrives),
-    "gradients of keys, home": ("ring", ring_attention._KeyValueGradientExchange, "receive", lambda self: None),
+    "keys of other ranks": ("ring", ring, "_start_send_and_receive", _nothing_arrives),
+    "gradients of keys, home": ("ring", ring_attention._KeyValueGradientExchange, "receive_and_sum", lambda self: None),
     "keys that are gathered": ("gather", ring, "all_gather", lambda x, axis, *_, **__: torch.cat([x] * axis.size, 3)),
     "heads for positions": ("ulysses", heads, "_all_to_all", _not_swapped),
     "the loss": ("ring", cut_tensor, "all_reduce", lambda x, *_, **__: x),

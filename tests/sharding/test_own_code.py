@@ -15,7 +15,7 @@ from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext, reshape_sequence_axis, reshape_tensor_axis
-from shardformer.mesh.rank_grid import count_ranks
+from shardformer.mesh.rank_grid import count_ranks_on_axis
 from shardformer.shard_model_api import shard_model
 from tests.sharding.test_changed_models import check, llama
 
@@ -94,7 +94,7 @@ def is_refused(plain: Any, layout: Layout) -> None:
         with pytest.raises((ConfigError, PolicyError)):
             shard_model(copy.deepcopy(plain), config=parallel.make_shard_config(context))
 
-    run_as_threads(refused, **{**axes, "sequence": count_ranks(parallel.sequence)}, in_turn=True)
+    run_as_threads(refused, **{**axes, "sequence": count_ranks_on_axis(parallel.sequence)}, in_turn=True)
 
 
 @pytest.mark.reduced(one_in=6, first=1)

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardformer.config import ShardConfig
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.pipeline.layer_sequence import estimate_layer_costs, owner_layers
+from shardformer.pipeline.layer_sequence import estimate_layer_costs, map_tensors_to_layers
 from shardformer.pipeline.partition import partition_balanced
 from shardformer.shard_model_api import measure_pipeline_costs, resolve_policy
 from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
@@ -19,9 +19,9 @@ from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactor
 def estimated(model: nn.Module) -> list[float]:
     policy, _ = resolve_policy(model, None)
     policy.set_model(model)
-    policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 1})))
+    policy.set_shard_config(ShardConfig(context=ParallelContext.from_sizes({"tensor": 1})))
     chain = policy.layer_sequence()
-    return estimate_layer_costs(model, chain, owner_layers(model, chain))
+    return estimate_layer_costs(model, chain, map_tensors_to_layers(model, chain))
 
 
 def test_head_adds_to_the_last_layer_and_embeddings_cost_nothing() -> None:

@@ -109,8 +109,10 @@ def traced(
 ) -> list[Step]:
     """Trace every rank's step alone, the first stage before the others."""
     steps: list[Step] = []
-    for rank in range(len(ParallelContext.of(sizes).grid.ranks)):
-        coords = {name: at for name, at in ParallelContext.of(sizes).grid.coords(rank).items() if name in sizes}
+    for rank in range(len(ParallelContext.from_sizes(sizes).grid.ranks)):
+        coords = {
+            name: at for name, at in ParallelContext.from_sizes(sizes).grid.get_coords(rank).items() if name in sizes
+        }
         with enable_fake_tensors() as copied:
             fakes = copied(batch)
             given = steps[0].shapes if steps else {}
@@ -126,7 +128,7 @@ def computed(
 
     def run(context: ParallelContext) -> Step:
         unwatched: Any = Unwatched(context.world)
-        return step(ParallelContext.of(sizes, at(context), world=unwatched), sample, batch, options, {})
+        return step(ParallelContext.from_sizes(sizes, at(context), world=unwatched), sample, batch, options, {})
 
     def at(context: ParallelContext) -> dict[str, int]:
         return {name: rank for name, rank in context.coords.items() if name in sizes}

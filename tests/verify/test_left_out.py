@@ -46,7 +46,7 @@ def no_sum_over_stages() -> Any:
 
 def mean_of_means() -> Any:
     def part(self: Any, loss: Any, index: int, call: Any) -> Tensor:
-        given: Tensor = call.compute()
+        given: Tensor = call.compute_loss()
         return given.nan_to_num() / len(self._micro_batches)
 
     return mock.patch.object(micro_batch_loss.MicroBatchLossScaler, "_compute_loss_share", part)
@@ -61,7 +61,7 @@ def no_gradient_sent() -> Any:
 
         return go_back
 
-    return replaced(runtime.Runtime, "_compute_input_grads", make)
+    return replaced(runtime.PipelineRuntime, "_compute_input_grads", make)
 
 
 def received(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Any:

@@ -20,7 +20,7 @@ from shardformer.integrations.peft.shard_peft_model import has_default_forward, 
 from shardformer.integrations.peft.sharded_adapters import EMBEDDINGS
 from shardformer.layout.packed_weights import check_no_packed_weights, count_packed_values
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, get_metadata, get_sharded_module
-from shardformer.module_paths import get_parent
+from shardformer.module_paths import get_parent_and_attribute_name
 from shardformer.sharding import checks
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.parallel_module import ParallelModule
@@ -244,7 +244,7 @@ def _use_full_parameters(model: Any, get_value: Callable[[str, Tensor], Tensor])
     try:
         for name, param in [(name, p) for name, p in model.named_parameters() if id(p) in gathered]:
             value = get_value(name, torch.empty(param.shape, dtype=param.dtype, device="meta"))
-            owner, leaf = get_parent(model, name)
+            owner, leaf = get_parent_and_attribute_name(model, name)
             shown.append((owner, leaf, param))
             full[name] = owner._parameters[leaf] = nn.Parameter(value, requires_grad=param.requires_grad)
         with shard_peft_model.without_hooks(model) if full else nullcontext():

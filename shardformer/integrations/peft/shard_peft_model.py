@@ -41,8 +41,8 @@ from shardformer.layout.sharding_metadata import (
     named_sharded_parameters,
 )
 from shardformer.mesh.parallel_context import Axis
-from shardformer.meta_init.materialization import is_lazy, materialize_parameters, record_if_lazy
-from shardformer.module_paths import get_parent
+from shardformer.meta_init.materialization import has_deferred_weights, materialize_parameters, record_changes_if_lazy
+from shardformer.module_paths import get_parent_and_attribute_name
 from shardformer.sharding import checks
 from shardformer.tensor_parallel.layers import Linear1D_Row
 from shardformer.tensor_parallel.parallel_module import ParallelModule
@@ -138,7 +138,7 @@ def get_wrapped_module_path(path: str, wrapper: nn.Module) -> str:
 
 
 def set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:
-    owner, name = get_parent(model, path)
+    owner, name = get_parent_and_attribute_name(model, path)
     owner._modules[name] = module
 
 
@@ -268,10 +268,10 @@ def add_adapters(
         if isinstance(x, Tensor) and not name.endswith(f".{_WrappedModulePlaceholder.MARK}")
     }
     names = state.adapters = state.adapters or AdapterNameMap()
-    waits = is_lazy(own)
+    waits = has_deferred_weights(own)
 
     def put_on() -> None:
-        with record_if_lazy(own):
+        with record_changes_if_lazy(own):
             _attach_peft_wrappers(sharded_model, state, wrappers, referenced_param_ids or set())
         if waits:
             for module in (sharded_model, *own):
@@ -477,7 +477,7 @@ def _update_parameter_names(
     if stages is None:
         return
     owners = {path: next((n for n in stages.owner_stages if n.startswith(f"{path}.")), None) for path in name_map.paths}
-    stages.rename(name_map.get_name_with_adapters)
+    stages.rename_tensors(name_map.get_name_with_adapters)
     for name, shape in adapter_shapes.items():
         path = name_map.find_wrapper_path(name)
         owner = owners.get(path or "")
@@ -548,7 +548,7 @@ def _rebuild_gradient_reducer(metadata: ShardingMetadata, slots: list[GradientSl
     shared = [r for r in reducers if r.gradients and r.gradients[0].entry.reduction.stages]
     own = [r for r in reducers if all(r is not other for other in shared)]
     for reducer in own:
-        reducer.close()
+        reducer.remove_gradient_hooks()
     gradients = [g for reducer in own for g in reducer.gradients if id(g.param) in param_ids] + slots
     size = metadata.request.extra.get("bucket_bytes", BUCKET_BYTES)
     metadata.reducers[:] = [GradientReducer(gradients, size, watch=metadata.monitor), *shared] if gradients else shared
@@ -602,6 +602,6 @@ def update_after_adapter_removal(sharded_model: nn.Module) -> Iterator[None]:
         entry.name = names.get_name_without_adapters(entry.name)
     if state.stages is not None:
         state.stages.drop_tensors(names.own.__contains__)
-        state.stages.rename(names.get_name_without_adapters)
+        state.stages.rename_tensors(names.get_name_without_adapters)
     state.adapters = None
     update_sharding_metadata(sharded_model, sharded_model, AdapterNameMap())

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from shardformer.errors import ConfigError
-from shardformer.module_paths import get_by_path, get_module
+from shardformer.module_paths import get_attribute_by_path, get_submodule_or_raise
 from shardformer.pipeline.layer_sequence import PipelineHints
 from shardformer.policies.convert_roles import LayerRoleConverter
 from shardformer.policies.models.swin import NO_SEQUENCE_PARALLEL
@@ -36,13 +36,13 @@ class TimmPolicy(RolePolicy):
         descriptions = dict(super().module_policy())
         if self.head_attrs:
             stack, _ = self._find_existing_stacks()[0]
-            layer = LayerRoleConverter(get_module(self.model, f"{stack.layers}.0"), stack.layers, self.axis)
+            layer = LayerRoleConverter(get_submodule_or_raise(self.model, f"{stack.layers}.0"), stack.layers, self.axis)
             first = next(block for block in stack.blocks if isinstance(block, Attention))
             layout = self._create_attention_converter(first, layer).head_layout
             descriptions[""].parameters = {
                 path: layout.get_parameter_split(path, full, counted)
                 for path, counted in self.head_attrs.items()
-                if (full := get_by_path(self.model, path)) is not None
+                if (full := get_attribute_by_path(self.model, path)) is not None
             }
         return descriptions
 

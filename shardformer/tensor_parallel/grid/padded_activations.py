@@ -96,7 +96,7 @@ class GridActivationSharding(ActivationSharding):
         grid, dim, samples, width = self.grid, self.batch_dim, self.samples, self.width
 
         def shard(x: Tensor) -> Tensor:
-            return _shard_samples_and_features(pad_with_last_slice(x, -samples % grid.samples, dim), grid, dim)
+            return _shard_samples_and_features(pad_with_last_slice(x, -samples % grid.batch_divisor, dim), grid, dim)
 
         return apply_with_custom_backward(
             x_BSH, shard, lambda grad: _gather_samples_and_features(grad, grid, dim, samples, width)
@@ -116,7 +116,7 @@ class GridActivationSharding(ActivationSharding):
         grid, dim, width = self.grid, self.batch_dim, self.width
 
         def pad_and_shard(grad: Tensor) -> Tensor:
-            if padding := -samples % grid.samples:
+            if padding := -samples % grid.batch_divisor:
                 shape = [padding if d == dim else n for d, n in enumerate(grad.shape)]
                 grad = torch.cat((grad, grad.new_zeros(shape)), dim)
             return _shard_samples_and_features(grad, grid, dim)
@@ -136,7 +136,9 @@ class GridActivationSharding(ActivationSharding):
             return x
         by_sample = x.unflatten(dim, (batch, -1))
         core = self.grid.core
-        local: Tensor = pad_with_last_slice(by_sample, -batch % self.grid.samples, dim).chunk(core.size, dim)[core.rank]
+        local: Tensor = pad_with_last_slice(by_sample, -batch % self.grid.batch_divisor, dim).chunk(core.size, dim)[
+            core.rank
+        ]
         return local.flatten(dim, dim + 1)
 
     def find_batch_size(self, num_local_samples: int) -> int | None:
@@ -151,7 +153,7 @@ class GridActivationSharding(ActivationSharding):
 
     def get_num_local_samples(self, batch_size: int) -> int:
         """Return how many samples of a padded batch this rank stores between the blocks."""
-        return -(-batch_size // self.grid.samples) * self.grid.samples // self.grid.batch.size
+        return -(-batch_size // self.grid.batch_divisor) * self.grid.batch_divisor // self.grid.batch.size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GridActivationSharding:
         memo[id(self)] = copy = GridActivationSharding(self.layout, self.grid, random=self._random.is_enabled)

@@ -51,7 +51,7 @@ class GradientMonitor(Hook):
         if trainer.engine.skipped:
             trainer.values["skipped_steps"] = float(trainer.engine.skipped)
         # the loss scaler of fp16 skips steps while it searches for a scale
-        has_scale = MixedPrecision.of(trainer.engine.parallel.precision).parameters == "fp16"
+        has_scale = MixedPrecision.from_value(trainer.engine.parallel.precision).parameters == "fp16"
         is_loss_finite = math.isfinite(trainer.values["loss"])
         if not math.isfinite(norm) or not is_loss_finite:
             self._nonfinite_steps += not (has_scale and is_loss_finite)

@@ -200,7 +200,10 @@ class MovingAverage(Hook):
 
 
 def _check_engine_is_supported(engine: Any) -> None:
-    precision, offload = MixedPrecision.of(engine.parallel.precision), OffloadConfig.of(engine.parallel.offload)
+    precision, offload = (
+        MixedPrecision.from_value(engine.parallel.precision),
+        OffloadConfig.from_argument(engine.parallel.offload),
+    )
     if precision.rounding is not None:
         raise ConfigError(
             f"MovingAverage does not support MixedPrecision(master_weights={precision.master_weights!r}).",

@@ -47,7 +47,7 @@ def plain() -> tuple[nn.Linear, Tensor, Tensor]:
 
 
 def grid_of(context: ParallelContext, mode: str, sizes: tuple[int, ...]) -> TensorGrid:
-    return TensorGrid.of(reshape_tensor_axis(context, sizes), mode)
+    return TensorGrid.from_context(reshape_tensor_axis(context, sizes), mode)
 
 
 def ranks_of(sizes: tuple[int, ...]) -> int:
@@ -68,7 +68,7 @@ def test_grid_linear_equals_the_plain_linear(sizes: tuple[int, ...], summa: bool
         assert x.grad is not None and part.grad is not None
         assert torch.allclose(part.grad, own(x.grad, grid.batch, grid.hidden), atol=1e-12)
         for name in ("weight", "bias"):
-            expected = layer.shard_specs[name].slice(getattr(linear, name).grad, grid.coords)
+            expected = layer.shard_specs[name].slice_full_tensor(getattr(linear, name).grad, grid.coords)
             assert torch.allclose(getattr(layer, name).grad, expected, atol=1e-12)
 
     run_as_threads(multiply, tensor=ranks_of(sizes))

@@ -118,8 +118,8 @@ MUTANTS = [
     mutant(
         "keep-one-more",
         "shardformer/checkpoint/retention.py",
-        "if place >= keep.last and folder != newest and not is_kept and not is_young:",
-        "if place > keep.last and folder != newest and not is_kept and not is_young:",
+        "if place >= retention.last and folder != newest and not is_kept and not is_young:",
+        "if place > retention.last and folder != newest and not is_kept and not is_young:",
         "keep=3 leaves four checkpoints.",
         first=("tests/checkpoint/test_damage.py::test_retention_keeps_the_specified_checkpoints",),
     ),
@@ -138,7 +138,7 @@ MUTANTS = [
     mutant(
         "kahan-rest-not-loaded",
         "shardformer/checkpoint/load.py",
-        "wide = memory if residual is None else memory.to(shard.wide) + residual.to(shard.wide)",
+        "wide = memory if residual is None else memory.to(shard.wide_dtype) + residual.to(shard.wide_dtype)",
         "wide = memory",
         'A run with masters="kahan" loses its compensation when it goes on.',
         first=("tests/checkpoint/test_exact.py", "tests/optim/test_rounding.py"),

@@ -94,8 +94,8 @@ MUTANTS = [
     mutant(
         "gathered-states-lose-gradients",
         "shardformer/context_parallel/sequence_sharded_tensor.py",
-        "return summands.view(rows.axis.size, *local.shape).sum(0)",
-        "return summands.view(rows.axis.size, *local.shape)[rows.axis.rank]",
+        "return summands.view(index_shards.axis.size, *local.shape).sum(0)",
+        "return summands.view(index_shards.axis.size, *local.shape)[index_shards.axis.rank]",
         "What is computed of a gathered sequence (a pooled classifier) passes back a fraction of its gradient.",
         first=(
             "tests/layers/context/test_sequence_cut.py::test_gathered_rows_get_the_summed_gradients",
@@ -129,8 +129,8 @@ MUTANTS = [
     mutant(
         "gradients-of-a-cut-sequence-not-averaged",
         "shardformer/layout/sharding_metadata.py",
-        'divisor = float(sizes.get("data", 1) * activations.count_input_shards(sizes))',
-        'divisor = float(sizes.get("data", 1))',
+        'divisor = float(axis_sizes.get("data", 1) * activations.count_input_shards(axis_sizes))',
+        'divisor = float(axis_sizes.get("data", 1))',
         "Over a sequence axis of P ranks all gradients are P times too large.",
         first=("tests/layout/test_toy_stream.py",),
     ),

@@ -142,9 +142,9 @@ MUTANTS = [
     mutant(
         "validation-numbers-its-own-classes",
         "shardformer/train_command/load_data.py",
-        "return encode_labels(read_label_field(rows, self.config.data.label)[0], self.classes, validation)",
+        "return encode_labels(read_label_field(rows, self.config.data.label)[0], self.classes, is_validation)",
         "found = read_label_field(rows, self.config.data.label)[0]\n"
-        "        return encode_labels(found, list_classes(found), validation)",
+        "        return encode_labels(found, list_classes(found), is_validation)",
         "Validation data that lacks a class is compared with wrong labels.",
         first=(
             "tests/runs/test_data.py::test_validation_data_without_some_class_uses_the_training_indices",

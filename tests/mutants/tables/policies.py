@@ -122,7 +122,7 @@ MUTANTS = [
     mutant(
         "stage-validation-in-the-middle-only",
         "shardformer/discovery/validation.py",
-        "ends = {1, count // 2, count - 1, *(at for start in chain.starts for at in (start - 1, start))}",
+        "ends = {1, count // 2, count - 1, *(at for start in chain.stack_starts for at in (start - 1, start))}",
         "ends = {count // 2}",
         "A model whose first or last layer differs is accepted in a pipeline.",
         first=(

@@ -37,7 +37,7 @@ MUTANTS = [
     mutant(
         "router-gradient-summed",
         "shardformer/sharding/apply_tensor_parallel.py",
-        "return layout, ModelRegion.GATHERED if name.startswith(self._gathered) else ModelRegion.STACK",
+        "return layout, ModelRegion.GATHERED if param_name.startswith(self._gathered) else ModelRegion.STACK",
         "return layout, ModelRegion.STACK",
         "A module that is given the whole sequence (a router) gets its gradient once for each tensor rank.",
         first=(
@@ -91,8 +91,8 @@ MUTANTS = [
     mutant(
         "transposed-logits",
         "shardformer/comm/sharded_tensor.py",
-        "return {a: b, b: a}.get(sharded, sharded), args",
-        "return {a: b}.get(sharded, sharded), args",
+        "return {a: b, b: a}.get(sharded_dim, sharded_dim), args",
+        "return {a: b}.get(sharded_dim, sharded_dim), args",
         "logits.transpose(1, 2), as F.cross_entropy takes them, is read as if its last dim were the vocabulary.",
         first=("tests/layers/vocab/test_logits.py::test_operation_equals_that_of_the_plain_tensor",),
     ),
@@ -121,7 +121,7 @@ MUTANTS = [
     mutant(
         "experts-see-own-tokens",
         "shardformer/tensor_parallel/block.py",
-        "        tokens = stream.view_as_local_tokens(x)\n",
+        "        tokens = activation_sharding.view_as_local_tokens(x)\n",
         "        tokens = None\n",
         "With sequence parallelism the experts sum the results of different tokens.",
         first=(

@@ -18,8 +18,8 @@ MUTANTS = [
     mutant(
         "row-bias-gradient-summed",
         "shardformer/sharding/apply_tensor_parallel.py",
-        "if name not in self._biases and name.startswith(self._inside):",
-        "if name.startswith(self._inside):",
+        "if param_name not in self._biases and param_name.startswith(self._inside):",
+        "if param_name.startswith(self._inside):",
         "The bias of GPT-2's output projections gets its gradient once for each tensor rank.",
         first=("tests/policies/test_forms.py::test_roles_shard_gpt2",),
     ),
@@ -133,8 +133,8 @@ MUTANTS = [
     mutant(
         "ranks-keep-their-own-weights",
         "shardformer/consistency/initial_weights.py",
-        "if axis.size > 1 and tensors and differs_across_ranks([checksum(t) for t in tensors], axis):",
-        "if axis.size > 1 and not tensors and differs_across_ranks([checksum(t) for t in tensors], axis):",
+        "if axis.size > 1 and tensors and differs_across_ranks([compute_numel_and_hash(t) for t in tensors], axis):",
+        "if axis.size > 1 and not tensors and differs_across_ranks([compute_numel_and_hash(t) for t in tensors], axis):",
         "Ranks that built their models from different seeds train parts of different models.",
         first=("tests/test_bad_input.py::test_different_initial_weights_are_replaced_by_those_of_rank_0",),
     ),

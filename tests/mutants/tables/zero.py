@@ -32,8 +32,8 @@ MUTANTS = [
     mutant(
         "masters-replaced-by-rounded-weights",
         "shardformer/zero/flat_shards.py",
-        "value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide)))",
-        "value.copy_(written.to(self.wide))",
+        "value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide_dtype)))",
+        "value.copy_(written.to(self.wide_dtype))",
         "load_state_dict with the weights that are there already rounds the fp32 masters to 16 bits.",
         first=("tests/optim/test_zero.py::test_writes_to_parameters_between_steps_take_effect",),
     ),
@@ -105,7 +105,7 @@ MUTANTS = [
     mutant(
         "stage-3-keeps-old-parameters",
         "shardformer/zero/zero_optimizer.py",
-        "            if self._scheduler is not None:\n                self._scheduler.release()\n            with",
+        "            if self._scheduler is not None:\n                self._scheduler.free_gathered_parameters()\n            with",
         "            with",
         "Stage 3 that keeps layers after their use (a pipeline, reshard_after_forward=False) trains on stale weights.",
         first=(

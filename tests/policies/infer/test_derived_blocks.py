@@ -62,7 +62,7 @@ def test_these_weights_are_sharded_by_a_derived_policy(family: str) -> None:
     assert validate_policy(ReferenceGradients.from_model(model, run), policy, 3) is None
     described = policy()
     described.set_model(model)
-    described.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
+    described.set_shard_config(ShardConfig(context=ParallelContext.from_sizes({"tensor": 2})))
     cut = make_sharding_plan(model, described).get_sharded_parameter_ids()
     for end in FOUND[family][1]:
         weights = [p for name, p in model.named_parameters() if name.removesuffix(".weight").endswith(end)]

@@ -287,13 +287,13 @@ def test_a_vision_tower_on_another_stage_keeps_its_dtype_without_parameters() ->
         stages = get_metadata(model).stages
         assert stages is not None
         seen = [name for name, _ in model.named_parameters()]
-        with stages.placeholders.include_in_parameters():
+        with stages.placeholders.include_placeholders_in_parameters():
             assert model.vision.dtype == torch.float32
             assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
             assert [tuple(p.shape) for p in model.vision.parameters()] == [p.shape for p in plain.vision.parameters()]
             model.to(torch.bfloat16)
         stages.placeholders.convert_dtypes(model, {})
-        with stages.placeholders.include_in_parameters():
+        with stages.placeholders.include_placeholders_in_parameters():
             assert model.vision.dtype == torch.bfloat16
         assert [name for name, _ in model.named_parameters()] == seen
 

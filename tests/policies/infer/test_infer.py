@@ -73,7 +73,7 @@ def small(family: str) -> nn.Module:
 def describe_policy(model: nn.Module, policy: Policy) -> list[str]:
     """Return the module replacements, blocks and stacks of a policy as text."""
     policy.set_model(model)
-    policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2}, {"tensor": 1})))
+    policy.set_shard_config(ShardConfig(context=ParallelContext.from_sizes({"tensor": 2}, {"tensor": 1})))
     plan = make_sharding_plan(model, policy)
     replaced = [line for line in plan.get_fingerprint_lines() if " -> " in line]
     blocks = sorted(str(block) for _, block in plan.blocks)
@@ -288,7 +288,7 @@ def test_a_layer_missing_in_the_reduced_model_is_refused() -> None:
     policy = derive_policy(transformers.Olmo2ForCausalLM(shrink_config(transformers.Olmo2Config())))
     policy.set_model(odd_one(3))
     with pytest.raises(PolicyError, match=r"model.layers.2 contains modules that none of the validated layers has"):
-        policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
+        policy.set_shard_config(ShardConfig(context=ParallelContext.from_sizes({"tensor": 2})))
 
 
 @pytest.mark.slow
@@ -365,5 +365,5 @@ def test_sequence_parallelism_that_failed_validation_is_refused() -> None:
     policy.no_sequence_parallel = "the output differs"
     with pytest.raises(ConfigError, match="does not support this ToyLM: the output differs"):
         policy.set_shard_config(
-            ShardConfig(enable_sequence_parallelism=True, context=ParallelContext.of({"tensor": 2}))
+            ShardConfig(enable_sequence_parallelism=True, context=ParallelContext.from_sizes({"tensor": 2}))
         )

@@ -26,7 +26,7 @@ def native(model_type: str, name: str, **settings: object) -> nn.Module:
 def list_sharded_linears(model: nn.Module, policy: RolePolicy) -> set[str]:
     """Return the last two path components of each linear layer that the policy shards in all layers."""
     policy.set_model(model)
-    policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
+    policy.set_shard_config(ShardConfig(context=ParallelContext.from_sizes({"tensor": 2})))
     sharded = make_sharding_plan(model, policy).get_sharded_parameter_ids()
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n}
     replicated = {".".join(n.split(".")[-2:]) for n, m in linears.items() if id(m.weight) not in sharded}

@@ -150,7 +150,9 @@ def test_ambiguous_expert_dims_must_be_specified() -> None:
     layer = nn.ModuleDict({"experts": nn.Module()})
     for name in ("up", "down"):
         layer["experts"].register_parameter(name, nn.Parameter(torch.zeros(3, 4, 4 if name == "down" else 8)))
-    describe = partial(describe_experts, layer=layer, path="layers.*", axis=ParallelContext.of({"tensor": 2}).tensor)
+    describe = partial(
+        describe_experts, layer=layer, path="layers.*", axis=ParallelContext.from_sizes({"tensor": 2}).tensor
+    )
     with pytest.raises(PolicyError, match=r"several dims match.*dims=\{'up': 2, 'down': 2\}"):
         describe(Experts("experts", "up", "down", fused=2))
     parameters = describe(Experts("experts", "up", "down", fused=2, dims={"up": 2, "down": 1})).parameters
