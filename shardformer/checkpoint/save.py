@@ -384,12 +384,8 @@ def prepare_save(
         check_int("step", step, 0, unit="training steps")
         CheckpointRetention.from_value(keep)
         _check_no_pending_save(tensors.model.__dict__.get(SAVE))
-        return (
-            str(Path(folder)),
-            step,
-            platform.node(),
-            checkpoint_directory.make_hidden_checkpoint_path(root, step).name,
-        )
+        hidden_name = checkpoint_directory.make_hidden_checkpoint_path(root, step).name
+        return str(Path(folder)), step, platform.node(), hidden_name
 
     def lock_directory() -> None:
         nonlocal is_new

@@ -9,7 +9,7 @@ or None if the result needs the full tensor. Rules do not read values.
 
 >>> convert_reshape_args((2, 5, 127), 2, (-1, 127), {}, local=64)
 (1, ((-1, 64),))
->>> transpose((2, 5, 127), 2, (1, 2), {}, local=64)
+>>> convert_transpose_args((2, 5, 127), 2, (1, 2), {}, local=64)
 (1, (1, 2))
 >>> select((2, 5, 127), 2, (2, 0), {}, local=64) is None     # one column
 True

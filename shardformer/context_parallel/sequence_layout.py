@@ -38,7 +38,7 @@ class SequencePositions:
     (((0, 4),), ((12, 16),), ((4, 8),), ((8, 12),))
     >>> SequencePositions(10, ring=2).chunks
     ((0, 3), (3, 6), (6, 8), (8, 10))
-    >>> SequencePositions(10, ring=2).owner(2)
+    >>> SequencePositions(10, ring=2).get_ring_rank_of_chunk(2)
     1
 
     Raises InputError if a rank would have no position.

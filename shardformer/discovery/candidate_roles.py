@@ -361,18 +361,13 @@ def _iter_attention_candidates(
             part: f"{name}?" if part in "kv" and name in lacking else name for part, name in projections.items()
         }
         for count in find_head_counts(model, group.entry, projections, features, width, bool(inside), group.head_dim):
-            numbers = classify_size_attributes(
-                _find_accessed_int_attributes(model, trace, group.entry, count), count, width
-            )
+            accessed = _find_accessed_int_attributes(model, trace, group.entry, count)
+            numbers = classify_size_attributes(accessed, count, width)
             ways = [numbers, {n: kind for n, kind in numbers.items() if kind != "width"}, {}]
             if hasattr(module, "config"):
                 counts = zip(HEAD_COUNT_FIELDS, ("heads", "kv_heads"), (count.heads, count.kv_heads), strict=True)
-                in_config = {
-                    f"config.{n}": kind
-                    for n, kind, size in counts
-                    if get_uniform_config_field(module.config, n) == size
-                }
-                ways.append(numbers | in_config)
+                matching = [(n, kind) for n, kind, x in counts if get_uniform_config_field(module.config, n) == x]
+                ways.append(numbers | {f"config.{n}": kind for n, kind in matching})
             fused = any(part in projections for part in ("qkv", "kv"))
             has_parameters = any(
                 model.get_submodule(like)._parameters for like in _find_counterparts_in_all_layers(model, group.entry)

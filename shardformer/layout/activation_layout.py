@@ -78,7 +78,7 @@ class ActivationShard:
     def make_split(self, length: int, num_ranks: int) -> Split:
         """Return which indices of a dimension with ``length`` elements each rank stores.
 
-        >>> ActivationShard(Dim.SEQUENCE, "sequence", IndexOrder.ZIGZAG).split(8, 2).parts
+        >>> ActivationShard(Dim.SEQUENCE, "sequence", IndexOrder.ZIGZAG).make_split(8, 2).parts
         (((0, 2), (6, 8)), ((2, 4), (4, 6)))
         """
         if self.order is IndexOrder.CONTIGUOUS:

@@ -514,7 +514,7 @@ class ParallelContext:
 
         Missing coordinates are 0. Without a ``world``, collectives raise LaunchError. The default device is the CPU.
 
-        >>> str(ParallelContext.of({"data": 2, "tensor": 4}, {"tensor": 3}).tensor)
+        >>> str(ParallelContext.from_sizes({"data": 2, "tensor": 4}, {"tensor": 3}).tensor)
         'tensor 3/4'
         """
         grid = RankGrid.from_sizes(sizes)

@@ -39,13 +39,13 @@ class RankGrid:
         views: additional axes that reshape these axes.
         hosts: host name of each of ``ranks``; empty if unknown.
 
-    >>> grid = RankGrid({"data": 2, "tensor": 4}, tuple(range(8))).with_reshaped_axes(["tensor"], {"row": 2, "column":
-    2})
-    >>> grid.coords(6)
+    >>> grid = RankGrid({"data": 2, "tensor": 4}, tuple(range(8)))
+    >>> grid = grid.with_reshaped_axes(["tensor"], {"row": 2, "column": 2})
+    >>> grid.get_coords(6)
     {'data': 1, 'tensor': 2, 'row': 1, 'column': 0}
-    >>> grid.rank_groups("row")
+    >>> grid.list_rank_groups("row")
     ((0, 2), (1, 3), (4, 6), (5, 7))
-    >>> grid.rank_groups("data", "row")
+    >>> grid.list_rank_groups("data", "row")
     ((0, 2, 4, 6), (1, 3, 5, 7))
     """
 

@@ -38,7 +38,7 @@ class UnknownLengthError(ConfigError, TypeError):
 class ShardedDataLoader:
     """Data loader that shards each global batch over the data-parallel ranks, and yields the shard of this rank.
 
-    >>> batches = ShardedDataLoader(list(range(10)), ParallelContext.of({}), batch_size=4, shuffle=False)
+    >>> batches = ShardedDataLoader(list(range(10)), ParallelContext.from_sizes({}), batch_size=4, shuffle=False)
     >>> [batch.tolist() for batch in batches]
     [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 

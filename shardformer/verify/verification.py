@@ -299,12 +299,8 @@ def verify(
     stages = None if pipeline is None else pipeline.create_stage_manager()
     start = time.perf_counter()
     RemoteCall.from_function(run_job_and_report, (job,), {})  # raises if an argument cannot be pickled
-    job = replace(
-        job,
-        ids=get_special_token_ids(
-            check_policy_can_shard(model_fn, grid, policy, job.config, stages, job.get_first_batch)
-        ),
-    )
+    built = check_policy_can_shard(model_fn, grid, policy, job.config, stages, job.get_first_batch)
+    job = replace(job, ids=get_special_token_ids(built))
     check_batch_is_splittable(job)
     if pool is not None:
         report = _run_job_in_pool(pool, job)

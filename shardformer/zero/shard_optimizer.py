@@ -260,14 +260,11 @@ def shard_optimizer(
     def make_options() -> tuple[list[Optimizer], ZeroOptions]:
         optimizers = as_optimizer_list(optimizer)
         places = OffloadConfig.from_argument(offload, optimizers)
-        steps = max_grad_norm, on_nonfinite
-        layers = keep_frozen, reshard_after_forward
-        options = ZeroOptions(
-            stage, MixedPrecision.from_value(precision), places, *steps, *layers, bucket_bytes, overlap
-        )
+        steps, layers = (max_grad_norm, on_nonfinite), (keep_frozen, reshard_after_forward)
+        dtypes = MixedPrecision.from_value(precision)
+        options = ZeroOptions(stage, dtypes, places, *steps, *layers, bucket_bytes, overlap)
         check_zero_support(model, optimizers, options, table)
         return optimizers, options
 
-    return ZeroOptimizer(
-        model, table, *run_and_compare_across_ranks(table.context, make_options, _format_options_per_line, ACTION)
-    )
+    checked = run_and_compare_across_ranks(table.context, make_options, _format_options_per_line, ACTION)
+    return ZeroOptimizer(model, table, *checked)

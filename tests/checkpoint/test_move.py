@@ -179,10 +179,12 @@ def test_rank_receives_only_elements_it_does_not_store(change: Any, chunk_bytes:
 
     def do(context: ParallelContext) -> tuple[ReshardStats, dict[str, int]]:
         x = torch.zeros(new.get_local_shape(context.coords), dtype=torch.int64)
-        have = FlatRegion(old.shape, old, context.coords).make_tensor_item("x", old.slice(full, context.coords))
+        have = FlatRegion(old.shape, old, context.coords).make_tensor_item(
+            "x", old.slice_full_tensor(full, context.coords)
+        )
         want = FlatRegion(new.shape, new, context.coords).make_tensor_item("x", x)
         found = redistribute_items([have], [want], context.flatten("data", "tensor"), max_message_bytes=chunk_bytes)
-        assert torch.equal(x, new.slice(full, context.coords))
+        assert torch.equal(x, new.slice_full_tensor(full, context.coords))
         return found, context.coords
 
     for found, coords in run_as_threads(do, **sizes):

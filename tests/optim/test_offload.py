@@ -241,7 +241,7 @@ def test_master_weights_and_states_are_in_files_between_steps(tmp_path: Path) ->
         assert all(x.numel() < 2 for state in ours.inner[0].state.values() for x in state.values())
     host: Any = ours._host
     assert host.disk._num_made <= 3
-    assert host.disk.bandwidth("read") > 0 and host.disk.bandwidth("written") > 0
+    assert host.disk.measure_bandwidth("read") > 0 and host.disk.measure_bandwidth("written") > 0
 
 
 class Full:

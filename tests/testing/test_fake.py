@@ -65,7 +65,7 @@ class Unwatched:
                 result = value(*args, **kwargs)
             if name == "exchange":
                 return [Unwatched(work) for work in result]
-            return Unwatched(result) if hasattr(result, "wait") or name == "connect" else result
+            return Unwatched(result) if hasattr(result, "wait") or name == "create_transport" else result
 
         return call
 

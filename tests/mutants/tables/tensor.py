@@ -134,7 +134,8 @@ MUTANTS = [
         "ranks-keep-their-own-weights",
         "shardformer/consistency/initial_weights.py",
         "if axis.size > 1 and tensors and differs_across_ranks([compute_numel_and_hash(t) for t in tensors], axis):",
-        "if axis.size > 1 and not tensors and differs_across_ranks([compute_numel_and_hash(t) for t in tensors], axis):",
+        "if axis.size > 1 and not tensors and "
+        "differs_across_ranks([compute_numel_and_hash(t) for t in tensors], axis):",
         "Ranks that built their models from different seeds train parts of different models.",
         first=("tests/test_bad_input.py::test_different_initial_weights_are_replaced_by_those_of_rank_0",),
     ),

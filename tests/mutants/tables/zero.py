@@ -105,7 +105,8 @@ MUTANTS = [
     mutant(
         "stage-3-keeps-old-parameters",
         "shardformer/zero/zero_optimizer.py",
-        "            if self._scheduler is not None:\n                self._scheduler.free_gathered_parameters()\n            with",
+        "            if self._scheduler is not None:\n"
+        "                self._scheduler.free_gathered_parameters()\n            with",
         "            with",
         "Stage 3 that keeps layers after their use (a pipeline, reshard_after_forward=False) trains on stale weights.",
         first=(
