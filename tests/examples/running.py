@@ -1,4 +1,4 @@
-"""Runs an example script on one rank or two, and reads the losses that it prints."""
+"""Runs an example script on one rank and on two, and compares the printed losses and the saved models."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from tests.scripts import run_line
 
 NUM_STEPS = 10
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def losses_in(output: str) -> list[float]:

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-import shardformer
-from tests.examples.running import assert_same_weights, run_in_one, run_in_two
 
-pytestmark = pytest.mark.slow
-
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train.py"
-
-
-def test_two_processes_train_and_save_the_same_model_as_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain, cut = tmp_path / "plain", tmp_path / "cut"
-    plain.mkdir()
-    cut.mkdir()
-    losses = run_in_two(SCRIPT, cut)
-    monkeypatch.setattr(shardformer, "shard_model", lambda model, context: model)
-    assert losses == pytest.approx(run_in_one(SCRIPT, plain, monkeypatch, capsys), rel=1e-3)
+@pytest.mark.slow
+def test_two_processes_train_and_save_the_same_model_as_one(train_in_two_and_one: Callable[..., list[float]]) -> None:
+    losses = train_in_two_and_one("train", shard_model=lambda model, context: model)
     assert losses[-1] < 0.5 * losses[0]
-    assert_same_weights(plain / "runs" / "train", cut / "runs" / "train")

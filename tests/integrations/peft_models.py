@@ -12,43 +12,34 @@ from torch import Tensor
 
 VOCAB, BATCH, LENGTH = 48, 4, 10
 SMALL: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
+DECODER: dict[str, Any] = {**SIZES, "intermediate_size": 40, "num_key_value_heads": 2, **SMALL}
+"""Sizes of a decoder whose key and value heads are shared by two query heads each."""
+GPT2_SIZES: dict[str, Any] = {"vocab_size": VOCAB, "n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 4}
+NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+"""Dropout rates of GPT-2 and GPT-J."""
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 
 
 def llama(**options: Any) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        **SMALL,
-        **options,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER, **options))
 
 
 def gpt2(**options: Any) -> Any:
-    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **options}
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_positions=32, n_embd=24, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2, **rates
-    )
+    rates = {**NO_DROPOUT, **options}
+    config = transformers.GPT2Config(**GPT2_SIZES, **rates, bos_token_id=1, eos_token_id=2)
     return transformers.GPT2LMHeadModel(config)
 
 
 def bert() -> Any:
-    config = transformers.BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=40,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=3,
-    )
+    rates: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(**SIZES, intermediate_size=40, num_labels=3, **rates)
     return transformers.BertForSequenceClassification(config)
 
 
@@ -70,77 +61,30 @@ def t5() -> Any:
 
 def stablelm() -> Any:
     """A model without a registered policy: its policy is derived."""
-    config = transformers.StableLmConfig(
-        vocab_size=VOCAB,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=32,
-        use_qkv_bias=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        **SMALL,
-    )
-    return transformers.StableLmForCausalLM(config)
+    own: dict[str, Any] = {"num_key_value_heads": 4, "use_qkv_bias": True}
+    rates: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return transformers.StableLmForCausalLM(transformers.StableLmConfig(**{**DECODER, **own}, **rates))
 
 
 def gptj() -> Any:
     """A model that adds the outputs of its attention and its MLP, which leave through one reduction."""
-    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
-    config = transformers.GPTJConfig(
-        vocab_size=VOCAB, n_positions=32, n_embd=24, n_layer=2, n_head=4, rotary_dim=4, **rates
-    )
+    config = transformers.GPTJConfig(**GPT2_SIZES, **NO_DROPOUT, rotary_dim=4, bos_token_id=1, eos_token_id=2)
     return transformers.GPTJForCausalLM(config)
 
 
 def opt() -> Any:
-    config = transformers.OPTConfig(
-        vocab_size=VOCAB,
-        hidden_size=24,
-        word_embed_proj_dim=24,
-        ffn_dim=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=32,
-        dropout=0.0,
-        **SMALL,
-    )
-    return transformers.OPTForCausalLM(config)
+    own: dict[str, Any] = {"word_embed_proj_dim": 24, "ffn_dim": 40, "dropout": 0.0}
+    return transformers.OPTForCausalLM(transformers.OPTConfig(**SIZES, **SMALL, **own))
 
 
 def mixtral() -> Any:
-    config = transformers.MixtralConfig(
-        vocab_size=VOCAB,
-        hidden_size=24,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=32,
-        experts_implementation="eager",
-        **SMALL,
-    )
-    return transformers.MixtralForCausalLM(config)
+    own: dict[str, Any] = {"intermediate_size": 20, "num_local_experts": 4}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**DECODER, **own}, **EXPERTS))
 
 
 def gemma() -> Any:
     """A model whose embedding scales its vectors and is tied to the head."""
-    config = transformers.Gemma3TextConfig(
-        vocab_size=VOCAB,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=6,
-        max_position_embeddings=32,
-        **SMALL,
-    )
-    return transformers.Gemma3ForCausalLM(config)
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**DECODER, head_dim=6))
 
 
 def convnext() -> Any:
@@ -154,22 +98,8 @@ def convnext() -> Any:
 
 def qwen2_moe() -> Any:
     """A mixture with a replicated linear between the blocks."""
-    config = transformers.Qwen2MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=24,
-        intermediate_size=40,
-        moe_intermediate_size=20,
-        shared_expert_intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=32,
-        experts_implementation="eager",
-        **SMALL,
-    )
-    return transformers.Qwen2MoeForCausalLM(config)
+    own: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 20}
+    return transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**DECODER, **own, **EXPERTS))
 
 
 MODELS: dict[str, Callable[..., Any]] = {

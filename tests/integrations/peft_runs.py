@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors.torch import load_file
@@ -189,6 +189,16 @@ class Difference:
     gradients: float | None
     weights: float
 
+    @classmethod
+    def between(cls, found: Result, reference: Result) -> Self:
+        """Compare the results of a layout with those of one process."""
+        return cls(
+            max(abs(a - b) for a, b in zip(found.losses, reference.losses, strict=True)),
+            max(abs(a - b) / max(b, 1e-9) for a, b in zip(found.norms, reference.norms, strict=True)),
+            difference(found.gradients, reference.gradients) if found.gradients else None,
+            difference(found.weights, reference.weights),
+        )
+
     @property
     def worst(self) -> float:
         return max(self.loss, self.norm, self.gradients or 0.0, self.weights)
@@ -209,12 +219,7 @@ def compare(
         return train_sharded(model, model_name, layout, context, steps)
 
     found = run_as_threads(run, **layout.sizes, in_turn=True)[0]
-    return Difference(
-        max(abs(a - b) for a, b in zip(found.losses, reference.losses, strict=True)),
-        max(abs(a - b) / max(b, 1e-9) for a, b in zip(found.norms, reference.norms, strict=True)),
-        difference(found.gradients, reference.gradients) if found.gradients else None,
-        difference(found.weights, reference.weights),
-    )
+    return Difference.between(found, reference)
 
 
 def file_differences(model_name: str, config: Any, layout: Layout, folder: str) -> dict[str, float]:
@@ -419,20 +424,26 @@ def block_collectives(feature: str, layout: str) -> tuple[dict[str, int], dict[s
     return full, with_adapters
 
 
+def train_llama(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    """Train in one process with clipped gradients, and return the losses."""
+    losses = []
+    for step in range(steps):
+        loss = model(**batch_of("llama", step)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 def train_engine(zero: int | None, folder: str, sizes: dict[str, int]) -> dict[str, float]:
     """Train with ``initialize``, save a checkpoint in the middle, resume it, and compare with one process."""
     config = config_of("LoRA")
     model = adapted("llama", config)
     plain = copy.deepcopy(model).train()
     optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
-    reference = []
-    for step in range(STEPS):
-        loss = plain(**batch_of("llama", step)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        reference.append(float(loss.detach()))
+    reference = train_llama(plain, optimizer, STEPS)
 
     def run(context: ParallelContext) -> tuple[list[float], dict[str, Tensor]]:
         parallel = shardformer.ParallelConfig(max_grad_norm=1.0, zero_stage=zero, micro_batches=2, **sizes)

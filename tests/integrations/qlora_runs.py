@@ -29,6 +29,7 @@ from tests.integrations.peft_runs import (
     error_of,
     fill,
     make_optimizer,
+    train_llama,
     train_plain,
     train_sharded,
 )
@@ -141,12 +142,7 @@ def compare_models(
         return train_sharded(model, "llama", layout, context, STEPS)
 
     found = run_as_threads(run, **layout.sizes, in_turn=True)[0]
-    return Difference(
-        max(abs(a - b) for a, b in zip(found.losses, reference.losses, strict=True)),
-        max(abs(a - b) / max(b, 1e-9) for a, b in zip(found.norms, reference.norms, strict=True)),
-        difference(found.gradients, reference.gradients) if found.gradients else None,
-        difference(found.weights, reference.weights),
-    )
+    return Difference.between(found, reference)
 
 
 def compare_all(cases: Sequence[tuple[str, ...]]) -> list[Difference | str]:
@@ -234,15 +230,7 @@ def train_engine(first: dict[str, Any], second: dict[str, Any], folder: str) -> 
     """Train with ``initialize``, resume the checkpoint under another layout, and compare with one process."""
     layout = Layout()
     plain = adapted("nf4, double quantization", "LoRA", layout).train()
-    optimizer = make_optimizer(plain)
-    reference = []
-    for step in range(4):
-        loss = plain(**batch_of("llama", step)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        reference.append(float(loss.detach()))
+    reference = train_llama(plain, make_optimizer(plain), 4)
 
     def run(context: ParallelContext, fields: dict[str, Any], steps: range, models: list[Any]) -> Any:
         parallel = shardformer.ParallelConfig(max_grad_norm=1.0, micro_batches=2, **fields)

@@ -325,6 +325,11 @@ def check_refusals(library: str, found: Mapping[str, str]) -> None:
     """Check that each attempt of the library's table was made and raised its error."""
     expected = attempts_of(library)
     assert found.keys() == expected.keys()
+    check_messages(found, expected)
+
+
+def check_messages(found: Mapping[str, str], expected: Mapping[str, Sequence[str]]) -> None:
+    """Check that each message contains its expected parts."""
     for name, parts in expected.items():
         assert all(part in found[name] for part in parts), (name, found[name])
 

@@ -13,21 +13,16 @@ import pytest
 
 from tests.integrations import accelerate_cases as cases
 from tests.integrations.accelerate_cases import compiled_loop, helpers, losses_of_notebook, refusals, train_loops
+from tests.integrations.comparisons import LAYOUTS, find_values_above, for_each_feature
 from tests.integrations.process import ROOT, IntegrationProcess, environment
-from tests.integrations.refusals import check_refusals
+from tests.integrations.refusals import check_messages, check_refusals
 from tests.integrations.rows import record_difference
+
+pytestmark = pytest.mark.slow
 
 BOUND = 1e-5
 """Largest relative difference of losses, norms and weights in fp32."""
-LAYOUTS: list[dict[str, Any]] = [
-    {"tensor": 2},
-    {"data": 2},
-    {"sequence": 2},
-    {"tensor": 2, "sequence_parallel": True},
-    {"data": 2, "zero_stage": 1},
-    {"data": 2, "zero_stage": 2},
-    {"data": 2, "zero_stage": 3},
-]
+BOUND_BF16 = 1e-2
 FEATURES: dict[str, dict[str, Any]] = {
     "loop": {},
     "accumulate": {"accumulation": 2},
@@ -49,17 +44,15 @@ def check(integrations: IntegrationProcess, root: Path, chosen: list[tuple[str, 
     used = dict.fromkeys(feature for feature, _ in chosen)
     plain = [{"layout": {}, "folder": str(root), **FEATURES[feature]} for feature in used]
     integrations(1).run(train_loops, plain)
-    problems = []
+    problems: list[str] = []
     for (feature, layout), found in zip(chosen, integrations(2).run(train_loops, cases)[0], strict=True):
         record_difference("accelerate", feature, layout, found["loss"], found["grad_norm"], "resumed")
         rounds = feature == "bf16"
         compared = {"loss", "grad_norm", "rates", "resumed"} if rounds else set(found)
-        wrong = {name: found[name] for name in compared if not found[name] < (1e-2 if rounds else BOUND)}
-        problems += [(feature, layout, wrong)] if wrong else []
+        problems += find_values_above(BOUND_BF16 if rounds else BOUND, found, compared, feature, layout)
     assert not problems
 
 
-@pytest.mark.slow
 @pytest.mark.above_budget("trains models with two ranks and in one process, and resumes each twice")
 def test_losses_norms_predictions_and_resumed_loops_equal_one_process(
     integrations: IntegrationProcess, tmp_path: Path
@@ -67,36 +60,30 @@ def test_losses_norms_predictions_and_resumed_loops_equal_one_process(
     check(integrations, tmp_path, SAMPLE)
 
 
-@pytest.mark.slow
 @pytest.mark.above_budget("may start the workers")
 def test_misuse_is_reported_on_both_ranks(integrations: IntegrationProcess, tmp_path: Path) -> None:
     first, second = integrations(2).run(cases.misuses, str(tmp_path))
     assert first == second
-    for name, parts in {
+    expected = {
         "two optimizers": ("zero_stage=1", "2 optimizers"),
         "reduction": ("reduction='min'", "mean"),
         "load before prepare": ("the weights of 1 models, but 0", "the same models to prepare"),
-    }.items():
-        assert all(part in first[name] for part in parts), (name, first[name])
+    }
+    check_messages(first, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.above_budget("may start the workers")
 def test_zero_also_shards_an_optimizer_that_is_prepared_after_its_model(integrations: IntegrationProcess) -> None:
     assert integrations(2).run(cases.optimizer_prepared_after_model) == ["ZeroOptimizer"] * 2
 
 
-@pytest.mark.slow
-@pytest.mark.full
-@pytest.mark.above_budget("trains under all layouts")
-@pytest.mark.parametrize("feature", FEATURES)
+@for_each_feature(FEATURES, "trains under all layouts")
 def test_every_feature_equals_one_process_under_every_layout(
     feature: str, integrations: IntegrationProcess, tmp_path: Path
 ) -> None:
     check(integrations, tmp_path, [(feature, layout) for layout in LAYOUTS])
 
 
-@pytest.mark.slow
 @pytest.mark.above_budget("may start the workers")
 @pytest.mark.parametrize("layout", [{"tensor": 2}, pytest.param({"data": 2, "zero_stage": 3}, marks=pytest.mark.full)])
 def test_a_dynamo_backend_compiles_the_layers(integrations: IntegrationProcess, layout: dict[str, Any]) -> None:
@@ -106,7 +93,6 @@ def test_a_dynamo_backend_compiles_the_layers(integrations: IntegrationProcess, 
         assert graphs == [1]
 
 
-@pytest.mark.slow
 @pytest.mark.above_budget("may start the workers")
 def test_other_backends_and_plain_accelerators_are_refused(integrations: IntegrationProcess) -> None:
     first, second = integrations(2).run(refusals)
@@ -114,7 +100,6 @@ def test_other_backends_and_plain_accelerators_are_refused(integrations: Integra
     check_refusals("accelerate", first)
 
 
-@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.above_budget("starts a notebook and two processes")
 def test_notebook_launcher_starts_the_ranks(integrations: IntegrationProcess, tmp_path: Path) -> None:
@@ -130,7 +115,6 @@ def test_notebook_launcher_starts_the_ranks(integrations: IntegrationProcess, tm
     assert found["losses"] == pytest.approx(expected, rel=BOUND)
 
 
-@pytest.mark.slow
 @pytest.mark.above_budget("may start the workers")
 def test_processes_are_counted_as_data_ranks(integrations: IntegrationProcess) -> None:
     tensor = integrations(2).run(helpers, {"tensor": 2})

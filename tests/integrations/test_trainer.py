@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.integrations import comparisons
 from tests.integrations import trainer_uses as uses
+from tests.integrations.comparisons import find_values_above, for_each_feature
 from tests.integrations.process import IntegrationProcess
 from tests.integrations.refusals import check_refusals
 from tests.integrations.rows import record_difference
 from tests.integrations.trainer_cases import LOGGED, Case, resume_all, train_all
+
+pytestmark = pytest.mark.slow
 
 BOUND = 1e-5
 """Largest relative difference of logs and weights in fp32."""
@@ -24,22 +28,14 @@ GROUPED = {"train_sampling_strategy": "group_by_length", "rows": "ragged"}
 REBALANCED = {"train_sampling_strategy": "batch_rebalance", "rows": "ragged"}
 GENERATING = {"predict_with_generate": True, "generation_max_length": 6}
 LAYOUTS: list[dict[str, Any]] = [
-    {"tensor": 2},
-    {"data": 2},
-    {"sequence": 2},
-    {"tensor": 2, "sequence_parallel": True},
-    {"data": 2, "zero_stage": 1},
-    {"data": 2, "zero_stage": 2},
-    {"data": 2, "zero_stage": 3},
+    *comparisons.LAYOUTS,
     {"tensor": 2, "zero_stage": 1},
     {"pipe": 2, "micro_batches": 2},
     {"pipe": 2, "zero_stage": 1},
 ]
 COMBINED: list[dict[str, Any]] = [
-    {"tensor": 2, "data": 2},
+    *comparisons.COMBINED,
     {"data": 2, "sequence": 2},
-    {"tensor": 2, "sequence": 2},
-    {"tensor": 2, "data": 2, "zero_stage": 3},
     {"data": 2, "sequence": 2, "zero_stage": 1},
     {"pipe": 2, "tensor": 2},
     {"pipe": 2, "data": 2, "zero_stage": 1},
@@ -104,7 +100,7 @@ def check(
     integrations(1).run(train_all, list(plain.values()), str(root))
     found = integrations(ranks).run(train_all, cases, str(root))[0]
     returned = integrations(1).run(resume_all, cases, str(root))[0]
-    problems = []
+    problems: list[str] = []
     for (feature, layout), measured, back in zip(chosen, found, returned, strict=True):
         measured["resumed in one process"] = back
         record_difference("transformers", feature, layout, measured["loss"], measured["grad_norm"], "read by both")
@@ -112,12 +108,18 @@ def check(
         compared = set(measured) - {"total_flos"} if "ragged" in str(FEATURES[feature]) else set(measured)
         if feature == "bf16":  # rounding decides the sign of steps
             compared &= set(LOGGED)
-        wrong = {name: measured[name] for name in compared if not measured[name] < bound}
-        problems += [(feature, layout, wrong)] if wrong else []
+        problems += find_values_above(bound, measured, compared, feature, layout)
     assert not problems
 
 
-@pytest.mark.slow
+def check_losses(integrations: IntegrationProcess, root: Path, train: Callable[[str], dict[str, Any]]) -> None:
+    """Check that two ranks have the losses of one process, by the name of the training."""
+    results = integrations(2).run(train, str(root))
+    alone = integrations(1).run(train, str(root / "one"))[0]
+    for name, losses in alone.items():
+        assert results[0][name] == pytest.approx(losses, rel=1e-5), name
+
+
 @pytest.mark.above_budget("trains models with two ranks and in one process, and resumes each in both")
 def test_losses_norms_evaluation_and_resumed_runs_equal_one_process(
     integrations: IntegrationProcess, tmp_path: Path
@@ -125,10 +127,7 @@ def test_losses_norms_evaluation_and_resumed_runs_equal_one_process(
     check(integrations, tmp_path, SAMPLE, 2, RESUMED)
 
 
-@pytest.mark.slow
-@pytest.mark.full
-@pytest.mark.above_budget("trains under all layouts")
-@pytest.mark.parametrize("feature", FEATURES)
+@for_each_feature(FEATURES, "trains under all layouts")
 def test_every_feature_equals_one_process_under_every_layout(
     feature: str, integrations: IntegrationProcess, tmp_path: Path
 ) -> None:
@@ -136,15 +135,11 @@ def test_every_feature_equals_one_process_under_every_layout(
     check(integrations, tmp_path, [(feature, layout) for layout in exact], 2)
 
 
-@pytest.mark.slow
-@pytest.mark.full
-@pytest.mark.above_budget("trains with four ranks")
-@pytest.mark.parametrize("feature", FEATURES_COMBINED)
+@for_each_feature(FEATURES_COMBINED, "trains with four ranks")
 def test_combinations_of_axes_equal_one_process(feature: str, integrations: IntegrationProcess, tmp_path: Path) -> None:
     check(integrations, tmp_path, [(feature, layout) for layout in COMBINED], 4)
 
 
-@pytest.mark.slow
 @pytest.mark.above_budget("may start the workers")
 def test_arguments_that_cannot_work_are_refused_before_training(
     integrations: IntegrationProcess, tmp_path: Path
@@ -154,7 +149,6 @@ def test_arguments_that_cannot_work_are_refused_before_training(
     check_refusals("transformers", first)
 
 
-@pytest.mark.slow
 @pytest.mark.above_budget("may start the workers")
 def test_callbacks_run_and_one_rank_reports(integrations: IntegrationProcess, tmp_path: Path) -> None:
     first, second = integrations(2).run(uses.train_with_callbacks, str(tmp_path))
@@ -165,16 +159,11 @@ def test_callbacks_run_and_one_rank_reports(integrations: IntegrationProcess, tm
     assert json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["global_step"] == 2
 
 
-@pytest.mark.slow
 @pytest.mark.above_budget("may start the workers")
 def test_model_init_own_optimizer_and_plain_modules_train(integrations: IntegrationProcess, tmp_path: Path) -> None:
-    results = integrations(2).run(uses.other_ways_to_start, str(tmp_path))
-    alone = integrations(1).run(uses.other_ways_to_start, str(tmp_path / "one"))[0]
-    for name, losses in alone.items():
-        assert results[0][name] == pytest.approx(losses, rel=1e-5), name
+    check_losses(integrations, tmp_path, uses.other_ways_to_start)
 
 
-@pytest.mark.slow
 @pytest.mark.above_budget("may start the workers")
 def test_a_loss_without_weights_warns_of_different_numbers_of_labels(
     integrations: IntegrationProcess, tmp_path: Path
@@ -184,17 +173,12 @@ def test_a_loss_without_weights_warns_of_different_numbers_of_labels(
         assert found["Mean"] == found["Items"] == []
 
 
-@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.above_budget("derives two policies")
 def test_models_that_only_run_with_the_data_are_sharded(integrations: IntegrationProcess, tmp_path: Path) -> None:
-    results = integrations(2).run(uses.own_models, str(tmp_path))
-    alone = integrations(1).run(uses.own_models, str(tmp_path / "one"))[0]
-    for name, losses in alone.items():
-        assert results[0][name] == pytest.approx(losses, rel=1e-5), name
+    check_losses(integrations, tmp_path, uses.own_models)
 
 
-@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.above_budget("may start the workers")
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"data": 2}])
@@ -207,14 +191,12 @@ def test_losses_that_count_targets_equal_one_process(
         assert found["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.above_budget("may start the workers")
 def test_batch_norm_warns_of_data_ranks(integrations: IntegrationProcess, tmp_path: Path) -> None:
     for found in integrations(2).run(uses.warnings_of_batch_norm, str(tmp_path)):
         assert len(found) == 1 and "over 2 data ranks" in found[0]
 
 
-@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.above_budget("may start the workers")
 def test_in_batch_negatives_warn_unless_gathered(integrations: IntegrationProcess, tmp_path: Path) -> None:

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 
 from tests.integrations import trl_uses as uses
+from tests.integrations.comparisons import COMBINED, LAYOUTS, find_values_above, for_each_feature
 from tests.integrations.process import IntegrationProcess
+from tests.integrations.refusals import check_messages
 from tests.integrations.rows import record_difference
 from tests.integrations.trl_cases import Case, train_all
+
+pytestmark = pytest.mark.slow
 
 BOUND = 1e-5
 """Largest relative difference of logs and weights in fp32."""
@@ -44,20 +48,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "RLOO": {**PROMPTS, "kind": "rloo", "options": {"beta": 0.0}},
 }
 """Feature -> arguments of the case."""
-LAYOUTS: list[dict[str, Any]] = [
-    {"tensor": 2},
-    {"data": 2},
-    {"sequence": 2},
-    {"tensor": 2, "sequence_parallel": True},
-    {"data": 2, "zero_stage": 1},
-    {"data": 2, "zero_stage": 2},
-    {"data": 2, "zero_stage": 3},
-]
-COMBINED: list[dict[str, Any]] = [
-    {"tensor": 2, "data": 2},
-    {"tensor": 2, "sequence": 2},
-    {"tensor": 2, "data": 2, "zero_stage": 3},
-]
 SAMPLE = [
     ("SFT, completions", {"tensor": 2}),
     ("SFT, packing", {"data": 2, "zero_stage": 1}),
@@ -84,7 +74,7 @@ def check(integrations: IntegrationProcess, root: Path, chosen: list[tuple[str, 
     for number in sorted({case.plain_ranks for case in cases}):
         plain = {case.name: case.plain for case in cases if case.plain_ranks == number}
         integrations(number).run(train_all, list(plain.values()), str(root))
-    problems = []
+    problems: list[str] = []
     for (feature, layout), measured in zip(
         chosen, integrations(ranks).run(train_all, cases, str(root))[0], strict=True
     ):
@@ -98,12 +88,10 @@ def check(integrations: IntegrationProcess, root: Path, chosen: list[tuple[str, 
             compared.remove("weights")
         if feature == "DPO, precomputed":  # rewards start at 0, so rounding decides their signs
             compared.remove("rewards/accuracies")
-        wrong = {name: measured[name] for name in compared if not measured[name] < bound}
-        problems += [(feature, layout, wrong)] if wrong else []
+        problems += find_values_above(bound, measured, compared, feature, layout)
     assert not problems
 
 
-@pytest.mark.slow
 @pytest.mark.above_budget("trains models with two ranks and in one process, and resumes each")
 def test_losses_metrics_evaluation_and_resumed_runs_equal_one_process(
     integrations: IntegrationProcess, tmp_path: Path
@@ -111,10 +99,7 @@ def test_losses_metrics_evaluation_and_resumed_runs_equal_one_process(
     check(integrations, tmp_path, SAMPLE, 2)
 
 
-@pytest.mark.slow
-@pytest.mark.full
-@pytest.mark.above_budget("trains under all layouts")
-@pytest.mark.parametrize("feature", FEATURES)
+@for_each_feature(FEATURES, "trains under all layouts")
 def test_every_feature_equals_one_process_under_every_layout(
     feature: str, integrations: IntegrationProcess, tmp_path: Path
 ) -> None:
@@ -122,20 +107,16 @@ def test_every_feature_equals_one_process_under_every_layout(
     check(integrations, tmp_path, [(feature, layout) for layout in layouts], 2)
 
 
-@pytest.mark.slow
-@pytest.mark.full
-@pytest.mark.above_budget("trains with four ranks")
-@pytest.mark.parametrize("feature", FEATURES_COMBINED)
+@for_each_feature(FEATURES_COMBINED, "trains with four ranks")
 def test_combinations_of_axes_equal_one_process(feature: str, integrations: IntegrationProcess, tmp_path: Path) -> None:
     check(integrations, tmp_path, [(feature, layout) for layout in COMBINED], 4)
 
 
-@pytest.mark.slow
 @pytest.mark.above_budget("may start the workers")
 def test_what_cannot_be_exact_is_refused(integrations: IntegrationProcess, tmp_path: Path) -> None:
     first, second = integrations(2).run(uses.refusals, str(tmp_path))
     assert first == second
-    for name, parts in {
+    expected = {
         "pipe": ("SFTTrainer.compute_loss with pipe=2", "the loss of the model itself"),
         "synchronized reference": ("DPOConfig(sync_ref_model=True)", "zero_stage=3", "Use zero_stage=2"),
         "vllm": ("GRPOConfig(use_vllm=True)", "full weights"),
@@ -147,11 +128,10 @@ def test_what_cannot_be_exact_is_refused(integrations: IntegrationProcess, tmp_p
         "distillation": ("trl.trainer.distillation_trainer", "reads the weight of the head"),
         "plain": ("sharded over", "shardformer.integrations.transformers.Trainer"),
         "plain evaluates": ("sharded over", "shardformer.integrations.transformers.Trainer"),
-    }.items():
-        assert all(part in first[name] for part in parts), (name, first[name])
+    }
+    check_messages(first, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.above_budget("generates with four ranks")
 def test_ranks_that_share_a_model_generate_the_same_completions(

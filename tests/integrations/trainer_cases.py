@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +24,21 @@ from tests.integrations.small_models import (
     token_rows,
     weight_difference,
 )
+from tests.integrations.training_cases import TrainingCase, resume_twice, train_in_new_folder, training_settings
 
-GLOBAL_BATCH = 8
 EVALUATED = 11
 """Number of evaluated samples: two data ranks have 3 and none of the last batch."""
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_sum", "eval_labels", "total_flos")
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(TrainingCase):
     """One training configuration under one layout.
 
     Args:
         resumes: whether the run is also resumed from its own checkpoint, from that of the plain Trainer, and by it.
     """
 
-    layout: dict[str, Any]
     model: str = "llama"
     options: dict[str, Any] = field(default_factory=dict)
     adapter: str = ""
@@ -47,18 +46,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Name of the training configuration, which the run in one process has, too."""
         parts = [self.model, *filter(None, [self.adapter]), *(f"{key}-{value}" for key, value in self.options.items())]
         return "_".join(parts)
-
-    @property
-    def folder(self) -> str:
-        return "_".join([self.name, *(f"{key}-{value}" for key, value in self.layout.items())])
-
-    @property
-    def plain(self) -> Case:
-        """The same training in one process."""
-        return replace(self, layout={})
 
 
 def metrics_of(prediction: Any) -> dict[str, Any]:
@@ -80,27 +69,8 @@ def reset_accelerate() -> None:
 
 
 def arguments(folder: str, case: Case) -> Any:
-    data, accumulation = case.layout.get("data", 1), case.options.get("gradient_accumulation_steps", 1)
-    settings: dict[str, Any] = {
-        "per_device_train_batch_size": GLOBAL_BATCH // data // accumulation,
-        "per_device_eval_batch_size": GLOBAL_BATCH // data,
-        "max_steps": 4,
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-3,  # otherwise rounding errors decide the sign of steps whose gradient is almost 0
-        "logging_steps": 1,
-        "report_to": [],
-        "use_cpu": True,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "disable_tqdm": True,
-        "seed": 0,
-        "max_grad_norm": 0.5,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "weight_decay": 0.1,
-        "log_level": "error",
-        **case.options,
-    }
+    own = {"learning_rate": 1e-2, "save_strategy": "steps", "weight_decay": 0.1}
+    settings = training_settings(case.layout.get("data", 1), case.options, **own)
     settings.pop("rows", None)
     kind = transformers.Seq2SeqTrainingArguments if case.model == "t5" else transformers.TrainingArguments
     return kind(folder, **settings)
@@ -180,25 +150,14 @@ def train(case: Case, root: str) -> dict[str, Any]:
 
     Resumes in the middle of the epoch: from the own checkpoint, and from that of the plain Trainer.
     """
-    place = os.path.join(root, case.folder)
-    if int(os.environ["RANK"]) == 0:
-        shutil.rmtree(place, ignore_errors=True)
-    torch.distributed.barrier()
-    trainer = make_trainer(place, case)
-    trainer.train()
-    weights, logs = full_weights(trainer.model), logged(trainer)
-    reference = os.path.join(root, f"{case.name}.pt")
-    if not case.layout:
-        torch.save((weights, logs), reference)
+    (weights, logs), reference = train_in_new_folder(case, root, make_trainer, logged)
+    if reference is None:
         return logs
-    weights_1, logs_1 = torch.load(reference)
-    found = {name: largest_difference(logs[name], logs_1[name]) for name in LOGGED}
+    weights_1, logs_1 = reference
+    found: dict[str, Any] = {name: largest_difference(logs[name], logs_1[name]) for name in LOGGED}
     found["weights"] = weight_difference(weights, weights_1)
-    for name, checkpoint in (("resumed", case.folder), ("crossed", case.name)) if case.resumes else ():
-        again = make_trainer(f"{place}_{name}", case, seed=9)
-        again.train(resume_from_checkpoint=os.path.join(root, checkpoint, "checkpoint-2"))
-        found[name] = weight_difference(full_weights(again.model), weights_1)
-        shutil.rmtree(f"{place}_{name}", ignore_errors=True)
+    if case.resumes:
+        found |= resume_twice(case, root, partial(make_trainer, case=case, seed=9), weights_1)
     return found
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,16 @@ import torch
 import transformers
 
 from shardformer.config import ParallelConfig
-from tests.integrations.small_models import VOCAB, full_weights, gpt2, llama, weight_difference
+from tests.integrations.small_models import VOCAB, gpt2, llama, weight_difference
 from tests.integrations.trainer_cases import reset_accelerate
+from tests.integrations.training_cases import (
+    GLOBAL_BATCH,
+    TrainingCase,
+    resume_twice,
+    train_in_new_folder,
+    training_settings,
+)
 
-GLOBAL_BATCH = 8
 GENERATING = ("grpo", "rloo")
 """Trainers that generate completions."""
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
@@ -40,7 +46,7 @@ LOGGED = {
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(TrainingCase):
     """One training configuration under one layout.
 
     Args:
@@ -49,7 +55,6 @@ class Case:
         plain_ranks: number of processes of the plain run. With more than one, TRL draws other completions.
     """
 
-    layout: dict[str, Any]
     kind: str = "sft"
     model: str = "llama"
     rows: str = "text"
@@ -59,20 +64,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Name of the training configuration, which the run in one process has, too."""
         options = (f"{key}-{value}" for key, value in self.options.items())
         return "_".join(
             [self.kind, self.model, self.rows, "peft" if self.peft else "full", str(self.plain_ranks), *options]
         )
-
-    @property
-    def folder(self) -> str:
-        return "_".join([self.name, *(f"{key}-{value}" for key, value in self.layout.items())])
-
-    @property
-    def plain(self) -> Case:
-        """The same training in one process."""
-        return replace(self, layout={})
 
 
 def tokenizer() -> Any:
@@ -152,28 +147,9 @@ def make_trainer(folder: str, case: Case, seed: int = 0) -> Any:
     reset_accelerate()
     name = case.kind.capitalize() if case.kind == "reward" else case.kind.upper()
     data = case.layout.get("data", 1) if case.layout else case.plain_ranks
-    accumulation = case.options.get("gradient_accumulation_steps", 1)
-    settings: dict[str, Any] = {
-        "per_device_train_batch_size": GLOBAL_BATCH // data // accumulation,
-        "per_device_eval_batch_size": GLOBAL_BATCH // data,
-        "max_steps": 4,
-        "learning_rate": 1e-2 if case.kind == "sft" else 1e-3,
-        "adam_epsilon": 1e-3,  # otherwise rounding errors decide the sign of steps whose gradient is almost 0
-        "logging_steps": 1,
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "save_steps": 2,
-        "disable_tqdm": True,
-        "seed": 0,
-        "max_grad_norm": 0.5,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "log_level": "error",
-        **({"max_completion_length": 6, "num_generations": 4} if case.kind in GENERATING else {}),
-        **case.options,
-    }
-    args = getattr(trl, f"{name}Config")(folder, **settings)
+    own: dict[str, Any] = {"learning_rate": 1e-2 if case.kind == "sft" else 1e-3, "bf16": False}
+    own |= {"max_completion_length": 6, "num_generations": 4} if case.kind in GENERATING else {}
+    args = getattr(trl, f"{name}Config")(folder, **training_settings(data, case.options, **own))
     options: dict[str, Any] = {"processing_class": tokenizer()}
     count = 160 if case.options.get("packing") else 40
     options |= {"train_dataset": data_set(case.rows, count, 1), "eval_dataset": data_set(case.rows, GLOBAL_BATCH, 3)}
@@ -230,28 +206,15 @@ def train(case: Case, root: str) -> dict[str, float]:
 
     Resumes in the middle of the epoch: from the own checkpoint, and from that of the plain trainer.
     """
-    place = os.path.join(root, case.folder)
-    if int(os.environ["RANK"]) == 0:
-        shutil.rmtree(place, ignore_errors=True)
-    torch.distributed.barrier()
-    trainer = make_trainer(place, case)
-    trainer.train()
-    weights, logs = full_weights(trainer.model), logged(trainer, case.kind)
-    reference = os.path.join(root, f"{case.name}.pt")
-    if not case.layout:
-        torch.save((weights, logs), reference)
+    (weights, logs), reference = train_in_new_folder(case, root, make_trainer, partial(logged, kind=case.kind))
+    if reference is None:
         return {}
-    weights_1, logs_1 = torch.load(reference)
+    weights_1, logs_1 = reference
     found = {name: metric_difference(name, logs, logs_1) for name in logs}
     found["weights"] = weight_difference(weights, weights_1)
-    for name, checkpoint in (("resumed", case.folder), ("crossed", case.name)):
-        # adapters are saved without the model, and the initial model computes the log-probabilities of the reference
-        seed = 0 if case.peft or case.options.get("precompute_ref_log_probs") else 9
-        again = make_trainer(f"{place}_{name}", case, seed)
-        again.train(resume_from_checkpoint=os.path.join(root, checkpoint, "checkpoint-2"))
-        found[name] = weight_difference(full_weights(again.model), weights_1)
-        shutil.rmtree(f"{place}_{name}", ignore_errors=True)
-    return found
+    # adapters are saved without the model, and the initial model computes the log-probabilities of the reference
+    seed = 0 if case.peft or case.options.get("precompute_ref_log_probs") else 9
+    return found | resume_twice(case, root, partial(make_trainer, case=case, seed=seed), weights_1)
 
 
 def train_all(cases: Sequence[Case], root: str) -> list[dict[str, float]]:

@@ -24,11 +24,7 @@ from shardformer.verify.report import Report
 from shardformer.verify.train_both import VerifyJob, VerifyPipeline
 from shardformer.verify.verification import run_job_and_report
 from tests.verify.deep import Uneven, deep
-
-
-def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
-    """Replace ``owner.name`` by ``make(original)``."""
-    return mock.patch.object(owner, name, make(getattr(owner, name)))
+from tests.verify.omissions import Omission, replaced
 
 
 def no_sum_over_stages() -> Any:
@@ -135,17 +131,14 @@ def report_without(mutation: str, job: VerifyJob) -> Report | None:
 
 
 @dataclass(frozen=True)
-class Case:
-    """An omission, the model it is applied to, and how the report shows it.
+class Case(Omission):
+    """An omission from a pipeline, and how the report shows it.
 
     Args:
-        mutation: a key of ``MUTATIONS``.
         shows_in: the difference that exceeds its tolerance.
         where: a pattern that matches the parameter with the largest difference.
     """
 
-    mutation: str
-    family: str
     shows_in: str = "gradient"
     where: str = "."
     schedule: str = "1f1b"

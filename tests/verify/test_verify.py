@@ -42,6 +42,7 @@ from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatchFactory, 
 from shardformer.verify.train_both import VerifyJob
 from shardformer.verify.verification import run_job_and_report, verify
 from tests.pools import WorkerPools
+from tests.verify.omissions import Omission, replaced
 from tests.verify.tower import ForgetfulPolicy, Tower, TowerPolicy, distance, numbers
 
 pytestmark = pytest.mark.slow
@@ -53,11 +54,6 @@ OVERLAP = {**SEQUENCE, "enable_sequence_overlap": True}
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() >= 0
-
-
-def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
-    """Replace ``owner.name`` by ``make(original)``."""
-    return mock.patch.object(owner, name, make(getattr(owner, name)))
 
 
 def left_out(owner: Any, name: str, alone: Callable[..., Tensor], *, backward: bool) -> Any:
@@ -242,17 +238,14 @@ def report_without(mutation: str, job: VerifyJob) -> Report | None:
 
 
 @dataclass(frozen=True)
-class Case:
-    """An omission, the model it is applied to, and how the report shows it.
+class Case(Omission):
+    """An omission from a layout, and how the report shows it.
 
     Args:
-        mutation: a key of ``MUTATIONS``.
         where: a pattern that matches the parameter with the largest difference.
         shows_in: the difference that exceeds its tolerance: loss, gradient or norm, or "missing".
     """
 
-    mutation: str
-    family: str
     where: str = "."
     shows_in: str = "gradient"
     config: Mapping[str, Any] = field(default_factory=dict)
