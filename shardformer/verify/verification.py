@@ -289,8 +289,7 @@ def verify(
     """
     check_main_guard()
     get_tolerances(dtype)
-    options = _get_non_default_options(config)
-    how = training or VerifyTraining()
+    options, how = _get_non_default_options(config), training or VerifyTraining()
     grid, sequence = _parse_axis_sizes(tensor)
     tensor = count_ranks_on_axis(grid, "tensor")
     job = VerifyJob(

@@ -260,9 +260,8 @@ def shard_optimizer(
     def make_options() -> tuple[list[Optimizer], ZeroOptions]:
         optimizers = as_optimizer_list(optimizer)
         places = OffloadConfig.from_argument(offload, optimizers)
-        steps, layers = (max_grad_norm, on_nonfinite), (keep_frozen, reshard_after_forward)
-        dtypes = MixedPrecision.from_value(precision)
-        options = ZeroOptions(stage, dtypes, places, *steps, *layers, bucket_bytes, overlap)
+        dtypes, steps = MixedPrecision.from_value(precision), (max_grad_norm, on_nonfinite)
+        options = ZeroOptions(stage, dtypes, places, *steps, keep_frozen, reshard_after_forward, bucket_bytes, overlap)
         check_zero_support(model, optimizers, options, table)
         return optimizers, options
 
