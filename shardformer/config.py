@@ -55,7 +55,7 @@ class ShardOptions(TypedDict, total=False):
 class ShardConfig:
     """Options that specify how a model is sharded.
 
-    Create them with ``ParallelConfig.shard_config(context)``, or write them directly as in ColossalAI.
+    Create them with ``ParallelConfig.make_shard_config(context)``, or write them directly as in ColossalAI.
 
     Args:
         tensor_parallel_process_group: the process group of the tensor axis. None: all processes.

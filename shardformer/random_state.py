@@ -159,7 +159,7 @@ def derive_local_seed(seed: int, rank: int) -> int:
 
 
 class LocalRandomState:
-    """Gives each rank a random state of its own between ``enter`` and ``leave``, for example for dropout.
+    """Gives each rank a random state of its own, for example for dropout, until ``leave_local_state`` is called.
 
     With ``share``, switches from one random state per rank to a shared one. This broadcasts one number.
 
@@ -199,7 +199,7 @@ class LocalRandomState:
 
     @contextmanager
     def use_outer_state(self) -> Iterator[None]:
-        """In the ``with`` block, use the outer random state, which ``enter`` has replaced until ``leave``."""
+        """In the ``with`` block, use the outer random state, which ``enter_local_state`` has replaced."""
         if self.is_in_graph and torch.compiler.is_compiling():
             torch.ops.shardformer.swap_random_state()
             try:

@@ -1,6 +1,6 @@
 """Install, list and remove the patches of functions in torch and transformers.
 
-A feature that replaces a function of torch or transformers, or registers a global hook, calls ``install`` with a
+A feature that replaces a function of torch or transformers, or registers a global hook, calls ``install_patch`` with a
 ``Patch`` and a function that applies it. ``installed()`` lists the patches of this process, and ``uninstall()`` reverts
 them. The next ``shard_model`` installs the patches it needs again.
 

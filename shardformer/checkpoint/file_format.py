@@ -374,14 +374,14 @@ def encode_json_value(value: Any, location: str) -> Any:
 
 
 def find_json_differences(one: Any, other: Any, path: str) -> list[str]:
-    """Return the paths of the values that differ between two outputs of ``to_json``."""
+    """Return the paths of the values that differ between two outputs of ``encode_json_value``."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys() and KIND not in one:
         return [name for key in one for name in find_json_differences(one[key], other[key], f"{path}[{key!r}]")]
     return [path] if repr(one) != repr(other) else []
 
 
 def decode_json_value(value: Any) -> Any:
-    """Convert the output of ``to_json`` back to a Python value."""
+    """Convert the output of ``encode_json_value`` back to a Python value."""
     if isinstance(value, list):
         return [decode_json_value(each) for each in value]
     if not isinstance(value, Mapping):

@@ -84,8 +84,8 @@ def write_snapshot(
     """Write this rank's chunks into a hidden folder, which the first rank renames once all ranks are done.
 
     Args:
-        to_disk: whether to sync the files to the disk. If False, call ``sync_to_disk`` later, which also deletes
-            older checkpoints.
+        to_disk: whether to sync the files to the disk. If False, call ``flush_checkpoint_to_disk`` later, which also
+            deletes older checkpoints.
 
     Returns:
         The path of the checkpoint.

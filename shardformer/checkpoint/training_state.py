@@ -143,7 +143,9 @@ class ModelTensors:
         return {name: compute_chunk_checksum(x, (0,) * x.dim()) for name, x in buffers.items()}
 
     def iterate_tensor_items(self) -> Iterator[TensorItem]:
-        """Yield the parameters, master weights and buffers that this rank saves. Must be called inside ``readable()``.
+        """Yield the parameters, master weights and buffers that this rank saves.
+
+        Call it inside ``readable_zero_shards()``.
 
         Buffers are yielded only by ranks with sequence rank 0 and tensor rank 0. Each data rank yields its own buffers,
         and the caller drops those that ``find_identical_buffers`` returns.

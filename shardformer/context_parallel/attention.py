@@ -42,7 +42,7 @@ KNOWN_ARGUMENTS = {
     "output_attentions", "output_hidden_states", "return_dict", "num_items_in_batch", "position_embeddings",
     "attention_mask", "deterministic", "target_dtype",
 }  # fmt: skip
-"""Arguments that ``context_attention`` implements or can ignore."""
+"""Arguments that ``context_parallel_attention`` implements or can ignore."""
 
 
 def context_parallel_attention(

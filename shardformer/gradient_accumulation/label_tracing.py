@@ -117,7 +117,7 @@ class _UnknownArgumentError(Exception):
 class LabelTracer:
     """A recorder of the torch functions that are called on the tensors of a micro-batch.
 
-    Call ``record`` after each torch function.
+    Call ``record_function_call`` after each torch function.
     """
 
     def __init__(self, tensors: Tensors) -> None:

@@ -221,12 +221,12 @@ class _RecordedLosses:
 class MicroBatchLossScaler:
     """A recorder that scales the losses of micro-batches so that they sum to the loss of the full batch.
 
-    Call ``start(m)`` and ``stop()`` before and after the head in each micro-batch's forward pass. Run the backward pass
-    on the result of ``scale_loss(m, loss)``, and call ``finish()`` before the optimizer step. The loss of a
-    single micro-batch is not scaled.
+    Call ``start_recording(m)`` and ``stop_recording()`` before and after the head in each micro-batch's forward pass.
+    Run the backward pass on the result of ``scale_loss(m, loss)``, and call ``run_deferred_checks()`` before the
+    optimizer step. The loss of a single micro-batch is not scaled.
 
-    The host synchronizes with the GPU only in the first forward pass and in ``finish``. On a CPU, all checks run at
-    once.
+    The host synchronizes with the GPU only in the first forward pass and in ``run_deferred_checks``. On a CPU, all
+    checks run at once.
 
     Args:
         micro_batches: all micro-batches, whose shapes may differ.
@@ -560,7 +560,7 @@ class MicroBatchLossScaler:
                     )
 
     def _check_or_defer(self, is_valid: Tensor, describe_problem: Problem) -> None:
-        """Raise ConfigError if ``is_valid`` is False. On a GPU, this check is deferred to ``finish``."""
+        """Raise ConfigError if ``is_valid`` is False. On a GPU, this check is deferred to ``run_deferred_checks``."""
         if is_valid.device.type != "cpu":
             self._deferred_checks.append((is_valid, describe_problem))
         elif not tolist_or_ones(is_valid):

@@ -173,7 +173,7 @@ class GradientReducer(PausableReducer):
     def start_reduction(self) -> None:
         """Start reducing the gradients that were accumulated inside ``no_sync``.
 
-        All ranks must call this method, including ranks without gradients. ``finish`` waits for the result.
+        All ranks must call this method, including ranks without gradients. ``finish_reduction`` waits for the result.
         """
         while self._num_started < len(self._buckets):
             self._start_next_bucket()

@@ -112,10 +112,10 @@ class GradientReducerProtocol(Protocol):
 class GradientOwner(Protocol):
     """Protocol for an optimizer that stores the gradients itself instead of in ``param.grad``.
 
-    All ranks must call ``reduce_pending_gradients`` and ``norm_of``.
+    All ranks must call ``reduce_pending_gradients`` and ``compute_grad_norm``.
 
-    ``reduce_pending_gradients`` reduces the gradients accumulated under ``no_sync``. ``norm_of`` returns a global
-    gradient norm, and ``scaled`` a context that yields the loss scale of the backward passes inside it.
+    ``reduce_pending_gradients`` reduces the gradients accumulated under ``no_sync``. ``compute_grad_norm`` returns a
+    global gradient norm, and ``scale_loss`` a context that yields the loss scale of the backward passes inside it.
     """
 
     param_groups: list[dict[str, Any]]
@@ -130,7 +130,8 @@ class GradientOwner(Protocol):
 class ParameterOwner(Protocol):
     """Protocol for an optimizer that shards parameters (ZeRO stage 3). All ranks must make the same calls.
 
-    ``gather`` makes a full parameter available until the next call, and ``release`` frees it.
+    ``gather_parameter`` makes a full parameter available until the next call, and ``free_gathered_parameters`` frees
+    it.
     """
 
     def gather_parameter(self, param: Tensor) -> None: ...
@@ -174,7 +175,9 @@ class ShardingMetadata:
     request: ShardingRequest = field(default_factory=ShardingRequest)  # options and policy of ``shard_model``
     activations: ActivationLayout = field(default_factory=ActivationLayout)  # layout of the activations between blocks
     entries: list[ParamEntry] = field(default_factory=list)  # parameters, each once
-    stages: Any = None  # pipeline stages (``shardformer.pipeline.stage_manager.Stages``), or None without a pipeline
+    stages: Any = (
+        None  # pipeline stages (``shardformer.pipeline.stage_manager.PipelineStages``), or None without a pipeline
+    )
     replacements: list[ReplacementRecord] = field(default_factory=list)  # replaced modules, attributes and methods
     notes: list[str] = field(default_factory=list)  # remarks for the user, such as the chosen attention kernel
     reducers: list[GradientReducerProtocol] = field(default_factory=list)  # gradient reducers

@@ -75,7 +75,7 @@ class CollectiveLog:
     Args:
         calls: collectives in the order of their start. Only the sender logs a message.
         events: starts and waits in order, including those of receives.
-        where: current call site, set by ``within``.
+        where: current call site, set by ``set_call_site``.
         steps: number of optimizer steps, for error messages.
     """
 

@@ -26,7 +26,7 @@ HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 class SavedTensorHooks:
     """A pair of pack and unpack hooks for saved tensors, which can be nested with other pairs.
 
-    The pair is active from ``enter`` to ``leave``.
+    The pair is active from ``activate`` to ``deactivate``.
 
     Args:
         pack: Returns a replacement for a tensor, or None to leave the tensor to other hooks.
@@ -123,8 +123,8 @@ class ActivationStats:
     Args:
         device: Bytes on the device by kind.
         host: Bytes on the host.
-        most: Maximum bytes on the device since the last ``reset``.
-        most_host: Maximum bytes on the host since the last ``reset``.
+        most: Maximum bytes on the device since the last ``reset_peaks``.
+        most_host: Maximum bytes on the host since the last ``reset_peaks``.
         bandwidth: Measured bytes per second of copies in each direction, or None before the first copy.
     """
 

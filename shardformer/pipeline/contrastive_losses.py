@@ -1,8 +1,8 @@
 """Detects losses that compare the samples of a batch with each other, such as contrastive losses.
 
 Such a loss is not the mean of the losses of its micro-batches, because each micro-batch and data rank compares only its
-own samples. ``gather_over_data`` gives every data rank the samples of all ranks. A ``Trial`` detects such a loss in the
-first step, by running a few samples separately and together, without gradients.
+own samples. ``gather_over_data`` gives every data rank the samples of all ranks. A ``LossTrial`` detects such a loss in
+the first step, by running a few samples separately and together, without gradients.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def make_loss_trial(
         main_input, special_token_ids: as in ``split_batch``.
         needs_full_samples: whether other ranks wait for a rank whose forward pass fails, so that only valid batches may
             run.
-        uses_counts, rejects_unknown: as in ``Trial``.
+        uses_counts, rejects_unknown: as in ``LossTrial``.
     """
     try:
         size = get_batch_size(batch, main_input)
@@ -239,7 +239,7 @@ class LossTrialOutputs(LastStageOutputs):
             self.stop_loss_recording()
 
     def list_losses(self) -> list[float]:
-        """Return the losses of the trial's micro-batches in the order that ``Trial.classify`` expects."""
+        """Return the losses of the trial's micro-batches in the order that ``Trial.classify_losses`` expects."""
         try:
             if self._trial_weights is not None:
                 self._trial_weights.run_deferred_checks()

@@ -248,7 +248,8 @@ class StageForward:
         random_stream: returns the index of the random stream of a stack, or 0 if all ranks draw the same numbers.
         device: device of the stage.
         wrappers: by the id of a layer, its outermost wrapper (activation checkpointing), which is overridden instead.
-        permanent: whether to override the `forward` methods permanently, or only while ``installed`` is active.
+        permanent: whether to override the `forward` methods permanently, or only while ``override_forward_methods`` is
+            active.
     """
 
     def __init__(

@@ -186,7 +186,7 @@ class TensorParallelBlock:
         """Return the full input of a tensor-parallel block that is compiled with torch.compile.
 
         Each linear layer of the block computes its own output. The compiler sums their gradients before the collective
-        of the backward pass, as in ``project``.
+        of the backward pass, as in ``compute_column_output``.
         """
         self._region = region = self.stream.select_tp_region(x)
         self.is_flat = isinstance(region, SequenceShardedRegion) and x.dim() == 2

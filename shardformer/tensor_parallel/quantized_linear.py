@@ -120,7 +120,7 @@ def store_quantized_shard(parallel_linear: Any, quantized_linear: Any, coords: M
     """
     spec = parallel_linear.shard_specs.pop("weight")
     dim = next(iter(spec.splits))
-    vars(parallel_linear)["product"] = _copy_without_weight(quantized_linear, *spec.local_shape(coords))
+    vars(parallel_linear)["product"] = _copy_without_weight(quantized_linear, *spec.get_local_shape(coords))
     shard = slice_4bit_weight(quantized_linear.weight, dim, spec.get_local_slices(dim, coords))
     store_weights_as_attributes(parallel_linear, {"weight": shard}, num_values=prod(spec.shape))
     add_mixins(parallel_linear, QuantizedLinear)

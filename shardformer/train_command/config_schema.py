@@ -483,11 +483,12 @@ def _rename_deprecated_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
 def apply_command_line_override(tables: dict[str, Any], override: str) -> None:
     """Apply a command-line change such as ``parallel.tensor=2`` to the tables of a run configuration, in place."""
     key, equals, text = override.partition("=")
-    *parents, name = (part.strip() for part in key.split("."))
-    if not equals or not name or not all(parents):
+    try:
+        *parents, name = _split_key(key) if equals else []
+    except ValueError as error:  # also without a key, or if the key is not valid TOML
         raise ConfigError(
             f"--set {override} does not have the form key=value.", remedy="For example, write --set parallel.tensor=2."
-        )
+        ) from error
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -504,6 +505,15 @@ def apply_command_line_override(tables: dict[str, Any], override: str) -> None:
         table[name] = value
     else:
         table.pop(name, None)
+
+
+def _split_key(key: str) -> list[str]:
+    """Split a TOML key at its dots, except inside quotes. Raises ValueError if it is not a valid key."""
+    names, value = list[str](), tomllib.loads(f"{key} = 0")
+    while isinstance(value, dict):
+        ((part, value),) = value.items()
+        names.append(part)
+    return names
 
 
 def _to_config_error(error: ValidationError, source: str) -> ConfigError:

@@ -442,7 +442,7 @@ def compute_model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 def averages_loss_over_samples(head_class: str) -> bool:
     """Return whether ``compute_model_loss`` averages over samples instead of labels for a head class.
 
-    The losses of micro-batches must then be weighted by ``num_samples``.
+    The losses of micro-batches must then be weighted by ``count_samples``.
     """
     if head_class.endswith(("LMHeadModel", "DoubleHeadsModel")) or head_class in (
         "BeitForMaskedImageModeling",

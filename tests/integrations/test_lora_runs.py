@@ -32,7 +32,7 @@ def made(where: Path, name: str, steps: int = 2, **tables: Any) -> Any:
 def train(where: Path, name: str, parallel: dict[str, Any], lora: dict[str, Any], steps: int = 2) -> list[float]:
     run = made(where, name, steps, parallel=parallel, lora=lora)
     run_training(run)
-    return [record.values["loss"] for record in read_records(run.path)]
+    return [record.values["loss"] for record in read_records(run.output_folder)]
 
 
 def compare_exports(where: Path) -> tuple[float, float, int]:

@@ -140,10 +140,11 @@ def test_a_file_is_read_and_keys_are_changed(tmp_path: Path) -> None:
         "seed=3",
         "folder=",
         "training.epochs=",
+        'hooks."my.hooks.py:Mine".most=3',
     ]
     found = load_train_config(file, changes)
     assert (found.model.name, found.layout.tensor, found.data.train) == ("gpt2", 2, ["a.txt", "b.txt"])
-    assert found.hooks == {"progress": False}
+    assert found.hooks == {"progress": False, "my.hooks.py:Mine": {"most": 3}}
     assert found.folder == "run", "its default"
 
 
@@ -156,7 +157,7 @@ def test_a_path_may_start_with_a_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
     assert OffloadConfig("nvme:~/states").folder == "/home/me/states"
 
 
-@pytest.mark.parametrize("change", ["parallel.tensor", "=3", "parallel.=2", ".x=2"])
+@pytest.mark.parametrize("change", ["parallel.tensor", "=3", "parallel.=2", ".x=2", 'hooks."x=2'])
 def test_a_change_is_a_key_and_a_value(change: str, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"--set"):

@@ -505,7 +505,12 @@ LEFT_OUT: dict[str, tuple[str, Any, str, Any]] = {
     "keys that are gathered": ("gather", ring, "all_gather", lambda x, axis, *_, **__: torch.cat([x] * axis.size, 3)),
     "heads for positions": ("ulysses", heads, "_all_to_all", _not_swapped),
     "the loss": ("ring", cut_tensor, "all_reduce", lambda x, *_, **__: x),
-    "gradients of weights": ("ring", sharding_gradients, "get_reduction", lambda *_: GradientReduction(divisor=2.0)),
+    "gradients of weights": (
+        "ring",
+        sharding_gradients,
+        "get_gradient_reduction",
+        lambda *_: GradientReduction(divisor=2.0),
+    ),
 }
 
 

@@ -130,7 +130,7 @@ def test_tensor_times_data(timm_pools: WorkerPools, name: str, mode: str) -> Non
 
 def without(what: str, name: str, options: dict[str, bool]) -> list[str]:
     stand_in: Any = {
-        "shardformer.sharding.apply_tensor_parallel.get_reduction": lambda *_: GradientReduction(),
+        "shardformer.sharding.apply_tensor_parallel.get_gradient_reduction": lambda *_: GradientReduction(),
         "shardformer.tensor_parallel.region.start_all_reduce": lambda x, *_, **__: _Done(x),
     }[what]
     with patch(what, stand_in):
@@ -150,14 +150,19 @@ class _Done:
     [
         ("shardformer.tensor_parallel.region.start_all_reduce", "beit", "plain", "output differs"),
         (
-            "shardformer.sharding.apply_tensor_parallel.get_reduction",
+            "shardformer.sharding.apply_tensor_parallel.get_gradient_reduction",
             "vit with all between",
             "plain",
             "attn.q_norm.weight",
         ),
-        ("shardformer.sharding.apply_tensor_parallel.get_reduction", "beit", "sequence", "blocks.0.gamma_1 differs"),
         (
-            "shardformer.sharding.apply_tensor_parallel.get_reduction",
+            "shardformer.sharding.apply_tensor_parallel.get_gradient_reduction",
+            "beit",
+            "sequence",
+            "blocks.0.gamma_1 differs",
+        ),
+        (
+            "shardformer.sharding.apply_tensor_parallel.get_gradient_reduction",
             "swin v2",
             "plain",
             "attn.cpb_mlp.0.weight differs",
