@@ -61,17 +61,17 @@ def read_conversation(row: Mapping[str, Any], data: DataOptions) -> list[Message
         return _add_system_message(_normalize_messages(row[field], field), row)
     pair = _find_prompt_and_answer_fields(row, data)
     if pair is None and data.prompt is None and data.messages in row:
+        value = row[data.messages]
         raise InputError(
-            f"A row has {row[data.messages]!r:.60} in the field {data.messages!r}, which is not a list of messages.",
-            rule='Write a list such as [{"role": "user", "content": "words"}], and not a string that contains JSON.',
-            remedy="Correct or remove that row.",
+            f"The field {data.messages!r} must be a list of messages, but got {value!r:.60}.",
+            remedy='Write a list such as [{"role": "user", "content": "words"}], not a string that contains JSON.',
         )
     if pair is None:
-        known = ", ".join(f"{prompt!r} and {answer!r}" for prompt, answer in PAIRS)
+        fields = ", ".join(map(repr, row))
         raise InputError(
-            f"A row has the fields {', '.join(map(repr, row))}, which do not contain a conversation.",
-            rule=f"A row needs a list of messages in {data.messages!r} or 'conversations', or the fields {known}.",
-            remedy="Set data.messages, or data.prompt and data.target, to the names of your fields.",
+            f"No conversation was found in a row with the fields {fields}.",
+            remedy="Set data.messages to the field that contains the messages, or data.prompt and data.target to the "
+            "fields that contain the prompt and the answer.",
         )
     return _read_prompt_and_answer(row, pair)
 
@@ -109,11 +109,12 @@ def _add_system_message(messages: list[Message], row: Mapping[str, Any]) -> list
         return messages
     if not messages or messages[0]["role"] != SYSTEM:
         return [{"role": SYSTEM, "content": system}, *messages]
-    if messages[0]["content"] != system:
+    content = messages[0]["content"]
+    if content != system:
         raise InputError(
-            f"A row has two different system messages: {messages[0]['content']!r:.60} in its conversation, and "
-            f"{system!r:.60} in the field {SYSTEM!r}.",
-            remedy="Remove one of them.",
+            f"The row has two system messages: {content!r:.60} in its conversation, and {system!r:.60} in the field "
+            "'system'.",
+            remedy="Remove one of the two system messages.",
         )
     return messages
 
@@ -134,10 +135,9 @@ def read_prompt_with_answer(row: Mapping[str, Any], answer_field: str, data: Dat
         ]
     if len(messages) < 2 or messages[-1]["role"] != ANSWER:
         raise InputError(
-            f"The field {answer_field!r} of a row contains {answer!r:.60}, which is not an answer to a prompt.",
-            rule="This field must contain the answer to the field 'prompt', or a conversation that includes the "
-            "prompt and ends with the answer.",
-            remedy="Correct the data, or set data.prompt, data.chosen and data.rejected to the names of your fields.",
+            f"The field {answer_field!r} must contain an answer to a prompt, but got {answer!r:.60}.",
+            remedy="Write the answer as text with the prompt in the field 'prompt', or as a conversation that ends "
+            "with the answer. For other field names, set data.prompt, data.chosen and data.rejected.",
         )
     return _add_system_message(messages, row)
 
@@ -149,7 +149,7 @@ def get_chat_template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
         isinstance(_parse_json_if_valid(tool), Mapping) for tool in tools
     ):
         raise InputError(
-            f"A row has {row[TOOLS]!r:.60} in the field {TOOLS!r}, which is not a list of functions.",
+            f"The field 'tools' must be a list of functions, but got {tools!r:.60}.",
             remedy="Write the functions as a list of JSON schemas, or remove the field.",
         )
     return {TOOLS: [_parse_json_if_valid(tool) for tool in tools]} if tools else {}
@@ -191,20 +191,19 @@ def _normalize_messages(messages: Sequence[Any], field: str) -> list[Message]:
         calls = message.get(CALLS) if isinstance(message, Mapping) else None
         if not isinstance(role, str) or not (isinstance(content, (str, list)) or (content is None and calls)):
             raise InputError(
-                f"The field {field!r} contains an invalid message: {message!r:.80}.",
-                rule='A message needs a role and a text, as in {"role": "user", "content": "words"}.',
-                remedy="Correct the data.",
+                f"Each message in the field {field!r} must have a role and a text, but got {message!r:.80}.",
+                remedy='Write messages such as {"role": "user", "content": "words"}.',
             )
         assert isinstance(message, Mapping)
         content = _join_text_parts(content, message, field) if isinstance(content, list) else content
         others = {name: value for name, value in message.items() if name not in ("from", "value") and value is not None}
         if calls:
             others[CALLS] = [_parse_tool_call_arguments(call) for call in calls]
-        if others.get(WEIGHT, 1) not in (0, 1):
+        weight = others.get(WEIGHT, 1)
+        if weight not in (0, 1):
             raise InputError(
-                f"A message in the field {field!r} has {WEIGHT} = {others[WEIGHT]!r}: {message!r:.60}.",
-                rule="Only the weights 0 and 1 are supported. The loss ignores answers of weight 0.",
-                remedy="Use the weight 0 or 1.",
+                f"The weight of each message in the field {field!r} must be 0 or 1, but got {weight!r}.",
+                remedy="Use weight 1 to train on an answer, or weight 0 to exclude the answer from the loss.",
             )
         found.append({**others, "role": ROLES.get(role, role), "content": content})
     return found
@@ -225,9 +224,8 @@ def _join_text_parts(parts: Sequence[Any], message: Message, field: str) -> str:
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise InputError(
-            f"A message in the field {field!r} has a part that is not text: {message!r:.80}.",
-            rule="Only text is supported in conversations.",
-            remedy="Remove all other parts, such as images.",
+            f"Conversations support only text, but a message in the field {field!r} has other parts: {message!r:.80}.",
+            remedy="Remove all parts that are not text, such as images.",
         )
     return "".join(cast(list[str], texts))
 
@@ -269,10 +267,9 @@ class ConversationTokenizer:
             template = CHATML
         if template is None:
             raise ConfigError(
-                f"The tokenizer {tokenizer.name!r} has no chat template, which conversations require.",
-                rule="The template defines the text between messages, and must be the same in training and inference.",
-                remedy="Set data.chat_template to 'chatml', to 'none' for texts without separators, or to a file with "
-                "a Jinja template.",
+                f"Conversations require a chat template, but the tokenizer {tokenizer.name!r} has none.",
+                remedy="Set data.chat_template to 'chatml', to a file with a Jinja template, or to 'none' to join the "
+                "messages without separators.",
             )
         if tokenizer.tokenizer is not None:
             tokenizer.tokenizer.chat_template = template
@@ -290,9 +287,9 @@ class ConversationTokenizer:
                 )
             )
         except Exception as error:  # templates raise their own errors
+            reason = get_first_message_line(error)
             raise InputError(
-                f"The chat template does not accept the conversation {list(messages)!r:.120}: "
-                f"{get_first_message_line(error)}.",
+                f"The chat template cannot render the conversation {messages!r:.120}: {reason}.",
                 remedy="Correct the data, for example the order of the roles, or set another data.chat_template.",
             ) from error
 
@@ -337,8 +334,8 @@ class ConversationTokenizer:
                 ignored = f"{f'the {CALLS} of' if calls else 'the role'} {message['role']!r} in message {index + 1}"
         if ignored is not None:
             raise InputError(
-                f"The chat template ignores {ignored} of {list(messages)!r:.100}.",
-                remedy="Set data.chat_template to a template that renders it, or remove it from the data.",
+                f"The chat template ignores {ignored} of the conversation {messages!r:.100}.",
+                remedy=f"Set data.chat_template to a template that renders {ignored}, or correct the data.",
             )
         self.checked.add(key)
 
@@ -356,11 +353,10 @@ class ConversationTokenizer:
             until = self.render(messages[: index + 1], **options) if index + 1 < len(messages) else text
             if not (text.startswith(until) and until.startswith(prompt)):
                 raise InputError(
-                    f"The chat template changes earlier text when it adds message {index + 1} of "
-                    f"{list(messages)!r:.120}.",
-                    rule="To find the labels of an answer, the text with the answer is compared to the text before it.",
+                    f"With this chat template, message {index + 1} of a conversation changes how earlier messages are "
+                    f"rendered: {messages!r:.120}.",
                     remedy="Set data.train_on = 'last' or 'all', or use a data.chat_template that keeps earlier "
-                    "text unchanged.",
+                    "messages unchanged.",
                 )
             spans.append((len(prompt), len(until)))
         return spans
@@ -377,9 +373,10 @@ def _load_chat_template(name: str | None) -> str | None:
     try:
         return Path(name).expanduser().read_text(encoding="utf-8")
     except OSError as error:
+        reason = error.strerror or error
         raise ConfigError(
-            f"data.chat_template = {name!r} cannot be read: {error.strerror or error}.",
-            remedy=f"Set it to a file with a Jinja template, or to {' or '.join(map(repr, TEMPLATES))}.",
+            f"The chat template {name!r} cannot be read: {reason}.",
+            remedy="Set data.chat_template to 'chatml', 'none', or the path of a file with a Jinja template.",
         ) from error
 
 
@@ -410,13 +407,13 @@ def encode_conversations(
             ids, labels = chat.encode(read_conversation(row, data), **get_chat_template_kwargs(row))
         except InputError as error:
             raise InputError(
-                f"Row {number} of the data: {error.what}.", rule=error.rule, remedy=error.remedy
+                f"Row {number} of the data is invalid: {error.what}.", rule=error.rule, remedy=error.remedy
             ) from error
         if any(label != IGNORED for label in labels[1:]):
             has_any = True
             yield TokenizedSample(torch.tensor(ids, dtype=torch.int32), torch.tensor(labels, dtype=torch.int32))
     if not has_any and torch.utils.data.get_worker_info() is None:  # a data loading process reads a part of a stream
         raise InputError(
-            f"No row has an answer within its first {data.sequence_length} tokens (data.sequence_length).",
-            remedy="Increase data.sequence_length, or set data.train_on = 'all'.",
+            f"No row has an answer within its first {data.sequence_length} tokens.",
+            remedy="Increase data.sequence_length, or set data.train_on = 'all' to train on all tokens.",
         )

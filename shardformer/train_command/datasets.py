@@ -86,8 +86,8 @@ class ImageDataset(Dataset[dict[str, Any]]):
                 return {"pixel_values": self.transform(opened), "labels": self.labels[index]}
         except OSError as error:
             raise InputError(
-                f"The image {str(image)!r} cannot be read: {error}.",
-                remedy="Replace the file, or remove it from the folder.",
+                f"The image '{image}' cannot be read: {error}.",
+                remedy="Replace the image, or remove it from the data.",
             ) from error
 
 
@@ -271,12 +271,13 @@ def stream_token_blocks(
     """
     rest: list[int] = []
     for number, row in enumerate(rows, start=1):
-        if not isinstance(row.get(field), str):
+        text = row.get(field)
+        if not isinstance(text, str):
             raise InputError(
-                f"Row {number} of the stream has {row.get(field)!r:.60} in the field {field!r}, which is not a string.",
-                remedy="Correct or remove that row, or specify another field with data.text.",
+                f"The field {field!r} must be a string, but row {number} of the data has {text!r:.60}.",
+                remedy="Correct or remove that row, or set data.text to another field.",
             )
-        rest += tokens.encode(row[field]) + ([] if tokens.end is None else [tokens.end])
+        rest += tokens.encode(text) + ([] if tokens.end is None else [tokens.end])
         count = len(rest) // length
         blocks = TokenBlockDataset(torch.tensor(rest[: count * length], dtype=torch.int32), length, task, tokens)
         yield from (blocks[index] for index in range(count))
@@ -310,7 +311,7 @@ def _pad_column(values: Sequence[Any], padding_value: int) -> Tensor:
 
 
 TASKS_OF_LABELS = {
-    float: "Correct the data or data.label, or set model.task = 'regression' to predict numbers",
+    float: "Correct the labels, or set model.task = 'regression' to predict numbers",
     list: "Set model.task = 'multi_label_classification', or 'token_classification' for one label per word",
 }
 """Type of the labels -> remedy, if they are not classes."""
@@ -324,10 +325,10 @@ def list_classes(labels: Sequence[Any], class_names: Sequence[str] = ()) -> list
     """
     types = {type(label) for label in labels}
     if len(types) != 1 or not types <= {int, str, bool}:
+        names = ", ".join(sorted(kind.__name__ for kind in types))
         raise InputError(
-            f"The labels have the types {', '.join(sorted(kind.__name__ for kind in types))}.",
-            rule="The labels must either all be integers or all be strings.",
-            remedy=TASKS_OF_LABELS.get(next(iter(types)), "Correct the data or data.label"),
+            f"The labels must be all integers or all strings, but got the types {names}.",
+            remedy=TASKS_OF_LABELS.get(next(iter(types)), "Correct the labels, or set data.label to another field"),
         )
     found = set(labels)
     classes: list[Any] = sorted(found)
@@ -337,9 +338,8 @@ def list_classes(labels: Sequence[Any], class_names: Sequence[str] = ()) -> list
         classes = list(range(len(class_names)))
     if len(classes) < 2:
         raise InputError(
-            f"All labels of the training data are {classes[0]!r}.",
-            rule="Classification requires at least two classes. With one class, transformers trains a regression.",
-            remedy="Correct the data or data.label.",
+            f"Classification requires at least two classes, but the training data has only {classes}.",
+            remedy="Add rows with other labels, or set data.label to the field that contains the labels.",
         )
     return classes
 
@@ -349,10 +349,10 @@ def encode_labels(labels: Sequence[Any], classes: Sequence[Any], is_validation: 
     index_of_class = {name: number for number, name in enumerate(classes)}
     unknown = next((label for label in labels if label not in index_of_class), None)
     if unknown is not None:
+        source, known = "validation" if is_validation else "training", ", ".join(map(str, classes[:8]))
         raise InputError(
-            f"The {'validation' if is_validation else 'training'} data has the unknown label {unknown!r}.",
-            rule=f"The classes of the training data are {', '.join(map(str, classes[:8]))}.",
-            remedy="Remove the rows with this label, or add such rows to the training data.",
+            f"The {source} data has the label {unknown!r}, which is not one of the classes {known}.",
+            remedy="Remove the rows with this label, or add rows with this label to the training data.",
         )
     return [index_of_class[label] for label in labels]
 

@@ -143,8 +143,8 @@ def load_data(
         )
         if model.task == "masked" and tokens.mask is None:
             raise ConfigError(
-                f"model.task = 'masked' requires a mask token, which the tokenizer {tokens.name!r} does not have.",
-                remedy="Use the tokenizer of a masked language model, 'bytes', or another task.",
+                f"model.task = 'masked' requires a mask token, but the tokenizer {tokens.name!r} has none.",
+                remedy="Set data.tokenizer to the tokenizer of a masked language model or to 'bytes'.",
             )
     rows = read_data_sources(config, validation=False)
     classes = _find_label_classes(config, rows, model_class_names) if model.task.endswith("classification") else None
@@ -237,7 +237,7 @@ def _flatten_label_lists(labels: Sequence[Any], field: str) -> list[Any]:
     for number, label in enumerate(labels, start=1):
         if not isinstance(label, (list, tuple)):
             raise InputError(
-                f"Row {number} of the data has {label!r:.60} in the field {field!r}, which is not a list of labels.",
+                f"The field {field!r} must be a list of labels, but row {number} of the data has {label!r:.60}.",
                 remedy="Correct the data, or set model.task = 'classification' for one label per row.",
             )
     return [each for label in labels for each in label]
@@ -329,16 +329,15 @@ class _DatasetBuilder:
     def skipped_rows_message(self) -> str:
         """Message that reports how many rows are left out, or "" if no row is left out."""
         length = self.config.data.sequence_length
-        text = f"{self.num_skipped} of {self.num_rows} rows are left out, because they have no answer within"
-        return f"{text} {length} tokens" if self.num_skipped else ""
+        text = f"{self.num_skipped} of {self.num_rows} rows were skipped, because they have no answer in their first"
+        return f"{text} {length} tokens. Increase data.sequence_length to use these rows." if self.num_skipped else ""
 
     def _build_token_block_dataset(self, rows: DatasetRows, tokenizer: TextTokenizer) -> TokenBlockDataset:
         data = self.config.data
         row = tokenize_and_concatenate(read_text_field(rows, data.text, "data.text"), tokenizer)
         if len(row) < data.sequence_length:
             raise InputError(
-                f"The text has only {len(row)} tokens with the tokenizer {tokenizer.name}, which is less than "
-                f"data.sequence_length = {data.sequence_length}.",
+                f"The text has only {len(row)} tokens, fewer than data.sequence_length = {data.sequence_length}.",
                 remedy="Use a longer text, or decrease data.sequence_length.",
             )
         return TokenBlockDataset(
@@ -349,9 +348,8 @@ class _DatasetBuilder:
         data, task = self.config.data, self.config.model.task
         first = next(iter(rows), None)
         if first is None:
-            raise InputError(
-                f"The data {', '.join(get_data_source_names(data))} has no rows.", remedy="Correct data.train."
-            )
+            names = ", ".join(get_data_source_names(data))
+            raise InputError(f"The data {names} contains no rows.", remedy="Set data.train to data that contains rows.")
         make: Callable[[Any], Any]
         if task == "causal" and is_conversation(first, data):
             make = partial(_stream_conversations, data=data, chat=self._make_conversation_tokenizer(tokenizer))
@@ -375,5 +373,7 @@ def _tokenize_and_split_texts(texts: Sequence[str], tokenizer: TextTokenizer, ma
     rows = [torch.tensor([*tokenizer.encode(text), *end], dtype=torch.int32) for text in texts]
     pieces = [piece for row in rows for piece in row.split(max_length) if len(piece) > 1]
     if not pieces:
-        raise InputError("All texts in the training data are empty.", remedy="Correct data.train or data.text.")
+        raise InputError(
+            "All texts in the training data are empty.", remedy="Set data.text to the field that contains the text."
+        )
     return [TokenizedSample(piece, piece) for piece in pieces]

@@ -38,8 +38,7 @@ def load_model_config(config: TrainConfig, defaults: Fields | None = None) -> An
     for name, value in config.model.config.items():
         if name in DECIDED_BY:
             rule, remedy = DECIDED_BY[name]
-            what = f"model.config sets {name} = {value!r:.60}, which has no effect in a run"
-            raise ConfigError(what, rule=rule, remedy=remedy)
+            raise ConfigError(f"model.config must not set {name} = {value!r:.60}.", rule=rule, remedy=remedy)
     _check_fields_exist(model_config, config.model.config)
     fields = _add_default_fields(model_config, config.model.config, defaults or {})
     return _build_config(config, model_config, saved, fields) if fields else model_config
@@ -56,13 +55,14 @@ def _load_saved_config(config: TrainConfig) -> tuple[Any, Fields]:
         saved: Fields = type(model_config).get_config_dict(name)[0]
     except Exception as error:  # files may have any content
         types = list(transformers.CONFIG_MAPPING.keys())
-        remedy = suggest_similar_names(name, types) if random else "Correct the name"
+        remedy = suggest_similar_names(name, types) if random else "Correct model.name"
         if not random and name in types:
             remedy = "Set model.random = true to start with random weights, or specify a folder with weights"
+        reason = get_first_message_line(error)
         raise ConfigError(
-            f"The config of model.name = {name!r} cannot be loaded: {get_first_message_line(error)}.",
-            rule="model.name is a folder that save_pretrained wrote, or a name on the hub. With model.random = true, "
-            "it can also be a config.json or a transformers model type.",
+            f"The config of model.name = {name!r} cannot be loaded: {reason}.",
+            rule="Use a folder that save_pretrained wrote or a name on the Hugging Face hub, or with "
+            "model.random = true also a config.json or a model type.",
             remedy=suggest_trust_remote_code(remedy, error),
         ) from error
     if not random and Path(name).is_file():
@@ -160,10 +160,10 @@ def _build_config(config: TrainConfig, model_config: Any, saved: Fields, fields:
         return built
     lines = [line.strip() for line in str(first_error).splitlines() if line.strip()] or [type(first_error).__name__]
     reason = " ".join(lines[1:] or lines).rstrip(".")  # the first of several lines only names a validator
+    changes = ", ".join(f"{name} = {value!r:.60}" for name, value in fields.items())
     raise ConfigError(
-        f"transformers cannot build the config of {config.model.name!r} with "
-        f"{', '.join(f'{name} = {value!r:.60}' for name, value in fields.items())}: {reason}.",
-        remedy="Correct these fields, or adapt the fields that depend on them.",
+        f"The config of {config.model.name!r} does not support {changes}: {reason}.",
+        remedy="Correct these values in model.config, or also set the fields that depend on them.",
     ) from first_error
 
 
@@ -231,7 +231,7 @@ def _derive_class_fields(config: TrainConfig, classes: Sequence[Any], model_conf
         if len(names) < len(classes):
             raise ConfigError(
                 f"model.config specifies {len(names)} classes, but the data has {len(classes)}.",
-                remedy="Remove num_labels and id2label from model.config, so that they are inferred from the data.",
+                remedy="Remove num_labels and id2label from model.config to infer them from the data.",
             )
         if "id2label" in own:
             return {"label2id": {name: number for number, name in enumerate(names)}}

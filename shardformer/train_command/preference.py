@@ -76,7 +76,7 @@ def build_preference_dataset(
             ]
         except InputError as error:
             raise InputError(
-                f"Row {number} of the data: {error.what}.", rule=error.rule, remedy=error.remedy
+                f"Row {number} of the data is invalid: {error.what}.", rule=error.rule, remedy=error.remedy
             ) from error
         if all(any(label != IGNORED for label in labels[1:]) for _, labels in both):
             chosen, rejected = (TokenizedSample(torch.tensor(ids), torch.tensor(labels)) for ids, labels in both)
@@ -84,8 +84,8 @@ def build_preference_dataset(
             pairs.append((chosen, rejected))
     if not pairs:
         raise InputError(
-            f"No row has both answers within its first {data.sequence_length} tokens (data.sequence_length).",
-            remedy="Increase data.sequence_length.",
+            f"No row has both answers within its first {data.sequence_length} tokens.",
+            remedy="Increase data.sequence_length, or shorten the prompts and answers.",
         )
     return PreferenceDataset(pairs, torch.zeros(len(pairs), 2))
 

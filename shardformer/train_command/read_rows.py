@@ -31,7 +31,7 @@ SUFFIXES = {".txt": "text", ".md": "text", ".text": "text", ".jsonl": "jsonl", "
 SUFFIXES |= {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 TABLES = {".arrow", ".xlsx"}
 _CONVERT = (
-    "Convert it to JSON lines, with pandas.read_excel(file) or pandas.read_feather(file), followed by "
+    "Convert the file to JSON lines, with pandas.read_excel(file) or pandas.read_feather(file), followed by "
     ".to_json('data.jsonl', orient='records', lines=True, force_ascii=False)"
 )
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
@@ -95,10 +95,10 @@ def _read_rows(config: TrainConfig, names: Sequence[str], validation: bool) -> D
     data_format = infer_data_format(data, names)
     names = expand_file_patterns(names)
     if data.streaming and data_format in ("text", "images"):
+        file_names = ", ".join(map(repr, names))
         raise ConfigError(
-            f"data.streaming = true does not support {', '.join(map(repr, names))}, which is read as {data_format}.",
-            rule="Only data with rows can be streamed: JSON lines, csv, parquet, or a Hugging Face data set.",
-            remedy="Remove data.streaming, or convert the data to JSON lines.",
+            f"data.streaming = true does not support {file_names}, which has the format {data_format}.",
+            remedy="Remove data.streaming, or convert the data to JSON lines, csv, parquet or a Hugging Face data set.",
         )
     is_language_task = task in ("causal", "masked", "sequence_to_sequence")
     if (data_format == "text" and not is_language_task) or (data_format == "images" and task != "image_classification"):
@@ -134,7 +134,7 @@ def split_rows(rows: DatasetRows, fraction: float, seed: int) -> tuple[DatasetRo
     if count >= len(rows):
         raise InputError(
             f"data.validation_fraction = {fraction} of {len(rows)} rows leaves no rows for training.",
-            remedy="Decrease the fraction, or use more data.",
+            remedy="Decrease data.validation_fraction, or use more data.",
         )
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
     return _select_rows(rows, sorted(order[count:])), _select_rows(rows, sorted(order[:count]))
@@ -162,9 +162,9 @@ def _infer_format_from_names(names: Sequence[str]) -> str:
     found = {"images" if Path(name).is_dir() else SUFFIXES.get(Path(name).suffix.lower(), "") for name in names}
     if len(found) == 1 and "" not in found:
         return found.pop()
+    file_names = ", ".join(map(repr, names))
     raise ConfigError(
-        f"The format of {', '.join(map(repr, names))} cannot be inferred from the name{'s' * (len(names) > 1)}.",
-        rule=f"The known suffixes of files are {', '.join(SUFFIXES)}. A folder is read as images.",
+        f"Cannot infer the data format of {file_names} from the file extension.",
         remedy=_CONVERT
         if any(Path(name).suffix.lower() in TABLES for name in names)
         else "Set data.format = 'text', 'jsonl', 'csv', 'parquet', 'datasets' or 'images'",
@@ -191,25 +191,24 @@ def _read_text_file(file: str) -> str:
             remedy=f"Convert the file, for example with iconv --from-code {code} --to-code UTF-8.",
         ) from error
     except OSError as error:
-        path = Path(file)
-        near = suggest_similar_names(
-            path.name, (p.name for p in path.absolute().parent.glob("*") if p.name != path.name)
-        )
-        raise InputError(
-            f"The file {file!r} cannot be read: {error.strerror or error}.",
-            remedy=near if near.startswith("Did") else "Correct the path",
-        ) from error
+        reason = error.strerror or error
+        raise InputError(f"The file {file!r} cannot be read: {reason}.", remedy=_suggest_path(Path(file))) from error
+
+
+def _suggest_path(path: Path) -> str:
+    near = suggest_similar_names(path.name, (p.name for p in path.absolute().parent.glob("*") if p.name != path.name))
+    return near if near.startswith("Did") else "Correct the path"
 
 
 def read_field(rows: DatasetRows, field: str) -> list[Any]:
     """Return the value of a field in each row, or raise InputError if a row does not have the field."""
     for index, row in enumerate(rows):
         if row.get(field) is None:
-            is_there = field in row
-            raise InputError(
-                f"Row {index + 1} of the data has {'null as the value of' if is_there else 'no field'} {field!r}.",
-                remedy="Correct or remove that row" if is_there else suggest_similar_names(field, map(str, row)),
-            )
+            if field in row:
+                what = f"The field {field!r} is null in row {index + 1} of the data."
+                raise InputError(what, remedy="Correct or remove that row.")
+            remedy = suggest_similar_names(field, map(str, row))
+            raise InputError(f"Row {index + 1} of the data has no field {field!r}.", remedy=remedy)
     return [row[field] for row in rows]
 
 
@@ -222,8 +221,8 @@ def read_text_field(rows: DatasetRows, field: str, config_key: str) -> list[str]
     for index, value in enumerate(values):
         if not isinstance(value, str):
             raise InputError(
-                f"Row {index + 1} of the data has {value!r:.60} in the field {field!r}, which is not a string.",
-                remedy=f"Convert these values to strings, or select another field with {config_key}.",
+                f"The field {field!r} must be a string, but row {index + 1} of the data has {value!r:.60}.",
+                remedy=f"Convert the values to strings, or set {config_key} to another field.",
             )
     return values
 
@@ -234,8 +233,8 @@ def read_number_field(rows: DatasetRows, field: str, config_key: str) -> list[fl
     for index, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise InputError(
-                f"Row {index + 1} of the data has {value!r:.60} in the field {field!r}, which is not a finite number.",
-                remedy=f"Correct the data, or select another field with {config_key}.",
+                f"The field {field!r} must be a finite number, but row {index + 1} of the data has {value!r:.60}.",
+                remedy=f"Correct the data, or set {config_key} to another field.",
             )
     return [float(value) for value in values]
 
@@ -246,7 +245,7 @@ def read_word_field(rows: DatasetRows, field: str, config_key: str) -> list[list
     for index, value in enumerate(values):
         if not isinstance(value, (list, tuple)) or not value or not all(isinstance(word, str) for word in value):
             raise InputError(
-                f"Row {index + 1} of the data has {value!r:.60} in the field {field!r}, which is not a list of words.",
+                f"The field {field!r} must be a list of words, but row {index + 1} of the data has {value!r:.60}.",
                 remedy=f"Set {config_key} to the field that contains the words, such as 'tokens'.",
             )
     return [list(value) for value in values]
@@ -259,8 +258,9 @@ def read_label_field(rows: DatasetRows, field: str) -> tuple[list[Any], list[str
     """
     labels = read_field(rows, field)
     if "" in labels:
+        number = labels.index("") + 1
         raise InputError(
-            f"Row {labels.index('') + 1} of the data has an empty label in the field {field!r}.",
+            f"The label in the field {field!r} is empty in row {number} of the data.",
             remedy="Correct or remove that row.",
         )
     feature = (getattr(rows, "features", None) or {}).get(field)
@@ -289,7 +289,8 @@ def _read_json_rows(names: Sequence[str]) -> list[Mapping[str, Any]]:
         # splitlines would also split at other characters, which a text may contain
         rows += [_parse_json_row(name, n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not rows:
-        raise InputError(f"The data {', '.join(names)} contains no rows.", remedy="Specify a file with rows.")
+        file_names = ", ".join(names)
+        raise InputError(f"The data {file_names} contains no rows.", remedy="Specify a file that contains rows.")
     return rows
 
 
@@ -297,12 +298,12 @@ def _parse_json_row(file: str, line_number: int, line: str) -> Mapping[str, Any]
     try:
         row = json.loads(line)
         if not isinstance(row, dict):
-            raise ValueError("it is not an object")
+            raise ValueError(f"the type is {type(row).__name__}")
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"Line {line_number} of {file} is not a JSON object: {error}. The line is {line!r:.60}.",
-            rule='A file must contain one object per line, such as {"text": "words"}, or one list of objects.',
-            remedy="Correct the line, or set data.format if the file has another format.",
+            f"Line {line_number} of {file} is not a JSON object ({error}): {line!r:.60}.",
+            remedy='Write one object per line, such as {"text": "words"}, or one list of objects in the whole file. If '
+            "the file is not JSON, set data.format.",
         ) from error
     return row
 
@@ -331,20 +332,20 @@ def _read_csv_rows(file: str, delimiter: str | None) -> list[dict[str, str]]:
     fields, rows = (found[0], [row for row in found[1:] if row]) if found else ([], [])
     if not rows:
         raise InputError(
-            f"The file {file!r} contains no rows.",
-            rule="The first line must contain the names of the fields, and each following line a row.",
-            remedy="Add rows to the file.",
+            f"The csv file {file!r} contains no rows.",
+            remedy="Write the field names in the first line, and one row in each following line.",
         )
-    if twice := [name for name in fields if fields.count(name) > 1]:
+    duplicate = next((name for name in fields if fields.count(name) > 1), None)
+    if duplicate is not None:
         raise InputError(
-            f"The first line of {file!r} contains the field name {twice[0]!r} twice: {', '.join(fields):.60}.",
-            remedy="Rename one of the fields.",
+            f"The first line of {file!r} contains the field name {duplicate!r} more than once.",
+            remedy="Rename or remove one of these fields.",
         )
     for number, row in enumerate(rows, start=1):
         if len(row) != len(fields):
             raise InputError(
-                f"Row {number} of {file!r} has {len(row)} fields, but its first line has {len(fields)}: {row!r:.60}.",
-                remedy=f"Correct the row, or change the delimiter from {separator!r} with data.delimiter.",
+                f"Row {number} of {file!r} has {len(row)} fields, but the first line has {len(fields)}: {row!r:.60}.",
+                remedy=f"Correct the row, or set data.delimiter if the fields are not separated by {separator!r}.",
             )
     return [dict(zip(fields, row, strict=True)) for row in rows]
 
@@ -354,8 +355,8 @@ def _load_dataset(data: DataOptions, names: Sequence[str], split: str) -> Datase
     datasets = _import_datasets_library("data.format = 'datasets'", names)
     if len(names) > 1:
         raise ConfigError(
-            f"data.train specifies {len(names)} data sets, but no weights to mix them.",
-            remedy="Set data.weights, for example to [1, 1], or specify only one data set.",
+            f"data.train contains {len(names)} data sets, but data.weights is not set.",
+            remedy="Set data.weights, for example to [1, 1], or use only one data set.",
         )
     name = names[0]
     try:
@@ -369,10 +370,11 @@ def _load_dataset(data: DataOptions, names: Sequence[str], split: str) -> Datase
                 path, configuration or None, split=split, streaming=data.streaming, **data.options
             )
     except (OSError, ValueError, KeyError, TypeError) as error:  # errors of the library for missing data
+        reason = get_first_message_line(error)
         raise ConfigError(
-            f"The data set {name!r} cannot be read: {get_first_message_line(error)}.",
-            rule="Specify a name on the hub, such as imdb or glue:mrpc, or a folder that save_to_disk wrote.",
-            remedy="Correct data.train, data.split or data.options.",
+            f"The data set {name!r} cannot be loaded: {reason}.",
+            remedy="Set data.train to a name on the Hugging Face hub, such as imdb or glue:mrpc, or to a folder that "
+            "save_to_disk wrote. Also check data.split and data.options.",
         ) from error
     _check_has_rows(rows, f"The split {split!r} of the data set {name!r}", "data.split")
     return cast(DatasetRows, rows)
@@ -381,13 +383,9 @@ def _load_dataset(data: DataOptions, names: Sequence[str], split: str) -> Datase
 def _load_data_files(data: DataOptions, data_format: str, names: Sequence[str]) -> DatasetRows:
     """Read parquet files, or stream csv and JSON Lines files, with the ``datasets`` library."""
     datasets = _import_datasets_library(f"The format {data_format!r}", names)
-    if missing := [name for name in names if "://" not in name and not Path(name).is_file()]:
-        near = suggest_similar_names(
-            Path(missing[0]).name, (p.name for p in Path(missing[0]).absolute().parent.glob("*"))
-        )
-        raise InputError(
-            f"The file {missing[0]!r} does not exist.", remedy=near if near.startswith("Did") else "Correct the path"
-        )
+    missing = next((name for name in names if "://" not in name and not Path(name).is_file()), None)
+    if missing is not None:
+        raise InputError(f"The file {missing!r} does not exist.", remedy=_suggest_path(Path(missing)))
     options = dict(data.options)
     if data_format == "csv":
         separator = _get_delimiter(names[0], data.delimiter)
@@ -404,18 +402,18 @@ def _load_data_files(data: DataOptions, data_format: str, names: Sequence[str]) 
         raise
     except Exception as error:  # pandas, pyarrow and the library raise different errors
         raise _make_unreadable_data_error(names, data_format, error) from error
-    _check_has_rows(rows, ", ".join(names), "data.train")
+    _check_has_rows(rows, f"The data {', '.join(names)}", "data.train")
     return cast(DatasetRows, rows)
 
 
 def _make_unreadable_data_error(names: Sequence[str], data_format: str, error: Exception) -> InputError:
     files = [Path(name) for name in names]
+    file_names, reason = ", ".join(map(repr, names)), get_first_message_line(error.__cause__ or error)
     if all(file.is_file() and not file.stat().st_size for file in files) or "BatchSize must be" in str(error):
-        return InputError(f"{', '.join(names)} contains no rows.", remedy="Specify a file with rows.")
+        return InputError(f"The data {file_names} contains no rows.", remedy="Specify a file that contains rows.")
     return InputError(
-        f"{', '.join(map(repr, names))} cannot be read as {data_format}: "
-        f"{get_first_message_line(error.__cause__ or error)}.",
-        remedy="Correct the file, or set data.delimiter or data.options.",
+        f"The data {file_names} cannot be read as {data_format}: {reason}.",
+        remedy="Correct the file, or set data.format, data.delimiter or data.options.",
     )
 
 
@@ -449,9 +447,9 @@ def _import_datasets_library(purpose: str, source_names: Sequence[str]) -> Any:
     return datasets
 
 
-def _check_has_rows(rows: Any, description: str, config_key: str) -> None:
+def _check_has_rows(rows: Any, data_source: str, config_key: str) -> None:
     if hasattr(rows, "__len__") and not len(rows):
-        raise InputError(f"{description} has no rows.", remedy=f"Correct {config_key}.")
+        raise InputError(f"{data_source} contains no rows.", remedy=f"Change {config_key} to select data with rows.")
 
 
 def mix_streams(streams: Sequence[Iterable[Any]], weights: Sequence[float], seed: int) -> Iterable[Any]:
@@ -475,7 +473,7 @@ def to_image_source(value: Any) -> Any:
     if hasattr(value, "convert"):
         return value
     raise InputError(
-        f"The image field of a row contains {value!r:.60}, which is neither a path nor a decoded image.",
+        f"Each image must be a file path or a PIL image, but got {value!r:.60}.",
         remedy="Correct the rows, or set data.image to the field that contains the images.",
     )
 
@@ -486,16 +484,16 @@ def list_images_and_class_names(folders: Sequence[str]) -> tuple[list[Path], lis
         file for name in folders for file in Path(name).glob("*/*") if file.suffix.lower() in IMAGES and file.is_file()
     )
     if not files:
+        folder_names = ", ".join(map(repr, folders))
         raise InputError(
-            f"{', '.join(map(repr, folders))} contains no images in subfolders.",
-            rule="A folder of images must have one subfolder per class.",
-            remedy="Correct data.train, or set data.format if the folder contains another format.",
+            f"No images were found in the subfolders of {folder_names}.",
+            remedy="Use one subfolder of images per class, or set data.format if the folder contains other data.",
         )
     return files, [file.parent.name for file in files]
 
 
 def _make_unsupported_format_error(task: str, data_format: str, names: Sequence[str]) -> ConfigError:
-    rule = ""
+    rule, file_names = "", ", ".join(map(repr, names))
     if data_format == "images":
         rule = "A folder is read as images unless data.format is set"
         remedy = (
@@ -511,8 +509,7 @@ def _make_unsupported_format_error(task: str, data_format: str, names: Sequence[
         rule = "This task requires rows that contain a text and its class or target"
         remedy = "Specify JSON lines or a data set. To train on plain text, set model.task = 'causal' or 'masked'"
     return ConfigError(
-        f"model.task = {task!r} does not support the data {', '.join(map(repr, names))}, which has the "
-        f"format {data_format}.",
+        f"model.task = {task!r} does not support the data {file_names}, which has the format {data_format}.",
         rule=rule,
         remedy=remedy,
     )

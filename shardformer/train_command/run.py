@@ -100,9 +100,9 @@ def _explain_error_in_first_step(config: TrainConfig, trainer: Trainer) -> Itera
     except Exception as error:
         if trainer.loss is not None:
             raise
-        fields = f" with model.config = {config.model.config!r:.200}" if config.model.config else ""
+        name, reason = type(error).__name__, get_first_message_line(error)
         raise ConfigError(
-            f"The first training step failed{fields}: {type(error).__name__}: {get_first_message_line(error)}.",
+            f"The first training step failed with model.config = {config.model.config!r:.200}. {name}: {reason}.",
             remedy="Correct model.config, model.task, model.head or optimizer.",
         ) from error
 
@@ -113,8 +113,8 @@ def _check_export_folder(config: TrainConfig, folder: Path) -> None:
     base = base if base.is_dir() else base.parent
     if Path(config.model.name).exists() and folder.exists() and os.path.samefile(base, folder):
         raise ConfigError(
-            f"training.export would overwrite the base model {config.model.name!r} with the trained model in {folder}.",
-            remedy="Set another output folder, such as folder = 'run'.",
+            f"training.export would overwrite the base model {config.model.name!r} in {folder}.",
+            remedy="Set folder to another output folder, such as folder = 'run'.",
         )
     is_adapter_folder = (folder / "adapter_config.json").is_file()
     if config.lora is None or config.lora.merge or not is_adapter_folder:

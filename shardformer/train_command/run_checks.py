@@ -68,10 +68,10 @@ class Resume(Hook):
         for key, (was, now) in changes.items():
             if key.partition(".")[0] in FIXED:
                 keep = f"Remove {key}" if was is None else f"Set {key} = {_format_value(was)}"
+                initial, current = _format_value(was), _format_value(now)
                 raise ConfigError(
-                    f"{key} is {_format_value(now)}, but was {_format_value(was)} when the run in "
-                    f"{self._config.folder!r} started.",
-                    remedy=f"{keep} to resume the run, or set another folder to start a new run.",
+                    f"{key} is {current}, but was {initial} when the run in {self._config.folder!r} started.",
+                    remedy=f"{keep} to resume this run, or set another folder to start a new run.",
                 )
         self._check_classes_unchanged(json.loads(self._before.get(MODEL_KEY) or "{}"), json.loads(self._model_config))
         checksums = self._before.get("data_checksums") or {}
@@ -96,10 +96,9 @@ class Resume(Hook):
             if before["schedule"] == self._values["schedule"]:
                 raise ConfigError(
                     f"Resuming with {self._num_steps} instead of {old_steps} steps would change the "
-                    f"learning rate of step {step + 1} from {old_rate} to {new_rate}, because schedule.name "
-                    f"= {self._config.schedule.name!r} depends on the number of steps.",
-                    remedy=f"Set schedule.steps = {old_steps} to keep the schedule, with a constant learning rate "
-                    f"after step {old_steps}, or schedule.steps = {self._num_steps} to use the changed schedule.",
+                    f"learning rate of step {step + 1} from {old_rate} to {new_rate}.",
+                    remedy=f"Set schedule.steps = {old_steps} to keep the old schedule, or "
+                    f"schedule.steps = {self._num_steps} to use the new schedule.",
                 )
             _set_learning_rates(trainer, new)
         if trainer.is_first and changes:
@@ -112,9 +111,9 @@ class Resume(Hook):
         """Raise ConfigError if the classes of the data have changed since the checkpoint was saved."""
         old, new = old_model_config.get("id2label"), new_model_config.get("id2label")
         if old_model_config and old != new:
-            what = [", ".join(map(str, (each or {}).values())) or "without names" for each in (new, old)]
+            now, was = (", ".join(map(str, (each or {}).values())) or "without names" for each in (new, old))
             raise ConfigError(
-                f"The classes of the data are {what[0]:.100}, but were {what[1]:.100} when the run started.",
+                f"The classes of the data are {now:.100}, but were {was:.100} when the run started.",
                 remedy="Use data with the same classes, or set another folder to start a new run.",
             )
 
@@ -182,31 +181,28 @@ def check_attention_fits_task(config: TrainConfig, model: Any) -> None:
             return
         name = type(model).__name__
         if task == "causal" and dependence.on_label:
+            alternative = _suggest_causal_model(model)
             raise ConfigError(
-                f"model.task = 'causal' does not support {name}, whose predictions depend on the tokens that it "
-                "should predict.",
-                rule="A causal model predicts each token from earlier tokens only.",
-                remedy=_suggest_task(model),
+                f"model.task = 'causal' does not support {name}, because it reads the tokens that it must predict.",
+                remedy=f"Set model.task = 'masked', or {alternative}.",
             )
         if task == "masked" and not (dependence.on_later and dependence.in_place):
-            what = "ignores later tokens" if not dependence.on_later else "predicts the next token"
+            problem = "ignores later tokens" if not dependence.on_later else "predicts the next token"
             raise ConfigError(
-                f"model.task = 'masked' does not support {name}, which {what}.",
-                rule="A masked language model predicts each masked token from the tokens on both sides of it.",
+                f"model.task = 'masked' does not support {name}, because it {problem}.",
                 remedy="Set model.task = 'causal', or use a masked language model.",
             )
 
 
-def _suggest_task(model: Any) -> str:
-    """Suggest the masked task, or ``is_decoder = true`` if this setting makes the attention of the model causal."""
-    masked = "Set model.task = 'masked'"
+def _suggest_causal_model(model: Any) -> str:
+    """Suggest ``is_decoder = true`` if this setting makes the attention causal, or otherwise another model."""
     if getattr(model.config, DECODER, True):
-        return f"{masked}, or use a model that predicts the next token"
+        return "use a model that predicts the next token"
     config = copy.deepcopy(model.config)
     setattr(config, DECODER, True)
     with LazyInit():
         decoder = type(model)(config)
     dependence = measure_label_dependence(decoder)
     if dependence is None or dependence.on_label:
-        return f"{masked}, or use a model that predicts the next token"
-    return f"{masked}, or model.config.{DECODER} = true for causal attention"
+        return "use a model that predicts the next token"
+    return f"set model.config.{DECODER} = true for causal attention"

@@ -86,7 +86,6 @@ class TextTokenizer:
         if not getattr(self.tokenizer, "is_fast", False):
             raise ConfigError(
                 f"{feature} requires a fast tokenizer, but {self.name!r} is a {type(self.tokenizer).__name__}.",
-                rule="Only fast tokenizers report which characters each token covers.",
                 remedy="Set data.tokenizer to a folder that contains a tokenizer.json.",
             )
 
@@ -144,8 +143,7 @@ def load_tokenizer(
     if original is None and folder.is_dir() and not any((folder / file).is_file() for file in FILES):
         raise ConfigError(
             f"The folder {source!r} contains no tokenizer.",
-            rule=f"The folder of a tokenizer contains one of the files {', '.join(FILES)}.",
-            remedy="Save the tokenizer in the folder of the model, or set data.tokenizer to another folder or 'bytes'.",
+            remedy="Save the tokenizer in this folder, or set data.tokenizer to another folder or to 'bytes'.",
         )
     try:
         if original is None:
@@ -155,11 +153,10 @@ def load_tokenizer(
         else:
             found = transformers.GPT2Tokenizer(*map(str, original))
     except Exception as error:  # files and their code may raise any error
+        reason, remedy = get_first_message_line(error), "Set data.tokenizer to the folder or hub name of a tokenizer"
         raise ConfigError(
-            f"The tokenizer {source!r} cannot be loaded: {get_first_message_line(error)}.",
-            remedy=suggest_trust_remote_code("Correct data.tokenizer", error)
-            if source == model_name
-            else "Correct data.tokenizer",
+            f"The tokenizer {source!r} cannot be loaded: {reason}.",
+            remedy=suggest_trust_remote_code(remedy, error) if source == model_name else remedy,
         ) from error
     pad = next((t for t in (found.pad_token_id, found.eos_token_id, found.unk_token_id) if t is not None), 0)
     end = found.eos_token_id if found.eos_token_id is not None else found.sep_token_id

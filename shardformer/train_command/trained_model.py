@@ -41,8 +41,6 @@ from shardformer.training.trainer import HOOKS, Trainer
 from shardformer.transformers_compat import load_transformers
 from shardformer.weights.from_pretrained import from_pretrained
 
-SOURCES = "the folder of a run, a checkpoint, a folder that save_pretrained wrote, or a name on the Hugging Face hub"
-
 
 @dataclass(frozen=True, eq=False)
 class TrainedModel:
@@ -88,8 +86,8 @@ class TrainedModel:
             return from_pretrained(kind, self.name, config=config)
         except ValueError as error:  # the type has no such class
             raise ConfigError(
-                f"transformers has no {kind.__name__} for {self.name!r}, which has the model type {config.model_type}.",
-                remedy="Specify a model that can generate text.",
+                f"The model type {config.model_type!r} of {self.name!r} has no {kind.__name__} class in transformers.",
+                remedy="Use a model that can generate text.",
             ) from error
 
     def load_engine(self, layout: ParallelConfig) -> Engine:
@@ -131,10 +129,11 @@ def find_trained_model(source: str) -> TrainedModel:
     try:
         return TrainedModel(name, load_transformers().AutoConfig.from_pretrained(name))
     except Exception as error:  # files may have any content
+        reason = get_first_message_line(error)
         raise ConfigError(
-            f"{source!r} is not a trained model: {get_first_message_line(error)}.",
-            rule=f"A trained model is {SOURCES}.",
-            remedy="Correct the path or name.",
+            f"No trained model was found at {source!r}: {reason}.",
+            remedy="Use a run folder, a checkpoint, a folder that save_pretrained wrote, or a name on the Hugging Face "
+            "hub.",
         ) from error
 
 
@@ -160,9 +159,8 @@ def _find_model_of_checkpoint(path: Path, source: str) -> TrainedModel:
     state = _read_hook_states(checkpoint).get(Resume.__name__)
     if not isinstance(state, dict) or MODEL_KEY not in state:
         raise ConfigError(
-            f"The checkpoint {str(checkpoint)!r} does not contain the config of its model.",
-            rule="Only shardformer train saves this config.",
-            remedy="In a script, load the checkpoint with engine.load and call engine.export. If shardformer train "
+            f"The checkpoint '{checkpoint}' does not contain the config of its model.",
+            remedy="If your script saved it, load it with engine.load and call engine.export. If shardformer train "
             "saved it, resume the run to save it again.",
         )
     run = parse_config(_remove_none_values(json.loads(state["config"])), str(checkpoint))
@@ -197,9 +195,9 @@ def evaluate_model(trained_model: TrainedModel) -> dict[str, float] | None:
     assert run is not None
     if run.model.task == "preference":
         raise ConfigError(
-            "The loss of model.task = 'preference' cannot be evaluated after training, because the loss requires the "
+            "A model with model.task = 'preference' cannot be evaluated after training, because the loss requires the "
             "initial model.",
-            remedy="Read validation/loss in the metrics that the run recorded.",
+            remedy="Use validation/loss in the metrics that the run recorded.",
         )
     if trained_model.checkpoint is None:
         data, model = load_data_and_model(run)

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from shardformer.comm.collective_call import hash_to_int, run_and_compare_across_ranks
 from shardformer.consistency.training_data import check_same_training_data
-from shardformer.errors import TRACEBACK_VARIABLE, ConfigError, InputError, check_int
+from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.torch_compat import tree_map_only
@@ -87,8 +87,8 @@ class ShardedDataLoader:
         is_loader = isinstance(source, DataLoader)
         if accumulate > 1 and not is_loader:
             raise ConfigError(
-                f"accumulate={accumulate} is supported only if the training data is a DataLoader.",
-                remedy="Set batch_size to the size of the global batch, and limit memory with micro_batch_size.",
+                f"accumulate={accumulate} requires a DataLoader as training data.",
+                remedy="Pass a DataLoader, or use a larger batch_size with micro_batch_size to limit memory.",
             )
         collate = collate_fn if is_loader else collate_fn or collate_samples
         self._source = make_data_source(source, collate, num_workers, shuffle)
@@ -125,9 +125,9 @@ class ShardedDataLoader:
             yield group[0][1] if self._accumulate == 1 else [batch for _, batch in group]
         if not self.seen:
             raise InputError(
-                f"The training data ({self._source.name}) yielded no batch in epoch {self.epoch + 1}.",
-                remedy="A generator can be read only once, so pass a list or an object whose __iter__ restarts. With "
-                "drop_last=True, the data must fill at least one batch.",
+                f"The training data of type {self._source.name} yielded no batch in epoch {self.epoch + 1}.",
+                remedy="Pass a list or another object that can be read in every epoch, unlike a generator. With "
+                "drop_last=True, pass enough samples for a batch.",
             )
         self.epoch, self.seen = self.epoch + 1, 0
         if self.on_epoch_end is not None:
@@ -195,7 +195,7 @@ class ShardedDataLoader:
         if count is None or size is None:
             raise UnknownLengthError(
                 "The length of the training data is unknown.",
-                remedy="Specify the number of steps with steps=, or pass data that has a length.",
+                remedy="Pass the number of steps, as in steps=1000, or pass data that has a length.",
             )
         batches = count // size if self._drop_last else -(-count // size)
         merges = self._merge_last and batches > 1 and 0 < count % size < self._shard.size
@@ -220,12 +220,12 @@ class ShardedDataLoader:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the data position from a checkpoint, or raise ConfigError if the data has a different length."""
-        if state["samples"] != self._source.count:
+        count, saved_count = self._source.count, state["samples"]
+        if saved_count != count:
             raise ConfigError(
-                f"The checkpoint was saved with {state['samples']} training samples, but the data now has "
-                f"{self._source.count}.",
-                remedy="Use the same data. To train on other data, load the model without its data position with "
-                "shardformer.load_checkpoint, or in a new run set model.name to the exported model.",
+                f"The checkpoint was saved with {saved_count} training samples, but the data now has {count}.",
+                remedy="Use the same data. To train on other data, load only the model with "
+                "shardformer.load_checkpoint, or set model.name to the exported model in a new run.",
             )
         self.epoch, self.seen, self.seed = state["epoch"], state["seen"], state["seed"]
 
@@ -236,9 +236,8 @@ class ShardedDataLoader:
         count, size = self._source.count, self.batch_size
         if size is not None and size < num_ranks:
             raise ConfigError(
-                f"batch_size={size} is smaller than the number of data-parallel ranks, {num_ranks}.",
-                rule="batch_size is the size of the global batch, which is divided among the data-parallel ranks.",
-                remedy=f"Use a batch_size of {num_ranks} or more.",
+                f"batch_size={size} is smaller than the number of data-parallel ranks ({num_ranks}).",
+                remedy=f"Use a batch_size of {num_ranks} or more, because all ranks share the global batch.",
             )
         if count is None or size is None:
             return
@@ -251,8 +250,8 @@ class ShardedDataLoader:
         is_merged = self._merge_last and count > size
         if 0 < rest < num_ranks and not self._drop_last and not is_merged:
             raise ConfigError(
-                f"With batch_size={size}, the last batch has only {rest} of the {count} samples, which is fewer "
-                f"than the {num_ranks} data-parallel ranks.",
+                f"With batch_size={size}, the last batch has only {rest} of the {count} samples, fewer than the "
+                f"number of data-parallel ranks ({num_ranks}).",
                 remedy="Pass drop_last=True (data.drop_last = true in a run configuration), or change batch_size.",
             )
 
@@ -307,11 +306,11 @@ def to_forward_arguments(batch: Any, model: nn.Module, *, has_target: bool) -> d
     if isinstance(batch, (list, tuple)) and has_target and len(batch) == 2 and isinstance(batch[0], Mapping):
         return {**batch[0], TARGET_KEY: batch[1]}
     if not isinstance(batch, (list, tuple)) or not batch or any(isinstance(each, Mapping) for each in batch):
+        kind = _describe_batch(batch)
         raise InputError(
-            f"A batch of type {_describe_batch(batch)} is not supported.",
-            rule="A batch must be a dict of arguments for the model's forward method, or a tuple of them in order.",
-            remedy="Pass a dict, as in engine({'input_ids': ids, 'labels': labels}). If there is a loss_fn, you can "
-            "also pass a tuple, as in engine((inputs, targets)).",
+            f"A batch must be a dict or a tuple of arguments of the forward method, but got {kind}.",
+            remedy="Pass a dict, as in engine({'input_ids': ids, 'labels': labels}), or with a loss_fn also a "
+            "tuple, as in engine((inputs, targets)).",
         )
     inputs = batch[:-1] if has_target and len(batch) > 1 else batch
     parameters = [
@@ -320,14 +319,11 @@ def to_forward_arguments(batch: Any, model: nn.Module, *, has_target: bool) -> d
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     if len(inputs) > len(parameters):
+        alternative = "" if has_target else ", or pass loss_fn if the last item is the target of the loss"
         raise InputError(
             f"The batch has {len(inputs)} inputs, but the forward method of {type(model).__name__} accepts only "
             f"{len(parameters)}.",
-            rule="A tuple contains the arguments of the forward method in order"
-            + (", followed by the target of the loss" if has_target else ""),
-            remedy="Pass the arguments by name in a dict"
-            if has_target
-            else "Pass loss_fn=, which receives the last item, or pass the arguments by name in a dict",
+            remedy=f"Pass the inputs by name in a dict{alternative}.",
         )
     named = dict(zip(parameters, inputs))
     return named if inputs is batch else {**named, TARGET_KEY: batch[-1]}
@@ -359,12 +355,10 @@ def wrap_loss_function(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[st
             return loss_fn(output, micro_batch.get(TARGET_KEY, micro_batch))
         except TypeError as error:  # the function may have the signature of another function
             second = "target" if TARGET_KEY in micro_batch else "batch"
+            reason = str(error).splitlines()[-1][-120:].strip()
             raise InputError(
-                f"loss_fn raised TypeError: {str(error).splitlines()[-1][-120:].strip()}.",
-                rule=f"It is called as loss_fn(output, {second}), where output is the {type(output).__name__} that the "
-                "model returned" + ("" if second == "target" else ", and batch is the dict of the model's arguments"),
-                remedy="Define loss_fn with these two arguments. Only verify also accepts loss_fn(model, batch). "
-                f"Set {TRACEBACK_VARIABLE}=1 to see the traceback.",
+                f"loss_fn(output, {second}) raised TypeError for an output of type {type(output).__name__}: {reason}.",
+                remedy="Define loss_fn with these two arguments, and set SHARDFORMER_TRACEBACK=1 to see the traceback.",
             ) from error
 
     return loss
@@ -384,8 +378,9 @@ def collate_samples(samples: list[Any]) -> Any:
         return torch_data.default_collate(samples)
     differing = next((sample for sample in samples if sample.keys() != first.keys()), None)
     if differing is not None:
+        keys, other_keys = sorted(map(str, first)), sorted(map(str, differing))
         raise InputError(
-            f"The samples of a batch have different keys: {sorted(map(str, first))} and {sorted(map(str, differing))}.",
+            f"All samples of a batch must have the same keys, but got {keys} and {other_keys}.",
             remedy="Use the same keys in all samples, or pass your own collate_fn.",
         )
     return {key: _collate_column(str(key), [sample[key] for sample in samples]) for key in first}
@@ -401,7 +396,11 @@ def _collate_column(key: str, values: list[Any]) -> Any:
     sized = [value for value in values if isinstance(value, (Tensor, list, tuple))]
     shapes = {tuple(value.shape) if isinstance(value, Tensor) else (len(value),) for value in sized}
     if len(shapes) > 1:
-        raise _make_shape_error(key, f"have different shapes, {' and '.join(map(str, sorted(shapes)[:2]))}")
+        shape, other_shape = sorted(shapes)[:2]
+        raise InputError(
+            f"The values of {key!r} in a batch must have the same shape, but got {shape} and {other_shape}.",
+            remedy="Pad the values, or pass a collate_fn such as transformers.DataCollatorWithPadding(tokenizer).",
+        )
     return torch_data.default_collate(values)
 
 
@@ -416,11 +415,7 @@ def _as_tensor(key: str, value: Any) -> Any:
     try:
         return torch.as_tensor(numpy.asarray(value)) if is_numpy else torch.tensor(value)
     except ValueError as error:
-        raise _make_shape_error(key, f"cannot be converted to a tensor: {error}") from error
-
-
-def _make_shape_error(key: str, problem: str) -> InputError:
-    return InputError(
-        f"The values of {key!r} in a batch {problem}.",
-        remedy="Pad them in the data, or pass a collate_fn such as transformers.DataCollatorWithPadding(tokenizer).",
-    )
+        raise InputError(
+            f"The values of {key!r} in a batch cannot be converted to a tensor: {error}.",
+            remedy="Pad the values, or pass a collate_fn such as transformers.DataCollatorWithPadding(tokenizer).",
+        ) from error

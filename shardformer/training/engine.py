@@ -191,10 +191,10 @@ class Engine:
             check_same_call_and_data(f"{caller} in eval mode", self.world)
             return self._average_over_data_ranks(self.pipeline.evaluate(batch))
         if self._pending_loss is not None or self._is_backward_done:
+            method = "step" if self._is_backward_done else "backward"
             raise InputError(
-                f"The engine received a batch before {'step' if self._is_backward_done else 'backward'} was called "
-                "for the previous batch.",
-                remedy="For gradient accumulation, pass all batches of a step in one call: engine([first, second]).",
+                f"The engine received a batch before engine.{method} was called for the previous batch.",
+                remedy=f"Call engine.{method} first. For gradient accumulation, pass a list: engine([first, second]).",
             )
         if not self.optimizers:
             raise ConfigError(
@@ -218,16 +218,10 @@ class Engine:
         ``loss`` must be the tensor that ``engine(batch)`` returned.
         """
         if self._pending_loss is None or loss is not self._pending_loss:
-            what = (
-                "is not the last loss that the engine returned"
-                if self._pending_loss is not None
-                else "does not belong to a pending batch"
-            )
             raise InputError(
-                f"backward received a loss that {what}.",
-                rule="engine(batch) has already computed the gradients of the loss that it returned.",
-                remedy="Write loss = engine(batch); engine.backward(loss). For gradient accumulation, pass a list of "
-                "batches. Add further terms to the loss in loss_fn.",
+                "engine.backward accepts only the loss that the last engine(batch) returned, and only once.",
+                remedy="Write loss = engine(batch); engine.backward(loss). Add further terms to the loss in loss_fn, "
+                "and pass a list of batches for gradient accumulation.",
             )
         self._pending_loss, self._is_backward_done = None, True
 
@@ -241,7 +235,7 @@ class Engine:
         """
         if not self._is_backward_done:
             raise InputError(
-                f"step was called {'before backward' if self._pending_loss is not None else 'without a batch'}.",
+                "engine.step was called before engine.backward.",
                 remedy="Call engine.backward(loss) first, or use engine.train_step(batch).",
             )
         check_same_call_and_data("engine.step", self.world)
@@ -357,10 +351,11 @@ class Engine:
             return True
         if config.on_nonfinite == "skip":
             return False
+        names = self._describe_nonfinite_gradients()
         raise InputError(
-            f"The gradient norm of step {self.steps + 1} is {float(norm)}{self._describe_nonfinite_gradients()}.",
+            f"The gradient norm of step {self.steps + 1} is {float(norm)}, with nonfinite gradients in {names}.",
             rule="No weight was changed.",
-            remedy="Lower the learning rate, check the batch, or set on_nonfinite='skip'.",
+            remedy="Lower the learning rate, check the batch, or set on_nonfinite='skip' to skip such steps.",
         )
 
     def _describe_nonfinite_gradients(self) -> str:
@@ -370,7 +365,7 @@ class Engine:
         local = [n for n, x in values.items() if not x.isfinite().all()]
         names = list(dict.fromkeys(name for found in all_gather_objects(local, self.world) for name in found))
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        return f", with nonfinite gradients in {', '.join(names[:4])}{more}"
+        return ", ".join(names[:4]) + more
 
     @property
     def schedulers(self) -> list[Any]:
@@ -394,7 +389,7 @@ class Engine:
     def _check_no_unfinished_step(self, caller: str) -> None:
         if self._pending_loss is not None or self._is_backward_done:
             raise InputError(
-                f"{caller} cannot be called in the middle of a step.",
+                f"{caller} cannot be called between engine(batch) and engine.step().",
                 remedy="Call it after engine.step(), or discard the step with engine.zero_grad().",
             )
 
@@ -407,8 +402,8 @@ class Engine:
         if self.context.world is not None:
             raise ConfigError(
                 "An engine that runs on several processes cannot be copied.",
-                remedy="Copy only the model with copy.deepcopy(engine.model). To return to an earlier state, use "
-                "engine.save(folder) and engine.load(folder).",
+                remedy="Copy only the model with copy.deepcopy(engine.model), or use engine.save(folder) and "
+                "engine.load(folder) to return to an earlier state.",
             )
         memo[id(self)] = clone = type(self).__new__(type(self))
         clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})

@@ -67,8 +67,8 @@ def get_metric_value(hook: Hook, metric: str, trainer: TrainerProtocol) -> float
     if metric not in trainer.values:
         name = type(hook).__name__
         raise InputError(
-            f"{name} cannot find the metric {metric!r} in trainer.values.",
-            rule=f"The hook that computes the metric must come before {name} in the list of hooks.",
+            f"The hook {name} cannot find the metric {metric!r} in trainer.values.",
+            rule=f"Put the hook that computes this metric before {name} in the list of hooks.",
             remedy=suggest_similar_names(metric, trainer.values),
         )
     return trainer.values[metric]

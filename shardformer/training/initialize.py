@@ -98,7 +98,8 @@ def _detach_optimizer_parameters(
         if missing is not None:
             raise ConfigError(
                 f"Sharding replaced the parameter {missing}, so the optimizer would no longer update it.",
-                remedy="Pass a function: optimizer=lambda parameters: torch.optim.AdamW(parameters).",
+                remedy="Pass a function that creates the optimizer: "
+                "optimizer=lambda parameters: torch.optim.AdamW(parameters).",
             )
 
     for params in lists:
@@ -135,7 +136,7 @@ def _normalize_optimizers(optimizer: Any) -> list[Optimizer] | MakeOptimizer | N
         return optimizer
     what = optimizer.__name__ if isinstance(optimizer, type) else f"{optimizer!r:.80}"
     raise ConfigError(
-        f"optimizer={what} is not an optimizer, a list of optimizers, or a function that creates an optimizer.",
+        f"optimizer must be an optimizer, a list of optimizers, or a function that creates one, but got {what}.",
         remedy="For example, pass optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4).",
     )
 
@@ -155,13 +156,17 @@ def make_parallel_context(context: ParallelContext | None, config: ParallelConfi
     differs = [name for name, size in config.sizes.items() if size not in (None, 1) and context.sizes[name] != size]
     if not differs:
         return _add_derived_axes(context, config)
-    name = differs[0]
-    problem, remedy = f"the context has {name}={context.sizes[name]}", "Pass only one of them"
+    name, requested, actual = differs[0], config.sizes[differs[0]], context.sizes[differs[0]]
     if context.world is None and all(size == 1 for size in context.sizes.values()):
         srun = "srun, or with " if "SLURM_JOB_ID" in os.environ else ""
-        remedy = f"Start the script with {srun}shardformer run --nproc_per_node N script.py"
-        problem = "there is only one process"
-    raise ConfigError(f"The argument parallel requests {name}={config.sizes[name]}, but {problem}.", remedy=remedy)
+        raise ConfigError(
+            f"The argument parallel requests {name}={requested}, but there is only one process.",
+            remedy=f"Start the script with {srun}shardformer run --nproc_per_node N script.py.",
+        )
+    raise ConfigError(
+        f"The argument parallel requests {name}={requested}, but the context has {name}={actual}.",
+        remedy="Pass only one of the arguments parallel and context.",
+    )
 
 
 def _add_derived_axes(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
@@ -222,11 +227,16 @@ def _make_scheduler(scheduler: Any, optimizers: list[Optimizer]) -> Any:
     several = scheduler if isinstance(scheduler, (list, tuple)) else [scheduler]
     if scheduler is None or (several and all(hasattr(each, "step") for each in several)):
         return scheduler
-    if not callable(scheduler) or len(optimizers) != 1:
+    if not callable(scheduler):
         raise ConfigError(
-            f"scheduler={scheduler!r:.80} cannot be used with {len(optimizers)} optimizers.",
-            rule="Pass a scheduler, a list of schedulers, or for one optimizer a function that creates the scheduler.",
+            "scheduler must be a scheduler, a list of schedulers, or a function that creates a scheduler, but got "
+            f"{scheduler!r:.80}.",
             remedy="For example, pass scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, ...).",
+        )
+    if len(optimizers) != 1:
+        raise ConfigError(
+            f"A function as scheduler requires exactly one optimizer, but got {len(optimizers)}.",
+            remedy="Pass one optimizer, or for several optimizers pass a list of schedulers.",
         )
     return scheduler(optimizers[0])
 
@@ -260,8 +270,8 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
         raise ConfigError(
             "The engine cannot be resharded, because initialize received a model that was already sharded or "
             "quantized.",
-            remedy="Pass an unsharded model to initialize. For a quantized model, save a checkpoint, load the "
-            "model again, and load the checkpoint under the new layout.",
+            remedy="Pass an unsharded model to initialize. For a quantized model, save a checkpoint and load it into "
+            "a new engine with the new layout.",
         )
     context = _make_resharded_context(engine.context, config)
     if engine.has_data:

@@ -72,7 +72,7 @@ class MetricsWriter:
     def __init__(self, folder: str | Path, resume_at: int | None = None) -> None:
         self._folder = folder = to_absolute_path(folder)
         if folder.is_file():
-            raise ConfigError(f"The metrics folder {str(folder)!r} is a file.", remedy="Pass the path of a folder.")
+            raise ConfigError(f"The metrics folder '{folder}' is a file.", remedy="Pass the path of a folder.")
         acquire_folder_lock(folder, self)
         try:
             self._file = self._open_log_file(folder / FILE, resume_at)
@@ -84,9 +84,10 @@ class MetricsWriter:
         remove_stale_temporary_files(path.parent, path.name)
         if resume_at is not None and os.path.lexists(path):
             if path.is_symlink() or not path.is_file():
+                kind = "symbolic link" if path.is_symlink() else "folder"
                 raise ConfigError(
-                    f"The metrics file {str(path)!r} is a {'symbolic link' if path.is_symlink() else 'folder'}.",
-                    remedy="Move or delete it, or pass another folder.",
+                    f"The metrics file '{path}' is a {kind}.",
+                    remedy=f"Move or delete the {kind}, or pass another metrics folder.",
                 )
             kept = [record for record in read_records(path) if record.step <= resume_at]
             replace_text_atomically(path, "".join(map(_to_json_line, kept)))  # atomically
@@ -124,11 +125,10 @@ def read_records(path: str | Path) -> list[MetricsRecord]:
         except (ValueError, OverflowError) as error:  # includes invalid UTF-8 and invalid JSON
             if number == len(lines):  # no newline follows
                 break
+            text = line.decode(errors="replace")
             raise InputError(
-                f"Line {number} of {file} is not a valid record: {error}. "
-                f"The line is {line.decode(errors='replace')!r:.60}.",
-                rule=f"A record is a JSON object such as {_EXAMPLE}.",
-                remedy="Correct the line, or remove it from the file.",
+                f"Line {number} of {file} is not a valid record of metrics ({error}): {text!r:.60}.",
+                remedy=f"Remove the line, or write a record such as {_EXAMPLE}.",
             ) from error
     return records
 
@@ -189,8 +189,8 @@ def find_metrics_file(path: str | Path) -> Path:
         return inside[0]
     what = "does not exist" if not path.is_dir() else f"contains {len(inside)} runs" if inside else f"has no {FILE}"
     raise ConfigError(
-        f"{str(path)!r} {what}.",
-        rule=f"A training run writes its metrics to the file {FILE} in its folder.",
+        f"Cannot read the metrics of a run, because '{path}' {what}.",
+        rule=f"Pass the output folder of a training run, which contains the file {FILE}.",
         remedy=_suggest_runs(path, [repr(str(file.parent)) for file in inside]),
     )
 
@@ -207,7 +207,7 @@ def _suggest_runs(path: Path, run_folders: Sequence[str]) -> str:
         str(file.parent.relative_to(above)) for file in _find_metrics_files(above) if file.parent.name != path.name
     ]
     if not names:
-        return f"Pass the output folder of a training run; {above} contains no run"
+        return f"The folder {above} contains no run"
     return f"{suggest_similar_names(path.name, names)} Pass one of the runs in {above}"
 
 

@@ -240,7 +240,7 @@ def test_the_exported_byte_tokenizer_has_the_tokens_of_the_run(text: str, adds_e
         ),
         ("generate {run} hi --top-p 1.5", "--top-p 1.5 is not a number above 0 and up to 1"),
         ("generate {run} hi --temperature 0", "--temperature 0.0 is not a number above 0"),
-        ("generate {run}/none hi", "is not a trained model"),
+        ("generate {run}/none hi", "No trained model was found at"),
         ("export {run}/model out", "is already a model folder that from_pretrained can load"),
         ("export {run} {run}", "is not an export of ShardFormer"),
         ("export {empty} out", "contains no checkpoint"),

@@ -267,7 +267,7 @@ def test_a_small_last_batch_can_be_merged() -> None:
         (list(range(4)), {}, "type list was passed without batch_size"),
         (list(range(4)), {"batch_size": 0}, "batch_size=0"),
         (list(range(4)), {"batch_size": True}, "batch_size=True"),
-        (list(range(4)), {"batch_size": 1}, "batch_size=1 is smaller than the number of data-parallel ranks, 2"),
+        (list(range(4)), {"batch_size": 1}, "batch_size=1 is smaller than the number of data-parallel ranks .2."),
         (list(range(5)), {"batch_size": 4}, "the last batch has only 1 of the"),
         (list(range(3)), {"batch_size": 4, "drop_last": True}, "drops all 3 samples"),
         (list(range(4)), {"batch_size": 4, "accumulate": 2}, "accumulate=2"),
@@ -290,7 +290,7 @@ def test_data_that_cannot_be_sharded_raises(source: Any, options: dict[str, Any]
 
 
 def test_errors_found_during_iteration_raise() -> None:
-    with pytest.raises(InputError, match=r"'ids' .* different shapes"):
+    with pytest.raises(InputError, match=r"'ids' .* must have the same shape"):
         list(ShardedDataLoader([{"ids": [1]}, {"ids": [1, 2]}], place(), batch_size=2))
     once = ShardedDataLoader(iter([1, 2]), place(), batch_size=2)
     assert len(list(once)) == 1

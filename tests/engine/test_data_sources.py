@@ -58,7 +58,7 @@ def test_persistent_workers_are_reused_in_every_epoch() -> None:
 @pytest.mark.slow
 def test_an_error_in_a_worker_keeps_its_type_and_text() -> None:
     samples = [{"ids": [1]}, {"ids": [1, 2]}]
-    with pytest.raises(InputError, match=r"^The values of 'ids' in a batch have different shapes"):
+    with pytest.raises(InputError, match=r"^The values of 'ids' in a batch must have the same shape"):
         list(ShardedDataLoader(samples, place(), batch_size=2, num_workers=1))
 
 

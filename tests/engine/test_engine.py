@@ -355,12 +355,12 @@ def _misused(engine: Engine, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("another loss", "is not the last loss that the engine returned"),
-        ("no batch", "without a batch"),
-        ("no backward pass", "before backward"),
+        ("another loss", "only the loss that the last engine"),
+        ("no batch", "step was called before engine.backward"),
+        ("no backward pass", "step was called before engine.backward"),
         ("twice", r"engine\(\[first, second\]\)"),
-        ("saved between", "in the middle of a step"),
-        ("a word", "batch of type str is not supported"),
+        ("saved between", r"between engine\(batch\) and engine.step"),
+        ("a word", "but got str"),
         ((torch.rand(4, 4), torch.rand(4), torch.zeros(4)), "has 2 inputs"),
     ],
     ids=lambda value: value[:12] if isinstance(value, str) else "too many",
@@ -378,7 +378,7 @@ def strange_optimizer() -> torch.optim.Optimizer:
     ("options", "message"),
     [
         ({"optimizer": strange_optimizer()}, "not in the model"),
-        ({"optimizer": torch.optim.SGD}, "optimizer=SGD"),
+        ({"optimizer": torch.optim.SGD}, "optimizer must be .* but got SGD"),
         ({"parallel": {"tensr": 2}}, "Did you mean 'tensor'"),
         ({"parallel": 3}, "parallel=3"),
         ({"parallel": {"tensor": 2}}, "there is only one process"),
@@ -386,7 +386,7 @@ def strange_optimizer() -> torch.optim.Optimizer:
         ({"parallel": {"partition": "uniform"}}, "without pipe=2"),
         ({"parallel": {"max_grad_norm": -1.0}}, "max_grad_norm=-1.0"),
         ({"scheduler_every": "month"}, "scheduler_every='month'"),
-        ({"scheduler": lambda optimizer: None}, "0 optimizers"),
+        ({"scheduler": lambda optimizer: None}, "exactly one optimizer, but got 0"),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )

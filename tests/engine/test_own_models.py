@@ -110,16 +110,14 @@ def test_a_policy_is_derived_from_the_training_data() -> None:
 def test_a_row_may_have_its_inputs_by_name() -> None:
     expected = losses(None, [(row, row) for row in WORD_ROWS])
     assert losses(None, [({"words": row}, row) for row in WORD_ROWS]) == expected
-    with pytest.raises(InputError, match="A batch of type list of dict, Tensor is not supported"):
+    with pytest.raises(InputError, match=r"A batch must be .*, but got list of dict, Tensor"):
         losses(None, [({"words": row}, row) for row in WORD_ROWS], loss_fn=None)
 
 
 def test_a_loss_function_of_verify_raises_with_the_signature() -> None:
-    with pytest.raises(
-        InputError, match=r"called as loss_fn\(output, target\).*Only verify also accepts loss_fn\(model, "
-    ):
+    with pytest.raises(InputError, match=r"loss_fn\(output, target\) raised TypeError.*with these two arguments"):
         losses(None, [(row, row) for row in WORD_ROWS], loss_fn=square)
-    with pytest.raises(InputError, match=r"called as loss_fn\(output, batch\)"):
+    with pytest.raises(InputError, match=r"loss_fn\(output, batch\) raised TypeError"):
         losses(None, [{"words": row} for row in WORD_ROWS], loss_fn=square)
 
 

@@ -159,7 +159,7 @@ def test_a_run_needs_consent_for_remote_code(
     with pytest.raises(ConfigError, match=r"model\.trust_remote_code"):
         load_tokenizer(None, str(folder), has_random_weights=False)
     with pytest.raises(
-        ConfigError, match=r"custom code.*Correct data\.tokenizer"
+        ConfigError, match=r"custom code.*Set data\.tokenizer"
     ):  # consent is for the model, not for another folder
         load_tokenizer(str(folder), "another", has_random_weights=False, trust_remote_code=True)
 

@@ -109,7 +109,7 @@ def test_rows_without_an_answer_are_counted_in_all_sources(tmp_path: Path) -> No
     train = [write_rows(tmp_path, short + long, "a.jsonl"), write_rows(tmp_path, short, "b.jsonl")]
     data = {"train": train, "weights": [1, 1], "validation": write_rows(tmp_path, short + 2 * long, "c.jsonl")}
     found = load_data(config(tmp_path, "gpt2", {**data, "sequence_length": 90}))
-    assert found.skipped == "3 of 9 rows are left out, because they have no answer within 90 tokens"
+    assert "3 of 9 rows were skipped, because they have no answer in their first 90 tokens" in found.skipped
 
 
 def test_without_a_template_the_texts_are_concatenated(tmp_path: Path) -> None:
@@ -138,7 +138,9 @@ def test_labels_follow_the_template_of_the_tokenizer(word_tokenizer: Any, tmp_pa
 def test_a_template_that_changes_earlier_text_raises(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(InputError, match=r"Row 1 .*changes earlier text.*train_on = 'last' or 'all'"):
+    with pytest.raises(
+        InputError, match=r"Row 1 .*changes how earlier messages are rendered.*train_on = 'last' or 'all'"
+    ):
         first_sample(tmp_path, {"messages": CHAT}, chat_template=str(template))
 
 
@@ -148,23 +150,23 @@ def test_a_template_that_changes_earlier_text_raises(tmp_path: Path) -> None:
         (
             {"messages": [{"role": "user"}]},
             {},
-            r"Row 1 .*The field 'messages' contains an invalid message: \{'role': 'user'\}",
+            r"Row 1 .*The field 'messages' must have a role and a text, but got \{'role': 'user'\}",
         ),
-        ({"messages": CHAT[:2]}, {}, r"No row has an answer within its first 400 tokens .data.sequence_length."),
+        ({"messages": CHAT[:2]}, {}, r"No row has an answer within its first 400 tokens.*data.sequence_length"),
         ({"messages": CHAT}, {"sequence_length": 8}, r"No row has an answer within its first 8 tokens"),
         ({"body": "words"}, {}, r"Row 1 of the data has no field 'text'"),
         (
             {"messages": "[]"},
             {},
-            r"Row 1 .*has '\[\]' in the field 'messages', which is not a list of messages.*contains JSON",
+            r"Row 1 .*'messages' must be a list of messages, but got '\[\]'.*contains JSON",
         ),
-        ({"messages": None, "text": None}, {}, r"Row 1 .*has None in the field 'messages'"),
+        ({"messages": None, "text": None}, {}, r"Row 1 .*'messages' must be a list of messages, but got None"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             {},
-            r"Row 1 .*has a part that is not text",
+            r"Row 1 .*has other parts",
         ),
-        ({"q": "words"}, {"prompt": "q"}, r"fields 'q', which do not contain a conversation"),
+        ({"q": "words"}, {"prompt": "q"}, r"No conversation was found in a row with the fields 'q'"),
     ],
     ids=str,
 )
@@ -182,14 +184,14 @@ def test_the_texts_of_a_message_are_joined(tmp_path: Path) -> None:
 def test_an_error_of_a_template_is_reported(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(InputError, match=r"Row 1 .*does not accept the conversation .*: roles must alternate"):
+    with pytest.raises(InputError, match=r"Row 1 .*cannot render the conversation .*: roles must alternate"):
         first_sample(tmp_path, {"messages": CHAT}, chat_template=str(template))
 
 
 def test_a_tokenizer_without_a_template_raises(word_tokenizer: Any, tmp_path: Path) -> None:
     word_tokenizer.chat_template = None
     word_tokenizer.save_pretrained(tmp_path / "plain")
-    with pytest.raises(ConfigError, match=r"no chat template.*data.chat_template to 'chatml', to 'none'"):
+    with pytest.raises(ConfigError, match=r"require a chat template.*data.chat_template to 'chatml'"):
         first_sample(tmp_path, {"messages": CHAT}, tokenizer=str(tmp_path / "plain"))
 
 

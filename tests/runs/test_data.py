@@ -106,7 +106,7 @@ def test_data_sets_of_the_datasets_library(tmp_path: Path) -> None:
     data = {"train": str(tmp_path / "saved"), "format": "datasets", "validation_split": "test"}
     found = load_data(config(tmp_path, "bert", data, model={"task": "classification"}))
     assert (len(found.train), len(found.validation)) == (12, 4)
-    with pytest.raises(ConfigError, match=r"cannot be read"):
+    with pytest.raises(ConfigError, match=r"cannot be loaded"):
         load_data(config(tmp_path, "bert", {**data, "split": "trian"}, model={"task": "classification"}))
 
 
@@ -116,7 +116,7 @@ def test_data_sets_of_the_datasets_library(tmp_path: Path) -> None:
         ({"train": "nothing.txt"}, "causal", r"'nothing.txt' cannot be read: No such file"),
         ({"train": "text.txt", "sequence_length": 5000}, "causal", r"1260 tokens.*5000"),
         ({"train": "empty.txt"}, "causal", r"'empty.txt' is empty"),
-        ({"train": "text.bin"}, "causal", r"cannot be inferred from the name.*data.format"),
+        ({"train": "text.bin"}, "causal", r"Cannot infer the data format of 'text.bin.*data.format"),
         ({"train": "bad.jsonl"}, "causal", r"Line 2 of .*bad.jsonl"),
         ({"train": "rows.jsonl", "text": "txt"}, "causal", r"no field 'txt'.*Did you mean 'text'"),
         (
@@ -125,31 +125,35 @@ def test_data_sets_of_the_datasets_library(tmp_path: Path) -> None:
             r"'classification' does not support the data 'text.txt', which has the format text",
         ),
         ({"train": "."}, "causal", r"read as images.*data.format = 'datasets'"),
-        ({"train": "rows.xlsx"}, "classification", r"cannot be inferred from the name.*pandas.read_excel"),
+        ({"train": "rows.xlsx"}, "classification", r"Cannot infer the data format.*pandas.read_excel"),
         ({"train": "missing.csv"}, "classification", r"'missing.csv' cannot be read: No such file"),
         ({"train": "bad.csv"}, "classification", r"Row 1 of 'bad.csv' has 4 fields.*data.delimiter"),
         ({"train": "latin.txt"}, "causal", r"'latin.txt' is not valid UTF-8: .* at byte 1.*Convert the file"),
         (
             {"train": "rows.jsonl", "text": "score"},
             "causal",
-            r"Row 1 of the data has 0.5 in the field 'score', which is not a",
+            r"'score' must be a string, but row 1 of the data has 0.5",
         ),
-        ({"train": "rows.jsonl", "pair": "score"}, "classification", r"0.5 in the field 'score'.*data.pair"),
-        ({"train": "rows.jsonl", "target": "score"}, "sequence_to_sequence", r"0.5 in the field 'score'.*data.target"),
+        ({"train": "rows.jsonl", "pair": "score"}, "classification", r"'score' must be .* has 0.5.*data.pair"),
+        (
+            {"train": "rows.jsonl", "target": "score"},
+            "sequence_to_sequence",
+            r"'score' must be .* has 0.5.*data.target",
+        ),
         (
             {"train": "rows.jsonl", "text": "none"},
             "causal",
-            r"Row 1 of the data has null as the value of 'none'",
+            r"The field 'none' is null in row 1 of the data",
         ),
-        ({"train": "others.jsonl"}, "classification", r"All labels of the training data are 'ugly'.*two classes"),
-        ({"train": "rows.jsonl", "label": "score"}, "classification", r"labels have the types float.*'regression'"),
+        ({"train": "others.jsonl"}, "classification", r"two classes, but the training data has only \['ugly'\]"),
+        ({"train": "rows.jsonl", "label": "score"}, "classification", r"but got the types float.*'regression'"),
         (
             {"train": "rows.jsonl", "validation": "others.jsonl"},
             "classification",
-            r"validation data has the unknown label",
+            r"validation data has the label .*, which is not one of",
         ),
         ({"train": "text.txt", "tokenizer": "no/folder"}, "causal", r"tokenizer 'no/folder' cannot be loaded"),
-        ({"train": ".", "format": "images"}, "image_classification", r"contains no images"),
+        ({"train": ".", "format": "images"}, "image_classification", r"No images were found"),
     ],
     ids=str,
 )
@@ -199,7 +203,7 @@ def test_rows_may_contain_image_paths(tmp_path: Path) -> None:
     assert found.classes == ["cat", "dog"]
     assert found.train[0]["pixel_values"].shape == (3, 32, 32)
     wrong = write_rows(tmp_path, [{"image": 3, "label": kind} for kind in ("cat", "dog")], "wrong.jsonl")
-    with pytest.raises(InputError, match=r"The image field of a row contains 3"):
+    with pytest.raises(InputError, match=r"Each image must be .*, but got 3"):
         load_data(config(tmp_path, "vit", {"train": wrong}, model={"task": "image_classification"}), 32)
 
 

@@ -172,14 +172,18 @@ def test_words_and_classes_of_different_number_raise(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "rows", "words"),
     [
-        ("regression", [{"text": "a", "label": "high"}], r"'high' in the field 'label', which is not a finite number"),
+        (
+            "regression",
+            [{"text": "a", "label": "high"}],
+            r"'label' must be a finite number, but row . of .* has 'high'",
+        ),
         (
             "multi_label_classification",
             labelled(),
-            r"'bad' in the field 'label', which is not a list.*'classification'",
+            r"'label' must be a list of labels, but row . of the data has 'bad'.*'classification'",
         ),
         ("classification", [{"text": "a", "label": ["x"]}], r"types list.*'multi_label_classification'"),
-        ("token_classification", labelled(), r"is not a list of labels|is not a list of words"),
+        ("token_classification", labelled(), r"must be a list of labels|must be a list of words"),
     ],
 )
 def test_labels_of_another_task_raise(task: str, rows: list[dict[str, Any]], words: str, tmp_path: Path) -> None:
@@ -282,7 +286,7 @@ def test_streams_that_cannot_be_read_raise(data: Any, training: Any, words: str,
     [
         ("", "contains no rows"),
         ('{"text": "a"}\n{"text": "b"\n', "cannot be read as jsonl"),
-        ('{"text": "words"}\n{"text": null}\n', "Row 2 of the stream has None in the field 'text'"),
+        ('{"text": "words"}\n{"text": null}\n', "'text' must be a string, but row 2 of the data has None"),
         (
             '{"messages": [{"role": "user", "content": "a"}]}\n',
             "No row has an answer within its first .*data.sequence_length",
@@ -298,7 +302,7 @@ def test_rows_of_a_stream_that_cannot_be_read_raise(text: str, words: str, tmp_p
 
 
 def test_a_text_is_not_streamed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data.streaming = true does not support .*read as text"):
+    with pytest.raises(ConfigError, match=r"data.streaming = true does not support .*the format text"):
         load_data(config(tmp_path, "gpt2", {"train": write_text(tmp_path), "streaming": True}))
 
 

@@ -125,9 +125,11 @@ def test_pairs_may_be_conversations(tmp_path: Path) -> None:
 
 
 def test_wrong_pairs_raise(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"Row 1 of the data: The field 'chosen' of a row contains None"):
+    with pytest.raises(
+        InputError, match=r"Row 1 of the data is invalid: The field 'chosen' must contain .* but got None"
+    ):
         load_data(made(tmp_path, [{"prompt": "a", "rejected": "b"}]))
-    with pytest.raises(InputError, match=r"No row has both answers within its first 8 tokens .data.sequence_length."):
+    with pytest.raises(InputError, match=r"No row has both answers within its first 8 tokens.*data.sequence_length"):
         load_data(made(tmp_path, data={"sequence_length": 8}))
     with pytest.raises(ConfigError, match=r"preference.beta = 0.5 has no effect without model.task = 'preference'"):
         config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, preference={"beta": 0.5})

@@ -221,8 +221,11 @@ def test_an_interrupted_run_saves_a_checkpoint_and_reports_it(tmp_path: Path) ->
         ({"optimizer": {"betas": 3}}, r"AdamW does not accept"),
         ({"optimizer": {"betas": [0.9]}}, r"AdamW does not accept lr = 0.01, betas = \(0.9,\)"),
         ({"model": {"config": {"n_head": 0}}}, r"cannot build .*ZeroDivisionError"),
-        ({"model": {"config": {"activation_function": "foo"}}}, r"cannot build .*KeyError: 'foo'"),
-        ({"model": {"config": {"dtype": "bfloat16"}}}, r"dtype = 'bfloat16', which has no effect.*parallel.precision"),
+        (
+            {"model": {"config": {"activation_function": "foo"}}},
+            r"cannot build .*KeyError: 'foo'",
+        ),
+        ({"model": {"config": {"dtype": "bfloat16"}}}, r"must not set dtype = 'bfloat16'.*parallel.precision"),
         ({"model": {"config": {"model_type": "bert"}}}, r"model_type = 'bert'.*model.name"),
         ({"model": {"task": "masked"}}, r"'masked' does not support 'gpt2'.*model.task = 'causal' or 'classification'"),
         ({"model": {"head": "AutoModel"}}, r"builds a GPT2Model, which accepts no labels"),

@@ -68,12 +68,12 @@ def test_fields_of_other_rows_of_a_table_do_not_reach_the_template(tmp_path: Pat
     [
         (with_calls(), r"Row 1 .*template ignores tools of"),
         ({"messages": with_calls()["messages"]}, r"ignores the tool_calls of 'assistant' in message 2"),
-        (with_calls(tools="weather"), r"'weather' in the field 'tools', which is not a list of functions"),
+        (with_calls(tools="weather"), r"'tools' must be a list of functions, but got 'weather'"),
         (
             {"messages": [USER, {"role": "assistant", "content": None}]},
-            r"The field 'messages' contains an invalid message",
+            r"Each message in the field 'messages' must have a role and a text",
         ),
-        ({"messages": [USER, {**ASSISTANT, "weight": 0.5}]}, r"has weight = 0.5"),
+        ({"messages": [USER, {**ASSISTANT, "weight": 0.5}]}, r"must be 0 or 1, but got 0.5"),
         ({"system": "Sing.", "messages": CHAT}, r"'Be brief.' in its conversation, and 'Sing.' in the field 'system'"),
     ],
 )
@@ -112,7 +112,7 @@ def test_answers_that_are_empty_or_have_the_weight_0_are_not_trained(tmp_path: P
         config(tmp_path, "gpt2", {"train": write_rows(tmp_path, rows), "sequence_length": 99})
     )
     assert len(data.train) == 1
-    assert data.skipped.startswith("2 of 3 rows are left out")
+    assert data.skipped.startswith("2 of 3 rows were skipped")
 
 
 def test_preferences_have_the_system_message_and_the_tools_of_their_row(tmp_path: Path) -> None:

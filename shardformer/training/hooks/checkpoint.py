@@ -117,7 +117,7 @@ class Checkpoint(Hook):
             self._saved = trainer.step, self.best_step
         elif trainer.step == 0:
             raise ConfigError(
-                f"The directory {str(self.directory)!r} already contains checkpoints, but resume=False.",
+                f"The directory '{self.directory}' already contains checkpoints, but resume=False.",
                 remedy="Pass another directory, or resume=True to continue from them.",
             )
 
@@ -162,7 +162,8 @@ class Checkpoint(Hook):
             trainer.agree()
             trainer.engine.load(get_step_folder(self.directory, self.best_step))
         elif self.best_step is None and trainer.is_first:
-            warnings.warn(f"No best checkpoint was loaded, because {self.metric} was never a number", stacklevel=2)
+            text = f"No best checkpoint was loaded, because no validation had a number for {self.metric!r}."
+            warnings.warn(text, stacklevel=2)
 
     def on_exception(self, trainer: TrainerProtocol) -> None:
         self._engine = None
@@ -185,7 +186,7 @@ class Checkpoint(Hook):
             return
         self.best_value = self.best_step = None
         if trainer.is_first:
-            text = f"The best checkpoint {folder} no longer exists. Only validations from now on are compared"
+            text = f"The best checkpoint {folder} no longer exists. The next validation sets a new best value."
             warnings.warn(text, stacklevel=2)
 
     def _save(self, *, extra: Any, position: Any) -> None:
@@ -217,7 +218,6 @@ def _resolve_best_mode(best: Best | None, metric: str, mode: Mode | None) -> Mod
     if mode is None and metric not in LOSSES:
         raise ConfigError(
             f"Checkpoint(metric={metric!r}) requires mode='min' or mode='max'.",
-            rule="A lower value is better for a loss or an error, and a higher value for an accuracy.",
-            remedy="Pass mode='min' or mode='max'.",
+            remedy="Pass mode='min' if lower values are better, as for a loss, and mode='max' otherwise.",
         )
     return mode or "min"

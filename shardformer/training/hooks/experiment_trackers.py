@@ -50,8 +50,9 @@ class _ExperimentTracker(MetricsHook):
         except ConfigError:
             raise
         except Exception as error:  # libraries raise their own errors, such as for a missing login
+            reason = get_first_message_line(error)
             raise ConfigError(
-                f"The hook {type(self).__name__} cannot start a run: {get_first_message_line(error)}.",
+                f"The hook {type(self).__name__} cannot start a run: {reason}.",
                 remedy=f"Set up {self._module_name} as its documentation describes, or remove the hook.",
             ) from error
 

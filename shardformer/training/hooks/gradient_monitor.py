@@ -52,14 +52,14 @@ class GradientMonitor(Hook):
             trainer.values["skipped_steps"] = float(trainer.engine.skipped)
         # the loss scaler of fp16 skips steps while it searches for a scale
         has_scale = MixedPrecision.from_value(trainer.engine.parallel.precision).parameters == "fp16"
-        is_loss_finite = math.isfinite(trainer.values["loss"])
+        loss = trainer.values["loss"]
+        is_loss_finite = math.isfinite(loss)
         if not math.isfinite(norm) or not is_loss_finite:
             self._nonfinite_steps += not (has_scale and is_loss_finite)
             if self._nonfinite_steps >= self.patience:
                 raise InputError(
-                    f"The loss ({trainer.values['loss']}) or the gradient norm ({norm}) was NaN or infinite "
-                    f"for {self._nonfinite_steps} steps in a row, up to step {trainer.step}.",
-                    rule=f"GradientMonitor ends a run after {self.patience} such steps.",
+                    f"GradientMonitor stopped the run at step {trainer.step}, because the loss ({loss}) or gradient "
+                    f"norm ({norm}) was NaN or infinite for {self._nonfinite_steps} steps in a row.",
                     remedy="Check the data, or resume from an earlier checkpoint with a lower learning rate or "
                     "max_grad_norm.",
                 )
@@ -70,7 +70,7 @@ class GradientMonitor(Hook):
             if norm > self.factor * median:
                 warnings.warn(
                     f"The gradient norm of step {trainer.step} is {norm:.3g}, which is "
-                    f"{norm / max(median, 1e-30):.0f} times its median ({median:.3g})",
+                    f"{norm / max(median, 1e-30):.0f} times its median ({median:.3g}).",
                     stacklevel=2,
                 )
         self._norms.append(norm)

@@ -85,8 +85,8 @@ class Metrics(Hook):
             return
         if labels.dim() == output.dim():
             raise InputError(
-                f"Metrics requires class labels, but the labels of this model have the shape {tuple(labels.shape)}.",
-                remedy="Remove the hook, or compute your own metric in on_validation_batch.",
+                f"The Metrics hook requires one class per prediction, but the labels have shape {tuple(labels.shape)}.",
+                remedy="Remove the hook, or compute the metric in on_validation_batch of your own hook.",
             )
         predictions = output.argmax(-1).cpu()
         loss_name = getattr(getattr(engine.model, "loss_function", None), "__name__", "")
@@ -117,9 +117,9 @@ class Metrics(Hook):
             try:
                 value = float(function(labels, predictions))
             except ValueError as error:
+                label, prediction, reason = labels[0], predictions[0], get_first_message_line(error)
                 raise InputError(
-                    f"The metric {name!r} cannot compare labels such as {labels[:3].tolist()} with predictions such as "
-                    f"{predictions[:3].tolist()}: {get_first_message_line(error)}.",
+                    f"The metric {name!r} does not support label {label} with prediction {prediction}: {reason}.",
                     remedy="Pass another metric, such as Metrics('mean_squared_error') for a regression.",
                 ) from error
             trainer.values[f"validation/{name}"] = value
@@ -130,9 +130,9 @@ def _get_labels_and_predictions(labels: Tensor, output: Tensor) -> tuple[Tensor,
     output = output.squeeze(-1) if output.dim() > labels.dim() else output
     if output.shape != labels.shape:
         raise InputError(
-            f"Metrics cannot compare labels of shape {tuple(labels.shape)} with outputs of shape "
+            f"The Metrics hook requires labels and outputs of the same shape, but got {tuple(labels.shape)} and "
             f"{tuple(output.shape)}.",
-            remedy="Remove the hook, or compute your own metric in on_validation_batch.",
+            remedy="Remove the hook, or compute the metric in on_validation_batch of your own hook.",
         )
     is_multi_label = labels.dim() > 1 and bool(((labels == 0) | (labels == 1)).all())
     return (labels.long(), (output > 0).long()) if is_multi_label else (labels, output.float())
@@ -152,11 +152,10 @@ def _get_labels(batch: Any, model: Any) -> Tensor:
     named = to_forward_arguments(batch, model, has_target=True)
     found = named.get("labels", named.get(TARGET_KEY))
     if not isinstance(found, Tensor):
+        contents = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise InputError(
-            "Metrics cannot find labels in the batch: "
-            + (", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__),
-            rule="The labels must be the item 'labels' of a dict, or the last item of a tuple.",
-            remedy="Pass validation data with labels, or remove the Metrics hook.",
+            f"The Metrics hook cannot find labels in the batch ({contents}).",
+            remedy="Pass the labels as the item 'labels' of a dict or as the last item of a tuple, or remove the hook.",
         )
     return found.cpu()
 
@@ -176,7 +175,7 @@ def _find_sklearn_metric(name: str) -> Callable[[Any, Any], float]:
     if not callable(found) or isinstance(found, type):
         known = [n.removesuffix("_score") for n in metrics.__all__ if callable(getattr(metrics, n)) and n[0].islower()]
         raise ConfigError(
-            f"Metrics({name!r}) is not a known metric.",
+            f"Metrics does not support the metric {name!r}.",
             rule="Use 'perplexity' or the name of a function in sklearn.metrics, with or without the suffix _score.",
             remedy=suggest_similar_names(name, [*known, "f1", PERPLEXITY]),
         )
@@ -193,7 +192,7 @@ def _to_metric_function(name: str, metric: Any) -> Callable[[Any, Any], float]:
         return compute
     if not callable(metric):
         raise ConfigError(
-            f"Metrics({name}={metric!r:.60}) is not a function of (labels, predictions) or a torchmetrics metric.",
+            f"Metrics({name}=...) must be a function or a torchmetrics metric, but got {metric!r:.60}.",
             remedy=f"Pass a function, as in Metrics({name}=lambda labels, predictions: ...).",
         )
     return metric  # type: ignore[no-any-return]

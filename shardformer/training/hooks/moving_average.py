@@ -76,7 +76,7 @@ class MovingAverage(Hook):
             return
         self.updates, self._step = 0, trainer.step
         if before.keys() & self._averages.keys() and trainer.is_first:
-            text = "MovingAverage restarts, because the existing average does not include the last step"
+            text = "MovingAverage starts a new average, because the existing average does not include the last step."
             warnings.warn(text, stacklevel=2)
 
     @torch.no_grad()
@@ -103,8 +103,8 @@ class MovingAverage(Hook):
     def before_save(self, trainer: TrainerProtocol) -> None:
         if self._weights is not None:
             raise InputError(
-                "A checkpoint cannot be saved while the averaged weights are applied.",
-                remedy="Save after the with block, or call engine.export inside it.",
+                "A checkpoint cannot be saved while MovingAverage has replaced the weights by their averages.",
+                remedy="Save the checkpoint after the with block, or call engine.export inside the block.",
             )
         self._store_averages_in_optimizer(trainer.engine)
 
@@ -174,8 +174,8 @@ class MovingAverage(Hook):
     def _apply_averages(self, engine: Any) -> None:
         if self._weights is not None:
             raise InputError(
-                "The averaged weights are already applied.",
-                remedy="Leave the outer with block first. If a validation applies the averages, pass validate=False.",
+                "MovingAverage has already replaced the weights by their averages.",
+                remedy="Leave the outer with block first, or pass MovingAverage(validate=False) to validate inside it.",
             )
         averages = [(p, self._get_average(p, optimizer.state.get(p))) for optimizer, p in _iter_trained_tensors(engine)]
         self._weights = [(x, x.detach().clone()) for x in _iter_overwritten_tensors(engine)]
@@ -207,7 +207,6 @@ def _check_engine_is_supported(engine: Any) -> None:
     if precision.rounding is not None:
         raise ConfigError(
             f"MovingAverage does not support MixedPrecision(master_weights={precision.master_weights!r}).",
-            rule="Restoring the weights would round them a second time.",
             remedy="Use precision='bf16' with fp32 master weights, or remove the hook.",
         )
     if offload.folder is not None:

@@ -52,7 +52,7 @@ class Profiler(Hook):
         self._rank_folder = self.directory / f"rank{trainer.engine.world.rank}"
         if self._rank_folder.is_symlink():
             raise ConfigError(
-                f"Profiler cannot write to {str(self._rank_folder)!r}, which is a symbolic link.",
+                f"Profiler cannot write to '{self._rank_folder}', which is a symbolic link.",
                 remedy="Remove the link, or pass another directory.",
             )
         self._rank_folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ class Profiler(Hook):
     def after_train(self, trainer: TrainerProtocol) -> None:
         self.on_exception(trainer)
         if not self.written and trainer.is_first:
-            warnings.warn("The run was too short for a trace of the Profiler. Reduce its argument wait.", stacklevel=2)
+            warnings.warn("The run was too short for Profiler to write a trace. Pass a smaller wait.", stacklevel=2)
 
     def on_exception(self, trainer: TrainerProtocol) -> None:
         profiler, self._profile, self._is_ending = self._profile, None, True

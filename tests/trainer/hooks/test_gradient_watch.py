@@ -86,7 +86,7 @@ def test_a_nonfinite_step_raises_with_the_parameter_names() -> None:
 def test_repeated_nonfinite_steps_end_the_run_on_all_ranks() -> None:
     def run(context: ParallelContext | None) -> int:
         trainer = broken(context, on_nonfinite="skip")
-        with pytest.raises(InputError, match=r"NaN or infinite for 3 steps in a row, up to step 3"):
+        with pytest.raises(InputError, match=r"at step 3, .* NaN or infinite for 3 steps in a row"):
             trainer.fit(steps=9)
         assert trainer.values["skipped_steps"] == 3
         return trainer.step

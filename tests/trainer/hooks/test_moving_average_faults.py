@@ -220,7 +220,7 @@ def test_an_outdated_average_is_not_continued(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="MovingAverage"):
         Trainer(engine_of(), [Checkpoint(tmp_path)]).fit(steps=4)
     engine, hook = engine_of(), MovingAverage(DECAY)
-    with pytest.warns(UserWarning, match="MovingAverage restarts"):
+    with pytest.warns(UserWarning, match="MovingAverage starts a new average"):
         Trainer(engine, [hook, Checkpoint(tmp_path)]).fit(steps=4)
     torch.testing.assert_close(averaged(engine, hook), full_state_dict(engine.model), rtol=0, atol=0)
 
