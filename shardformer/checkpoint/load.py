@@ -290,10 +290,10 @@ class LoadPlan:
     def _check_no_unused_weights(self) -> None:
         names = set().union(*all_gather_objects(set(self._tensors.tensors), self._tensors.world))
         if unused := [name for name in self._saved if name not in names]:
-            hint = suggest_similar_names(unused[0], names)
+            name, hint = unused[0], suggest_similar_names(unused[0], names)
             raise ConfigError(
                 f"{self._where} was saved from a {self._saved_kind} and contains weights that this {self._kind} does "
-                f"not have, such as {unused[0]}.",
+                f"not have, such as {name}.",
                 remedy=f"{hint} Build the model from the config of the saved run.",
             )
 

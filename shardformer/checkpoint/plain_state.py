@@ -127,9 +127,10 @@ def _collect_states_and_param_groups(optimizer: Optimizer, tensors: ModelTensors
             groups = [[slot.name for slot in slots] for slots in found[0].groups]
         names = list(tensors.tensors)
         if tensors.has_pipeline_stages and any(group != sorted(group, key=names.index) for group in groups):
+            kind = found[0].kind
             raise ConfigError(
-                f"The parameters of {found[0].kind} are not in the order of model.parameters(), which is required with "
-                "pipeline stages.",
+                f"The parameters of {kind} are not in the order of model.parameters(), which pipeline parallelism "
+                "requires.",
                 remedy="Create the optimizer with parameters in this order.",
             )
         return found[0], groups

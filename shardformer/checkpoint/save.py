@@ -158,9 +158,10 @@ def _merge_rank_records(snapshot: RankSnapshot, hidden: Path) -> None:
         for name, box in share["boxes"]:
             tensors[name].boxes.append(file_format.decode_saved_chunk(box))
     for name, entry in tensors.items():
-        if (saved := sum(prod(box.size) for box in entry.boxes)) != (expected := prod(entry.shape)):
+        if (covered := sum(prod(box.size) for box in entry.boxes)) != prod(entry.shape):
+            expected = prod(entry.shape)
             raise InputError(
-                f"The ranks saved {saved} elements of {name}, but it has {expected} elements.",
+                f"The ranks saved {covered} elements of {name}, but it has {expected} elements.",
                 remedy="Call save_checkpoint with the full model and its optimizer on all ranks that train the model.",
             )
 
@@ -399,10 +400,11 @@ def prepare_save(
     with tensors.readable_zero_shards():
         requests, state = collect_training_state(tensors, check, optimizer, scheduler, extra)
         folders, steps, hosts, names = zip(*requests, strict=True)
+        first_step, first_folder = steps[0], folders[0]
         for rank, (other_step, other_folder) in enumerate(zip(steps, folders, strict=True)):
-            if (other_step, other_folder) != (steps[0], folders[0]):
+            if (other_step, other_folder) != (first_step, first_folder):
                 raise ConfigError(
-                    f"Rank 0 saves step {steps[0]} to {folders[0]}, but rank {rank} saves step {other_step} to "
+                    f"Rank 0 saves step {first_step} to {first_folder}, but rank {rank} saves step {other_step} to "
                     f"{other_folder}.",
                     remedy="Pass the same step and the same shared directory on all ranks.",
                 )

@@ -240,7 +240,8 @@ def time_all_reduce(rank: int, num_processes: int, store: str) -> None:
         distributed.all_reduce(numbers)
         times_s.append(time.perf_counter() - start)
         if not bool((numbers == expected).all()):
-            raise ArithmeticError(f"all_reduce returned {numbers[0].item()}, but the sum over the ranks is {expected}.")
+            total = numbers[0].item()
+            raise ArithmeticError(f"all_reduce returned {total}, but the sum over the ranks is {expected}.")
     destroy_process_group()
     print(1e3 * median(times_s[5:]))
 
