@@ -111,16 +111,13 @@ class ShardConfig:
             if getattr(self, name) and not getattr(self, other):
                 raise ConfigError(
                     f"{name}=True requires {other}=True.",
-                    rule="Sequence parallelism shards activations over the tensor axis, and sequence overlap hides its "
-                    "communication.",
                     remedy=f"Set {other}=True, or remove {name}.",
                 )
         if self.tensor_parallel_mode != "1d" and (self.enable_sequence_parallelism or self.uses_context_parallel):
-            other = f"{on}=True" if self.enable_sequence_parallelism else "a sequence axis"
+            other = f"{on}=True" if self.enable_sequence_parallelism else "the sequence axis"
             raise ConfigError(
                 f"tensor_parallel_mode={self.tensor_parallel_mode!r} cannot be combined with {other}.",
-                rule="On a tensor grid, activations are sharded along the batch and hidden dimensions.",
-                remedy="Remove the option that shards the sequence, or use tensor_parallel_mode='1d'.",
+                remedy=f"Remove {other}, or use tensor_parallel_mode='1d'.",
             )
 
     def _check_types(self) -> None:
@@ -183,15 +180,14 @@ class ShardConfig:
         if self.tensor_parallel_mode == "1d" and "row" in sizes and sizes["tensor"] > 1:
             grid = " x ".join(str(sizes[name]) for name in ("row", "column", "depth"))
             raise ConfigError(
-                f"tensor_parallel_mode='1d' cannot be combined with a tensor axis that is a grid of {grid}.",
-                rule="Only the modes 2d, 2.5d and 3d use rows and columns.",
-                remedy="Write tensor_parallel_mode='2d', or pass a single number as the tensor size.",
+                f"The tensor axis is a grid of {grid} ranks, which tensor_parallel_mode='1d' does not support.",
+                remedy="Use tensor_parallel_mode='2d', '2.5d' or '3d', or pass a single number as the tensor size.",
             )
         if sizes["sequence"] > 1 and all(s.axis != "sequence" for s in self.resolve_activation_layout().shards):
+            size = sizes["sequence"]
             raise ConfigError(
-                f"activation_layout={self.activation_layout} does not shard activations over the axis "
-                f"sequence={sizes['sequence']}.",
-                remedy="Remove activation_layout, or remove the sequence axis.",
+                f"activation_layout={self.activation_layout} does not use the sequence axis, which has size {size}.",
+                remedy="Remove activation_layout, or use sequence=1.",
             )
         return context
 
@@ -203,8 +199,8 @@ class ShardConfig:
             return manager.context
         if (manager is not None and context is not manager.context) or (context is not None and group is not None):
             raise ConfigError(
-                "ShardConfig received more than one of context, tensor_parallel_process_group, pipeline_stage_manager.",
-                rule="A context contains a tensor parallel group, and a pipeline_stage_manager contains a context.",
+                "ShardConfig received more than one of context, tensor_parallel_process_group and "
+                "pipeline_stage_manager.",
                 remedy="Pass only one of them.",
             )
         return ParallelContext.from_group(group) if context is None else context
@@ -395,8 +391,8 @@ class ParallelConfig:
         """Raise ConfigError if a field is set but has no effect, because the option that it depends on is not set."""
         changed = [f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) != _DEFAULTS[n]]
         if changed and not is_used:
-            remedy = f"Set {needed}, or remove {' and '.join(n.partition('=')[0] for n in changed)}"
-            raise ConfigError(f"{', '.join(changed)} has no effect without {needed}.", remedy=remedy)
+            passed, unused = ", ".join(changed), " and ".join(n.partition("=")[0] for n in changed)
+            raise ConfigError(f"{passed} has no effect without {needed}.", remedy=f"Set {needed}, or remove {unused}.")
 
     @classmethod
     def from_value(cls, value: Any) -> ParallelConfig:

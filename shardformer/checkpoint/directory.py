@@ -81,20 +81,19 @@ def lock_checkpoint_directory(root: Path, step: int, model: nn.Module) -> bool:
     """
     if root.exists() and not root.is_dir():
         raise ConfigError(
-            f"Cannot save a checkpoint into {root}, because it is a file.", remedy="Pass the path of a directory."
+            f"Cannot save a checkpoint to {root}, because it is a file.", remedy="Pass the path of a directory."
         )
     named = get_step_folder(root, step)
     if os.path.lexists(named) and (named.is_symlink() or not named.is_dir()):
+        kind = "symbolic link" if named.is_symlink() else "file"
         raise ConfigError(
-            f"Cannot save the checkpoint {named}, because this path is a "
-            f"{'symbolic link' if named.is_symlink() else 'file'}.",
-            rule="A save replaces only an older checkpoint of the same step.",
-            remedy="Rename or delete it, or save into another directory.",
+            f"Cannot save the checkpoint {named}, because a {kind} with this name exists.",
+            remedy="Rename or delete it, or save to another directory.",
         )
     if _is_saved_by_another_model(named, model):
         raise ConfigError(
             f"Cannot replace the checkpoint {named}, because another model of this process saved it.",
-            remedy="Save each model into its own directory.",
+            remedy="Save each model to its own directory.",
         )
     is_new = acquire_folder_lock(root, model)
     for path in root.glob(".*"):
@@ -142,8 +141,8 @@ def wait_for_hidden_folder(hidden: Path) -> None:
     while not hidden.is_dir():
         if time.monotonic() > end:
             raise ConfigError(
-                f"Host {platform.node()} cannot see the checkpoint directory {hidden.parent}, into which rank 0 saves.",
-                remedy="Save into a directory on a file system that all hosts share.",
+                f"Host {platform.node()} cannot see the checkpoint directory {hidden.parent} of rank 0.",
+                remedy="Save to a directory on a file system that all hosts share.",
             )
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, 0.1)
@@ -177,12 +176,11 @@ def find_checkpoints(path: Path) -> Iterator[Path]:
         return
     pairs = list_checkpoints_with_save_times(path) if path.is_dir() else []
     if not pairs:
-        what = "does not exist" if not path.exists() else "is a file" if not path.is_dir() else "contains no checkpoint"
+        problem = "does not exist" if not path.exists() else "is a file" if path.is_file() else "contains no checkpoint"
+        hint = _suggest_checkpoint_path(path)
         raise ConfigError(
-            f"Cannot load a checkpoint, because {path} {what}.",
-            rule="Pass the directory that you passed to save_checkpoint, or one of its step-... folders that contain "
-            f"{INDEX_FILE}.",
-            remedy=_suggest_checkpoint_path(path),
+            f"Cannot load a checkpoint, because the path {path} {problem}.",
+            remedy=f"{hint} Pass the directory that you passed to save_checkpoint, or one of its step-... folders.",
         )
     yield from (folder for folder, _ in pairs)
 
@@ -193,4 +191,4 @@ def _suggest_checkpoint_path(path: Path) -> str:
         sorted(p.parent for p in above.glob(f"*/{INDEX_FILE}"))[:4]
         + sorted(p.parent for p in above.glob(f"*/{LATEST}"))[:4]
     )
-    return f"Did you mean {' or '.join(map(str, inside))}?" if inside else f"Check the path with ls -a {above}"
+    return f"Did you mean {' or '.join(map(str, inside))}?" if inside else f"Check the path with ls -a {above}."

@@ -99,7 +99,6 @@ def make_corruption_error(message: str) -> CorruptCheckpointError:
     """Create the error for a damaged checkpoint, which recommends loading an older checkpoint."""
     return CorruptCheckpointError(
         message,
-        rule="A checkpoint is loaded only if all files are present and all checksums match.",
         remedy="Load an older checkpoint from the same directory, and check the disk.",
     )
 
@@ -155,25 +154,26 @@ class CheckpointIndex:
     @classmethod
     def read(cls, folder: Path) -> CheckpointIndex:
         """Read the index of the checkpoint in ``folder``. Raises CorruptCheckpointError if it is missing or damaged."""
+        path = folder / INDEX_FILE
         try:
-            head, content, _ = (folder / INDEX_FILE).read_bytes().split(b"\n", 2)
+            head, content, _ = path.read_bytes().split(b"\n", 2)
             text = content.decode()
             head_values = json.loads(head + b"0}")
             found = json.loads(text) if _sha256(text) == head_values["sha256"] else {}
             number = found.get("number", 0)
             if not found or found["saved_at"] != head_values["saved_at"] or head_values.get("number", number) != number:
-                raise make_corruption_error(f"The checksum of {folder / INDEX_FILE} does not match its contents")
+                raise make_corruption_error(f"The checkpoint index {path} is damaged: its checksum does not match.")
         except FileNotFoundError:
             raise make_corruption_error(
-                f"{folder} is not a checkpoint, because it does not contain {INDEX_FILE}"
+                f"The folder {folder} is not a checkpoint, because it does not contain {INDEX_FILE}."
             ) from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise make_corruption_error(f"{folder / INDEX_FILE} cannot be read: {error}") from error
+            raise make_corruption_error(f"Cannot read the checkpoint index {path}: {error}.") from error
         try:
             return cls._from_json_dict(found, folder)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise make_corruption_error(
-                f"{folder / INDEX_FILE} is not a valid checkpoint index: {type(error).__name__}: {error}"
+                f"The file {path} is not a valid checkpoint index: {type(error).__name__}: {error}."
             ) from error
 
     @classmethod
@@ -199,12 +199,12 @@ def _check_index_entry(name: str, entry: IndexEntry) -> None:
     Entries refer to files by number, so that a damaged index cannot refer to files outside the checkpoint.
     """
     if entry.dtype not in map(get_dtype_name, DTYPE_NAMES):
-        raise ValueError(f"the tensor {name} has the unknown dtype {entry.dtype!r:.80}")
+        raise ValueError(f"The checkpoint index lists the tensor {name} with the unknown dtype {entry.dtype!r:.80}.")
     for box in entry.boxes:
         numbers = (*entry.shape, *box.start, *box.size, box.file)
         inside = all(a + n <= size for a, n, size in zip(box.start, box.size, entry.shape, strict=True))
         if not all(type(n) is int and n >= 0 for n in numbers) or not inside:
-            raise ValueError(f"the tensor {name} has the invalid chunk {tuple(box)!r:.200}")
+            raise ValueError(f"The checkpoint index lists an invalid chunk of the tensor {name}: {tuple(box)!r:.200}.")
 
 
 def read_save_number_and_time(folder: Path) -> tuple[int, float]:
@@ -318,10 +318,10 @@ def write_chunks(path: Path, chunks: Sequence[tuple[str, Offsets, Tensor]], *, t
 def check_dtype_can_be_saved(name: str, dtype: torch.dtype) -> None:
     """Raise ConfigError if tensors of this dtype cannot be saved in a checkpoint."""
     if dtype not in DTYPE_NAMES:
+        supported_dtypes = ", ".join(str(d).removeprefix("torch.") for d in DTYPE_NAMES)
         raise ConfigError(
             f"{name} has dtype {dtype}, which a checkpoint cannot store.",
-            rule=f"Supported dtypes are {', '.join(str(d).removeprefix('torch.') for d in DTYPE_NAMES)}.",
-            remedy="Convert the tensor to a supported dtype before you save it.",
+            remedy=f"Convert it to one of the supported dtypes before you save: {supported_dtypes}.",
         )
 
 
@@ -365,11 +365,11 @@ def encode_json_value(value: Any, location: str) -> Any:
         return {KIND: "numpy", "dtype": value.dtype.name, "of": value.tolist()}
     if isinstance(value, torch.dtype):
         return {KIND: "dtype", "of": str(value).removeprefix("torch.")}
+    type_name = f"{type(value).__module__}.{type(value).__qualname__}"
     raise InputError(
-        f"{location} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved in a checkpoint.",
-        rule="Supported values are numbers, strings, small tensors and arrays "
-        f"(up to {MOST} elements), and lists, tuples, sets and dictionaries of these.",
-        remedy="Pass its state_dict() or other supported values instead.",
+        f"{location} is a {type_name}, which cannot be saved in a checkpoint.",
+        remedy=f"Pass its state_dict(), or numbers, strings, tensors or arrays with up to {MOST} elements, or lists, "
+        "tuples, sets or dictionaries of these.",
     )
 
 

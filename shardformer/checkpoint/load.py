@@ -71,9 +71,9 @@ class ChunkReader:
                 self._files[saved_chunk.file] = _ShardFile(path)
             self._files[saved_chunk.file].read_chunk_part(key, saved_chunk, bounds[0], out)
         except FileNotFoundError:
-            raise make_corruption_error(f"{path} is missing") from None
+            raise make_corruption_error(f"The checkpoint file {path} is missing.") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise make_corruption_error(f"The chunk {key} cannot be read from {path}: {error}") from error
+            raise make_corruption_error(f"Cannot read {key} from the checkpoint file {path}: {error}.") from error
         self.num_bytes += out.nbytes
 
     def close(self) -> None:
@@ -91,12 +91,12 @@ class _ShardFile:
             size = os.fstat(self.descriptor).st_size
             length = int.from_bytes(os.pread(self.descriptor, HEADER_BYTES, 0), "little")
             if HEADER_BYTES + length > size:
-                raise ValueError("the file is truncated")
+                raise ValueError("The file is truncated.")
             self._header: dict[str, Any] = json.loads(os.pread(self.descriptor, length, HEADER_BYTES))
             self._header.pop("__metadata__", None)
             end = max((entry["data_offsets"][1] for entry in self._header.values()), default=0)
             if HEADER_BYTES + length + end > size:
-                raise ValueError("the file is truncated")
+                raise ValueError("The file is truncated.")
         except BaseException:
             os.close(self.descriptor)
             raise
@@ -116,7 +116,9 @@ class _ShardFile:
             prod(saved_chunk.size) * out.dtype.itemsize,
         )
         if found != expected or low < 0:
-            raise ValueError(f"its dtype, shape and size in bytes are {found}, but the index lists {expected}")
+            raise ValueError(
+                f"{key} has dtype, shape and size in bytes {found}, but the checkpoint index lists {expected}."
+            )
         offset = self._data_offset + int(low)
         start = tuple(a - o for a, o in zip(start, saved_chunk.start, strict=True))
         row, dim = out.element_size(), out.dim() - 1
@@ -144,7 +146,7 @@ class _ShardFile:
         while len(data):
             count = os.preadv(self.descriptor, [data], offset)
             if count == 0:
-                raise ValueError("the file is truncated")
+                raise ValueError("The file is truncated.")
             data, offset = data[count:], offset + count
 
     def _read_short_rows(self, out: Tensor, offset: int, start: tuple[int, ...], saved_chunk: SavedChunk) -> Tensor:
@@ -182,10 +184,10 @@ def read_tensor_items(folder: Path, index: CheckpointIndex, items: Sequence[Tens
                 for number, bounds in file_format.find_overlapping_chunks(index.tensors[item.name], chunk.bounds):
                     reader.read_chunk_part(item.name, saved[number], bounds, chunk.get_subview(*bounds))
                     count += prod(bounds[1])
-                if count != chunk.values.numel():
+                if count != (expected := chunk.values.numel()):
                     raise make_corruption_error(
-                        f"The checkpoint contains {count} instead of {chunk.values.numel()} elements of the chunk of "
-                        f"{item.name} at {list(chunk.start)}"
+                        f"Expected {expected} elements of the requested chunk of {item.name}, but {folder} contains "
+                        f"{count}."
                     )
                 for box in assigned.get((item.name, *chunk.bounds), ()) if item.is_checked else ():
                     for number, bounds in file_format.find_overlapping_chunks(index.tensors[item.name], box):
@@ -203,11 +205,11 @@ def read_tensor_items(folder: Path, index: CheckpointIndex, items: Sequence[Tens
     sums = all_reduce(sums, world, purpose="setup")
     for (name, number), (total, count) in zip(rows, sums.tolist(), strict=True):
         box = index.tensors[name].boxes[number]
-        where = f"{name} at {list(box.start)} in {folder / file_format.get_rank_file_name(box.file)}"
-        if count != prod(box.size):
-            raise make_corruption_error(f"Only {count} of {prod(box.size)} elements of {where} were read")
+        chunk = f"the chunk of {name} at {list(box.start)} in {folder / file_format.get_rank_file_name(box.file)}"
+        if count != (expected := prod(box.size)):
+            raise make_corruption_error(f"Read {count} elements of {chunk}, but expected {expected}.")
         if total % BITS != box.sum:
-            raise make_corruption_error(f"The checksum of {where} does not match")
+            raise make_corruption_error(f"The checksum of {chunk} does not match its contents.")
     return reader.num_bytes
 
 
@@ -248,7 +250,7 @@ class LoadPlan:
         self._copy_values: list[Callable[[], object]] = []
         self._has_same_data_axis = index.sizes.get("data", 1) == tensors.axis_sizes.get("data", 1)
         self.has_random = self._has_optimizer and self._has_same_data_axis
-        self._kind = type(tensors.model).__name__
+        self._kind, self._saved_kind = type(tensors.model).__name__, index.values["model"]
         self._saved = {n.partition("/")[2]: e for n, e in index.tensors.items() if n.startswith(f"{WEIGHTS}/")}
 
         def plan() -> None:
@@ -273,26 +275,26 @@ class LoadPlan:
         for name, tensor in self._tensors.tensors.items():
             shape = self._tensors.get_local_region(tensor).shape
             if name not in self._saved:
+                hint = suggest_similar_names(name, self._saved)
                 raise ConfigError(
-                    f"{self._where} was saved from a {self.index.values['model']} and does not contain {name}, which "
-                    f"this {self._kind} has.",
-                    remedy=f"{suggest_similar_names(name, self._saved)} Build the model from the config of the saved "
-                    "run.",
+                    f"The weight {name} of this {self._kind} is missing in {self._where}, which was saved from a "
+                    f"{self._saved_kind}.",
+                    remedy=f"{hint} Build the model from the config of the saved run.",
                 )
-            if self._saved[name].shape != shape:
+            if (saved_shape := self._saved[name].shape) != shape:
                 raise ConfigError(
-                    f"{name} has the shape {shape} in this {self._kind}, but the shape {self._saved[name].shape} in "
-                    f"{self._where}.",
+                    f"{name} has the shape {shape} in this {self._kind}, but the shape {saved_shape} in {self._where}.",
                     remedy="Build the model from the config of the saved run.",
                 )
 
     def _check_no_unused_weights(self) -> None:
         names = set().union(*all_gather_objects(set(self._tensors.tensors), self._tensors.world))
         if unused := [name for name in self._saved if name not in names]:
+            name, hint = unused[0], suggest_similar_names(unused[0], names)
             raise ConfigError(
-                f"{self._where} was saved from a {self.index.values['model']} and contains {len(unused)} weights that "
-                f"this {self._kind} does not have, such as {unused[0]}.",
-                remedy=f"{suggest_similar_names(unused[0], names)} Build the model from the config of the saved run.",
+                f"{self._where} was saved from a {self._saved_kind} and contains weights that this {self._kind} does "
+                f"not have, such as {name}.",
+                remedy=f"{hint} Build the model from the config of the saved run.",
             )
 
     def _add_model_tensors(self) -> None:
@@ -347,7 +349,7 @@ class LoadPlan:
         saved = self.index.values["optimizers"]
         if optimizers and len(saved) != len(optimizers):
             raise ConfigError(
-                f"{self._where} contains the states of {len(saved)} optimizers, but you passed {len(optimizers)}.",
+                f"optimizer= has {len(optimizers)} optimizers, but {self._where} was saved with {len(saved)}.",
                 remedy="Create the optimizers as in the saved run, or omit optimizer= to load only the weights.",
             )
         has_saved_dtypes = all(
@@ -365,9 +367,9 @@ class LoadPlan:
         saved = [each["kind"] for each in self.index.values["scheduler"]]
         passed = [type(each).__name__ for each in self._schedulers]
         if passed and saved != passed:
+            passed_names, saved_names = ", ".join(passed), ", ".join(saved) or "no scheduler"
             raise ConfigError(
-                f"{self._where} contains the state of {', '.join(saved) or 'no scheduler'}, but you passed scheduler= "
-                f"{', '.join(passed)}.",
+                f"scheduler= is {passed_names}, but {self._where} was saved with {saved_names}.",
                 remedy="Pass the same schedulers as to save_checkpoint, or omit scheduler=.",
             )
 

@@ -118,7 +118,7 @@ def _collect_states_and_param_groups(optimizer: Optimizer, tensors: ModelTensors
         found = collect_optimizer_states(optimizer, tensors)
         if len(found) != 1:
             raise ConfigError(
-                f"The states of {len(found)} optimizers cannot be combined into one state dict.",
+                f"Cannot use one state dict for {len(found)} optimizers.",
                 remedy="Use shardformer.save_checkpoint and load_checkpoint, which accept a list of optimizers.",
             )
         if isinstance(optimizer, ZeroOptimizer):
@@ -127,10 +127,11 @@ def _collect_states_and_param_groups(optimizer: Optimizer, tensors: ModelTensors
             groups = [[slot.name for slot in slots] for slots in found[0].groups]
         names = list(tensors.tensors)
         if tensors.has_pipeline_stages and any(group != sorted(group, key=names.index) for group in groups):
+            kind = found[0].kind
             raise ConfigError(
-                f"The parameters of this {found[0].kind} are not in the order of model.parameters().",
-                rule="With pipeline stages, the parameter order of the unsharded model's optimizer is then unknown.",
-                remedy="Create the optimizer with parameters in the order of model.parameters().",
+                f"The parameters of {kind} are not in the order of model.parameters(), which pipeline parallelism "
+                "requires.",
+                remedy="Create the optimizer with parameters in this order.",
             )
         return found[0], groups
 
@@ -150,10 +151,10 @@ def _split_optimizer_state(
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     """Split an optimizer's state dict into plain values and the state tensors of each parameter."""
     passed = [len(group["params"]) for group in state_dict["param_groups"]]
-    if passed != [len(names) for names in groups]:
+    if passed != (expected := [len(names) for names in groups]):
         raise ConfigError(
-            f"The parameter groups of the state dict have {passed} parameters, but those of this {optimizer_name} have "
-            f"{[len(names) for names in groups]}.",
+            f"The parameter groups of the state dict have {passed} parameters, but those of {optimizer_name} have "
+            f"{expected}.",
             remedy="Create the optimizer with the same parameter groups as in the saved run.",
         )
     scalars: dict[str, dict[str, Any]] = {}

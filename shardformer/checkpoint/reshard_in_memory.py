@@ -252,7 +252,8 @@ def _collect_chunks_by_tensor(listings: Sequence[StoredAndRequestedTensors]) -> 
         listed: dict[str, list[ChunkBounds]] = {}
         for name, shape, dtype, chunks in sorted(listing.want, key=lambda item: -item.dtype.itemsize):
             if name not in names:
-                raise _make_missing_source_error(name, rank, f"{suggest_similar_names(name, names)} ")
+                hint = suggest_similar_names(name, names)
+                raise _make_missing_source_error(name, rank, f"{hint} ")
             targets, before = _get_or_add_tensor(tensors, name, shape, rank).targets, listed.setdefault(name, [])
             for chunk in chunks:
                 for box in subtract_chunks(chunk, before):
@@ -266,7 +267,7 @@ def _get_or_add_tensor(tensors: dict[str, _TensorChunks], name: str, shape: Offs
     if tensor.shape != shape:
         raise ConfigError(
             f"{name} has the shape {tensor.shape} on rank {tensor.rank}, but the shape {shape} on rank {rank}.",
-            remedy="Build both models from the same config on all ranks.",
+            remedy="Use the same model config on all ranks, before and after you reshard.",
         )
     return tensor
 

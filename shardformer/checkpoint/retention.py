@@ -44,9 +44,8 @@ class CheckpointRetention:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not value > 0):
                 raise ConfigError(
-                    f"CheckpointRetention({name}={value!r}) is invalid: {name} must be a positive number or None.",
-                    remedy="Pass retention=3 to keep the three newest checkpoints, or "
-                    "CheckpointRetention(last=3, every=1000).",
+                    f"CheckpointRetention.{name} must be a positive number or None, but got {value!r}.",
+                    remedy="To keep the three newest checkpoints, pass retention=3 or CheckpointRetention(last=3).",
                 )
 
     @classmethod

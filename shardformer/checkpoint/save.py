@@ -130,8 +130,8 @@ def flush_checkpoint_to_disk(snapshot: RankSnapshot, path: Path, root: Path, ret
         return  # the checkpoint was removed
     except OSError as error:
         raise InputError(
-            f"The checkpoint {path} was written but could not be synced to the disk: {error}.",
-            remedy="Check the disk, or save into another directory. Older checkpoints were not deleted.",
+            f"The checkpoint {path} could not be synced to the disk, so older checkpoints were kept: {error}.",
+            remedy="Check the disk, or save to another directory.",
         ) from error
 
 
@@ -159,10 +159,10 @@ def _merge_rank_records(snapshot: RankSnapshot, hidden: Path) -> None:
             tensors[name].boxes.append(file_format.decode_saved_chunk(box))
     for name, entry in tensors.items():
         if (covered := sum(prod(box.size) for box in entry.boxes)) != prod(entry.shape):
+            expected = prod(entry.shape)
             raise InputError(
-                f"The ranks wrote {covered} elements of {name}, which has {prod(entry.shape)} elements.",
-                remedy="Call save_checkpoint on every rank that trains the model, and pass the full model and its "
-                "optimizer.",
+                f"The ranks saved {covered} elements of {name}, but it has {expected} elements.",
+                remedy="Call save_checkpoint with the full model and its optimizer on all ranks that train the model.",
             )
 
 
@@ -172,10 +172,10 @@ def _wait_for_rank_record(rank: int, hidden: Path) -> Path:
     while not note.exists():
         has_failed = failed.exists() or not hidden.is_dir()
         if has_failed or time.monotonic() > end or not threading.main_thread().is_alive():
+            problem = "failed to write" if has_failed else "did not finish writing"
             raise InputError(
-                f"Rank {rank} {'failed to write' if has_failed else 'did not finish writing'} its shards of the "
-                f"checkpoint {hidden}.",
-                remedy="Check the log of that rank. With several hosts, save into a directory on a shared file system.",
+                f"Rank {rank} {problem} its shards of the checkpoint {hidden}.",
+                remedy="Check the log of this rank. With several hosts, save to a directory on a shared file system.",
             )
         time.sleep(LOOK_EVERY_S)
     return note
@@ -400,11 +400,12 @@ def prepare_save(
     with tensors.readable_zero_shards():
         requests, state = collect_training_state(tensors, check, optimizer, scheduler, extra)
         folders, steps, hosts, names = zip(*requests, strict=True)
-        for rank, request in enumerate(zip(steps, folders, strict=True)):
-            if request != (steps[0], folders[0]):
+        first_step, first_folder = steps[0], folders[0]
+        for rank, (other_step, other_folder) in enumerate(zip(steps, folders, strict=True)):
+            if (other_step, other_folder) != (first_step, first_folder):
                 raise ConfigError(
-                    f"Rank 0 saves step {steps[0]} into {folders[0]}, but rank {rank} saves step {request[0]} into "
-                    f"{request[1]}.",
+                    f"Rank 0 saves step {first_step} to {first_folder}, but rank {rank} saves step {other_step} to "
+                    f"{other_folder}.",
                     remedy="Pass the same step and the same shared directory on all ranks.",
                 )
         hidden = root / names[0]
@@ -434,9 +435,9 @@ def _check_no_pending_save(previous_save: AsyncSave | None) -> None:
     if previous_save is None:
         return
     if not previous_save.was_waited_for:
+        state = "is finished" if previous_save.is_done else "is still in progress"
         raise InputError(
-            "Cannot save yet, because wait() was not called on the previous asynchronous save, which "
-            f"{'has finished' if previous_save.is_done else 'is still in progress'}.",
+            f"The previous asynchronous save {state}, but wait() was not called on it.",
             remedy="Call wait() on the result of async_save_checkpoint before you save again.",
         )
     previous_save.result()

@@ -213,14 +213,13 @@ def _check_state_dict_entry(name: str, value: Any, *, is_registered: bool) -> No
         )
     if is_dtensor(value):
         raise ConfigError(
-            f"{name} is a DTensor, such as fully_shard creates, and save_checkpoint does not support DTensors.",
-            remedy="Save the model with torch.distributed.checkpoint, or replace fully_shard by "
-            "shard_optimizer(..., stage=3).",
+            f"{name} is a DTensor, which save_checkpoint does not support.",
+            remedy="Use torch.distributed.checkpoint, or replace fully_shard with shard_optimizer(..., stage=3).",
         )
     if value.is_meta:
         raise ConfigError(
             f"{name} is on the meta device and has no values.",
-            remedy="Shard the model first, or call shardformer.meta_init.materialize(model).",
+            remedy="Call shard_model or shardformer.meta_init.materialize(model) first.",
         )
 
 
@@ -260,8 +259,7 @@ class OptimizerStates:
                 else:
                     raise ConfigError(
                         f"{self.kind} has a parameter of shape {tuple(param.shape)} that is not in the model.",
-                        remedy="Pass the model that this optimizer trains, and build the optimizer from "
-                        "model.parameters() after shard_model.",
+                        remedy="Create the optimizer from model.parameters() after shard_model, and pass this model.",
                     )
             self.groups.append(slots)
 
@@ -299,13 +297,11 @@ class OptimizerStates:
         """
         if optimizer_tensor.region.is_full:
             return FlatRegion(shape, None, {})
+        param_shape = tuple(optimizer_tensor.param.shape)
         raise ConfigError(
-            f"The state {key!r} of {self.kind} for {optimizer_tensor.name} has the shape {shape}, but this rank has a "
-            f"shard of shape {tuple(optimizer_tensor.param.shape)} of this parameter, whose full shape is "
-            f"{optimizer_tensor.region.shape}.",
-            rule="The optimizer state of a sharded parameter can be saved only if it has the parameter's shape.",
-            remedy="Call shard_optimizer(model, optimizer) before training. It passes full parameters to such "
-            "optimizers, even with stage=0.",
+            f"Cannot save the state {key!r} of {self.kind} for the sharded parameter {optimizer_tensor.name}, because "
+            f"its shape {shape} differs from the shape {param_shape} of the shard.",
+            remedy="Call shard_optimizer(model, optimizer) before training, for example with stage=0.",
         )
 
     def collect_non_tensor_values(self) -> dict[str, Any]:
@@ -326,27 +322,27 @@ class OptimizerStates:
     def check_saved_state(self, saved: Mapping[str, Any]) -> None:
         """Raise ConfigError if the saved state has a different optimizer class or different parameter groups."""
         if saved["kind"] != self.kind:
+            saved_kind = saved["kind"]
             raise ConfigError(
-                f"The saved state of the optimizer {saved['kind']} cannot be loaded into {self.kind}.",
-                remedy=f"Use {saved['kind']}, or omit optimizer= to load only the weights.",
+                f"The saved state of the optimizer {saved_kind} cannot be loaded into {self.kind}.",
+                remedy=f"Use {saved_kind}, or omit optimizer= to load only the weights.",
             )
-        if len(saved["groups"]) != len(self.groups):
+        if (num_saved := len(saved["groups"])) != len(self.groups):
             raise ConfigError(
-                f"The saved state has {len(saved['groups'])} parameter groups, but this {self.kind} has "
-                f"{len(self.groups)}.",
-                remedy="Create the parameter groups as in the saved run.",
+                f"The saved optimizer has {num_saved} parameter groups, but {self.kind} has {len(self.groups)}.",
+                remedy="Create the optimizer with the same parameter groups as in the saved run.",
             )
         group_of = {name: i for i, group in enumerate(saved["groups"]) for name in group["names"]}
         for i, slots in enumerate(self.groups):
             for slot in slots:
                 if (before := group_of.get(slot.name)) != i:
-                    is_known = before is not None
+                    saved_group, hint = f"group {before}", ""
+                    if before is None:
+                        saved_group = "no group"
+                        hint = f" {suggest_similar_names(slot.name, saved['groups'][i]['names'])}"
                     raise ConfigError(
-                        f"{slot.name} is in parameter group {i} of this {self.kind}, but was in "
-                        f"{f'group {before}' if is_known else 'no group'} when it was saved.",
-                        remedy="Create the parameter groups as in the saved run."
-                        if is_known
-                        else suggest_similar_names(slot.name, saved["groups"][i]["names"]),
+                        f"{slot.name} is in parameter group {i} of {self.kind}, but was saved in {saved_group}.",
+                        remedy=f"Create the optimizer with the parameter groups of the saved run.{hint}",
                     )
 
     def find_saved_states(self, index: CheckpointIndex) -> Iterator[tuple[OptimizerTensor, str, str, FlatRegion]]:
@@ -411,13 +407,13 @@ def collect_optimizer_states(optimizer: Any, tensors: ModelTensors) -> list[Opti
     for each in as_object_list(optimizer):
         if not isinstance(each, Optimizer):
             raise ConfigError(
-                f"optimizer= is a {type(each).__name__}, not a torch.optim.Optimizer.",
+                f"optimizer must be a torch.optim.Optimizer, but got {type(each).__name__}.",
                 remedy="Pass the optimizer as optimizer= and a scheduler as scheduler=.",
             )
         if isinstance(each, ZeroOptimizer) and each is not tensors.zero:
             raise ConfigError(
-                "The optimizer was returned by shard_optimizer for a different model.",
-                remedy="Pass the model that was passed to shard_optimizer.",
+                "The optimizer was created by shard_optimizer for another model.",
+                remedy="Pass the model that you passed to shard_optimizer.",
             )
         plain += each.inner if isinstance(each, ZeroOptimizer) else [each]
     return [OptimizerStates(each, number, tensors) for number, each in enumerate(plain)]
@@ -528,8 +524,8 @@ def _warn_about_local_values(ranks: Sequence[Mapping[str, Any]]) -> None:
         path for extra in extras for name in extra for path in find_json_differences(stored[name], extra[name], name)
     ):
         warnings.warn(
-            f"{path} differs between the ranks, but a checkpoint stores one value, which all ranks load. Before you "
-            "save, reduce the value over the ranks, or remove it.",
+            f"{path} differs between ranks, but a checkpoint stores only one value for all ranks. Reduce the value "
+            "over the ranks before you save, or remove it.",
             stacklevel=2,
         )
 

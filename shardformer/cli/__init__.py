@@ -110,10 +110,8 @@ def _make_command_class(renamed_options: Mapping[str, str], groups: Groups) -> t
             ctx.meta[ARGUMENTS] = list(args)
             for word in args:
                 old = word.partition("=")[0]
-                if old in renamed_options:
-                    raise ConfigError(
-                        f"{old} has been renamed to {renamed_options[old]}.", remedy=f"Use {renamed_options[old]}."
-                    )
+                if (new := renamed_options.get(old)) is not None:
+                    raise ConfigError(f"The option {old} has been renamed to {new}.", remedy=f"Use {new} instead.")
             return super().parse_args(ctx, args)
 
     return Command

@@ -108,12 +108,11 @@ def _parse_parallel_value(name: str, value: Any) -> Any:
         numbers = [int(count) for count in counts]
         return numbers[0] if len(numbers) == 1 and name == "recompute_layers" else numbers
     flag = f"--{name.replace('_', '-')}"
-    methods = f"{flag} balanced, {flag} uniform, or as " if name == "partition" else ""
-    hint = suggest_similar_names(value, PARTITION_METHODS) if methods and value.isalpha() else ""
+    alternatives = f", {flag} balanced or {flag} uniform" if name == "partition" else ""
+    hint = f" {suggest_similar_names(value, PARTITION_METHODS)}" if alternatives and value.isalpha() else ""
     raise ConfigError(
-        f"The value of {flag} is not valid: {value}.",
-        rule=ParallelConfig.get_field_descriptions()[name][1].rstrip("."),
-        remedy=f"{hint} Write {methods}{flag} 3,5".strip(),
+        f"{flag} must be a list with one number of layers per stage, but got {value}.",
+        remedy=f"Write {flag} 3,5{alternatives}.{hint}",
     )
 
 
@@ -125,10 +124,10 @@ def check_model_directory(model: str) -> None:
     if model in SMALL_CONFIGS or not folder.is_dir() or (folder / "config.json").is_file():
         return
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    example = f", such as {str(Path(model, inside[0]))!r}" if inside else ""
     raise ConfigError(
-        f"The folder {model!r} does not contain a config.json.",
-        rule="Model folders are written by save_pretrained.",
-        remedy=f"Pass {str(Path(model, inside[0]))!r}" if inside else "Correct the path, or save the model there",
+        f"The model folder {model!r} does not contain a config.json.",
+        remedy=f"Pass a folder that save_pretrained created{example}.",
     )
 
 
@@ -153,8 +152,8 @@ def check_num_processes(option: str, count: int) -> None:
     cores = os.cpu_count() or 1
     limit = MAX_PROCESSES_PER_CORE * cores
     if count > limit:
+        number = count if len(str(count)) < 20 else "too many"
         raise LaunchError(
-            f"{option} starts {count} processes" if len(str(count)) < 20 else f"{option:.60} starts too many processes",
-            rule=f"The limit is {MAX_PROCESSES_PER_CORE} processes per core, and this machine has {cores} cores.",
-            remedy=f"Use at most {limit} processes. One process per device or per core is usually fastest.",
+            f"{option:.60} starts {number} processes, but the limit on this machine is {limit}.",
+            remedy="Start one process per device or per CPU core.",
         )

@@ -201,8 +201,7 @@ def measure_all_reduce_ms(num_processes: int = 2, timeout_s: float = TIMEOUT_S) 
         except subprocess.TimeoutExpired as error:
             raise WorkerError(
                 f"{num_processes} processes did not finish an all-reduce within {timeout_s:g} s.",
-                rule="Processes on one machine communicate over its loopback network interface.",
-                remedy="Check whether a firewall or container blocks this interface.",
+                remedy="Check whether a firewall or container blocks the loopback network interface of this machine.",
             ) from error
         finally:
             for process in processes:
@@ -214,7 +213,7 @@ def measure_all_reduce_ms(num_processes: int = 2, timeout_s: float = TIMEOUT_S) 
             last_line = (stderr.strip().splitlines() or ["no message"])[-1]
             raise WorkerError(
                 f"Rank {rank} exited with code {process.returncode} during an all-reduce: {last_line}.",
-                remedy="Run shardformer check to repeat the test.",
+                remedy="Fix this error, and run shardformer check again.",
             )
     return float(outputs[0][0].split()[-1])
 
@@ -233,15 +232,16 @@ def time_all_reduce(rank: int, num_processes: int, store: str) -> None:
     distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=num_processes, timeout=timeout
     )
-    times_s = []
+    times_s, expected = [], num_processes * (num_processes + 1) / 2
     for _ in range(25):
         numbers = torch.full((250_000,), float(rank + 1))
         distributed.barrier()
         start = time.perf_counter()
         distributed.all_reduce(numbers)
         times_s.append(time.perf_counter() - start)
-        if not bool((numbers == num_processes * (num_processes + 1) / 2).all()):
-            raise ArithmeticError(f"all_reduce returned a wrong sum: {numbers[0].item()}")
+        if not bool((numbers == expected).all()):
+            total = numbers[0].item()
+            raise ArithmeticError(f"all_reduce returned {total}, but the sum over the ranks is {expected}.")
     destroy_process_group()
     print(1e3 * median(times_s[5:]))
 

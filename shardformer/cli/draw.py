@@ -113,29 +113,22 @@ def _check_option_has_effect(passed_options: list[str]) -> None:
     for name in passed_options:
         if name != "as_json" and has_grid != (name in GRID_OPTIONS):
             option = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"{option} has no effect {'with' if has_grid else 'without'} --grid.",
-                remedy=f"Remove {option}" if has_grid else f"Add --grid 2x2, or remove {option}",
-            )
+            condition, change = ("with", "Remove --grid") if has_grid else ("without", "Add --grid 2x2")
+            raise ConfigError(f"{option} has no effect {condition} --grid.", remedy=f"{change}, or remove {option}.")
 
 
 def _check_drawing_size(stages: int, micro_batches: int, chunks: int) -> None:
     if stages > 0 and micro_batches * stages > MAX_MICRO_BATCHES:
+        most = max(MAX_MICRO_BATCHES // stages, 1)
         raise ConfigError(
             f"{micro_batches} micro-batches over {stages} stages are too many to draw.",
-            rule=f"The number of stages times the number of micro-batches may be at most {MAX_MICRO_BATCHES}. "
-            "Larger schedules repeat the same pattern.",
-            remedy=f"Use --micro-batches {max(MAX_MICRO_BATCHES // stages, 1)} or fewer.",
+            remedy=f"Use --micro-batches {most} or fewer. The pattern of the schedule is the same.",
         )
 
     if stages * chunks * (stages + micro_batches) > MAX_CELLS:
         raise ConfigError(
-            f"{micro_batches} micro-batches over {stages} stages"
-            + (f" of {chunks} chunks each" if chunks > 1 else "")
-            + " are too many to draw.",
-            rule=f"A chart has at most {MAX_CELLS} cells. It has one row per stage, and its columns include warm-up "
-            "and cool-down.",
-            remedy="Use fewer stages, such as --stages 16, or fewer chunks.",
+            f"{micro_batches} micro-batches over {stages} stages with {chunks} model chunks each are too many to draw.",
+            remedy="Use fewer stages, micro-batches or model chunks.",
         )
 
 
@@ -181,16 +174,16 @@ def _parse_durations(text: str, schedule: Schedule) -> dict[ActionKind, float]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (word.strip() for word in part.partition("="))
         if name not in kinds:
+            actions = ", ".join(kinds)
             raise ConfigError(
                 f"--durations {text} contains the unknown action {part!r}.",
-                rule=f"The actions of the schedule {schedule.name!r} are {', '.join(kinds)}.",
-                remedy="Use only these actions, for example F=1.",
+                remedy=f"Use the actions of the schedule {schedule.name!r}: {actions}. For example, --durations F=1.",
             )
         try:
             found[kinds[name]] = float(value)
         except ValueError as error:
             raise ConfigError(
-                f"--durations {text} contains {part!r}, which is not a duration.", remedy=f"Write {name}=1.5."
+                f"{part!r} in --durations {text} is not a duration.", remedy=f"Use a number, such as {name}=1.5."
             ) from error
     return found
 

@@ -74,13 +74,13 @@ def _load_trained_model(model: str, config: Path | None, changes: list[str]) -> 
     if found.run is not None and config is not None:
         raise ConfigError(
             f"--config {config} has no effect, because {model!r} has its own run configuration.",
-            remedy="Remove --config. To change keys of the run configuration, use --set.",
+            remedy="Remove --config, or use --set to change keys of the run configuration.",
         )
     if found.run is not None:
         return found.with_config_overrides(changes)
     if config is None:
         raise ConfigError(
-            f"{model!r} has no run configuration, so the validation data and the task are unknown.",
+            f"{model!r} has no run configuration, which specifies the validation data.",
             remedy="Pass a run configuration with --config FILE, or pass the folder of a training run as MODEL.",
         )
     model_keys = [f"model.name={json.dumps(found.name)}", "model.random=", "model.config="]

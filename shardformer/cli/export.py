@@ -47,7 +47,7 @@ def export(
     found = find_trained_model(checkpoint)
     if found.checkpoint is None:
         raise ConfigError(
-            f"{checkpoint!r} is already a model folder that from_pretrained can load.",
+            f"Cannot export {checkpoint!r}, because it is already a model folder that from_pretrained can load.",
             remedy="Pass the folder of a training run or of a checkpoint.",
         )
     check_export_directory(output)

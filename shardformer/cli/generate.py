@@ -114,10 +114,10 @@ def _render_prompt(
         raise InputError("The prompt '' is empty.", remedy="Pass the text that the model should continue.")
     if raw or trained_model.chat_template is None:
         if system is not None:
+            reason = "with --raw" if raw else "because the model has no chat template"
             raise ConfigError(
-                f"--system {system!r:.60} has no effect without a chat template.",
-                rule="A chat template is applied if the model was trained on conversations, unless --raw is set.",
-                remedy="Remove --raw" if raw else "Remove --system, or pass the folder of a run on conversations",
+                f"--system {system!r:.60} has no effect {reason}.",
+                remedy="Remove --system, or use a model that was trained on conversations, without --raw.",
             )
         return False, prompt
     messages = [] if system is None else [{"role": "system", "content": system}]
@@ -131,9 +131,10 @@ def _apply_chat_template(tokenizer: Any, messages: list[dict[str, str]], add_gen
         )
         return found
     except Exception as error:  # templates raise their own errors
+        reason = get_first_message_line(error)
         raise InputError(
-            f"The chat template of the model rejected the messages {messages!r:.120}: {get_first_message_line(error)}.",
-            remedy="Remove --system, or pass the complete text of the conversation as PROMPT with --raw.",
+            f"The chat template of the model rejected the messages {messages!r:.120}: {reason}.",
+            remedy="Remove --system, or pass the full text of the conversation as PROMPT with --raw.",
         ) from error
 
 
@@ -154,10 +155,10 @@ def _validate_sampling_options(values: dict[str, float | None]) -> dict[str, Any
     """Return the sampling options that are not None, such as ``temperature``. Raises ConfigError for invalid values."""
     options = {name: value for name, value in values.items() if value is not None}
     for name, most in (("temperature", float("inf")), ("top_p", 1.0)):
-        if name in options and not 0 < options[name] <= most:
+        if (value := options.get(name)) is not None and not 0 < value <= most:
             flag = f"--{name.replace('_', '-')}"
-            limit = "a number above 0" if most > 1 else "a number above 0 and up to 1"
-            raise ConfigError(f"{flag} {options[name]} is not {limit}.", remedy=f"Use {flag} 0.8, or remove it.")
+            limit = "greater than 0" if most > 1 else "greater than 0 and at most 1"
+            raise ConfigError(f"{flag} must be {limit}, but got {value}.", remedy=f"Use {flag} 0.8, or remove it.")
     return options
 
 
@@ -166,15 +167,16 @@ def _tokenize_prompt(tokenizer: Any, prompt: str, model_config: Any, max_new_tok
     from shardformer.train_command.build import get_max_sequence_length
 
     if not hasattr(tokenizer, "decode"):
-        raise ConfigError("The model has no tokenizer, so it cannot generate text.", remedy="Pass a language model.")
+        raise ConfigError("The model has no tokenizer for text.", remedy="Pass a language model with a tokenizer.")
     special = {"add_special_tokens": False} if is_chat else {}  # a template contains them
     ids = tokenizer(prompt, return_tensors="pt", **special)["input_ids"]
-    most = get_max_sequence_length(model_config)
-    if most is not None and not model_config.is_encoder_decoder and ids.shape[1] + max_new_tokens > most:
+    length, most = ids.shape[1], get_max_sequence_length(model_config)
+    if most is not None and not model_config.is_encoder_decoder and length + max_new_tokens > most:
+        shorter = f", or --max-new-tokens {most - length}" if length < most else ""
         raise InputError(
-            f"The prompt of {ids.shape[1]} tokens and --max-new-tokens {max_new_tokens} exceed the maximum sequence "
-            f"length of the model, {most} tokens.",
-            remedy=f"Use --max-new-tokens {most - ids.shape[1]}" if ids.shape[1] < most else "Use a shorter prompt",
+            f"The prompt has {length} tokens and --max-new-tokens is {max_new_tokens}, but the maximum sequence length "
+            f"of the model is {most}.",
+            remedy=f"Use a shorter prompt{shorter}.",
         )
     return ids
 
@@ -182,7 +184,7 @@ def _tokenize_prompt(tokenizer: Any, prompt: str, model_config: Any, max_new_tok
 def _check_can_generate(model: Any, name: str) -> None:
     if not model.can_generate():
         raise ConfigError(
-            f"The {type(model).__name__} of {name!r} cannot generate text.",
+            f"{name!r} is a {type(model).__name__}, which cannot generate text.",
             remedy="Pass a model with a language modeling head.",
         )
 

@@ -57,16 +57,17 @@ def init(
         raise ConfigError(f"There is no template {template!r}.", remedy=suggest_similar_names(template, templates))
     file = out if out is not None else Path(f"{template}.toml")
     if file.is_dir():
-        raise ConfigError(f"--out {file} is a folder.", remedy=f"Pass a file: --out {file / f'{template}.toml'}.")
+        path = file / f"{template}.toml"
+        raise ConfigError(f"--out {file} is a folder.", remedy=f"Pass the path of a file, such as --out {path}.")
     if file.exists() and not force:
         raise ConfigError(
-            f"The file {str(file)!r} already exists.", remedy="Pass --out FILE, or --force to overwrite it."
+            f"The file {file} already exists.", remedy="Pass another file with --out, or --force to overwrite it."
         )
     try:
         file.write_text(templates[template], encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"The file {str(file)!r} cannot be written: {error.strerror}.", remedy="Pass another file with --out."
+            f"The file {file} cannot be written: {error.strerror}.", remedy="Pass another file with --out."
         ) from error
     print(f"Wrote {file}. Edit [model] and [data], then run:\n  shardformer train -c {file} --dry-run")
 

@@ -50,8 +50,9 @@ def plot(
 
     found = read_runs(runs)
     if not list_metrics(found):
+        names_of_runs = ", ".join(map(str, runs))
         raise ConfigError(
-            f"No metrics have been recorded in {', '.join(map(str, runs))}.",
+            f"No metrics have been recorded in {names_of_runs}.",
             remedy="Wait until the run has finished its first step, or pass another run.",
         )
     names = [name.strip() for name in values.split(",")] if values else []

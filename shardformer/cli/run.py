@@ -57,12 +57,12 @@ def _check_process_and_node_counts(options: argparse.Namespace) -> None:
     except ValueError as error:
         raise LaunchError(
             f"--nproc_per_node {options.nproc_per_node!r} is not valid: {error}.",
-            remedy="Use a number of processes, or auto, cpu or gpu for a number that matches this machine.",
+            remedy="Pass a number of processes, or one of auto, cpu and gpu.",
         ) from error
     if num_processes < 1:
         raise LaunchError(
-            f"--nproc_per_node {options.nproc_per_node} starts {num_processes} processes.",
-            remedy="Start at least one process, for example with --nproc_per_node 2.",
+            f"--nproc_per_node must be at least 1, but got {options.nproc_per_node}.",
+            remedy="Pass the number of processes to start, for example --nproc_per_node 2.",
         )
     check_num_processes(f"--nproc_per_node {options.nproc_per_node}", num_processes)
     try:
@@ -76,13 +76,13 @@ def _check_process_and_node_counts(options: argparse.Namespace) -> None:
         )
     if options.standalone and most > 1:
         raise LaunchError(
-            f"--standalone runs on one machine and does not work with --nnodes {options.nnodes}.",
+            f"--standalone runs on one machine and cannot be combined with --nnodes {options.nnodes}.",
             remedy="Remove one of the two options.",
         )
     if options.rdzv_backend == "static" and not 0 <= options.node_rank < most:
         raise LaunchError(
             f"--node_rank {options.node_rank} is out of range for --nnodes {options.nnodes}.",
-            remedy=f"Use a number from 0 to {most - 1}" if most > 1 else "Remove it, or pass --nnodes as well",
+            remedy="Use a --node_rank from 0 to --nnodes minus 1, or a larger --nnodes.",
         )
 
 
@@ -97,20 +97,21 @@ def _check_timeouts(options: argparse.Namespace) -> None:
     for name, seconds in timeouts.items():
         if not (seconds > 0 or (seconds == 0 and name != "--monitor-interval")) or not seconds <= MAX_TIMEOUT_S:
             value = os.environ[name] if name == SHUTDOWN_TIMEOUT_VARIABLE else f"{seconds:g}"
+            example = 1 if name == "--monitor-interval" else 60
             raise LaunchError(
-                f"{name} {value} is not a valid number of seconds.",
-                rule=f"The maximum is {MAX_TIMEOUT_S} seconds.",
-                remedy=f"Use {name} {1 if name == '--monitor-interval' else 60}, or remove it.",
+                f"{name} {value} is not a number of seconds up to {MAX_TIMEOUT_S}.",
+                remedy=f"Use {name} {example}, or remove it.",
             )
 
 
 def _check_signal_names(names: str) -> None:
     known = [member.name for member in signal.Signals if member not in (signal.SIGKILL, signal.SIGSTOP)]
-    for name in names.split(","):
-        if name.strip() not in known:
+    for name in map(str.strip, names.split(",")):
+        if name not in known:
+            hint = suggest_similar_names(name, known)
             raise LaunchError(
-                f"--signals-to-handle {names!r} contains {name.strip()!r}, which is not a signal that can be handled.",
-                remedy=f"Write --signals-to-handle SIGTERM,SIGINT. {suggest_similar_names(name.strip(), known)}",
+                f"{name!r} in --signals-to-handle {names!r} is not a signal that can be handled.",
+                remedy=f"{hint} Use signal names, such as --signals-to-handle SIGTERM,SIGINT.",
             )
 
 
@@ -196,15 +197,13 @@ class _RunArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if "training_script" in message:
-            raise LaunchError("No script was passed.", remedy=f"Add a script, or -m and a module: {USAGE}.")
+            raise LaunchError("No script was passed.", remedy=f"Pass a script, or a module with -m: {USAGE}.")
         short, could, names = message.removeprefix("ambiguous option: ").partition(" could match ")
         if could:
             # torch defines each option twice, with - and with _
-            wanted = sorted({name.replace("_", "-") for name in names.split(", ")})
-            raise LaunchError(
-                f"The option {short.partition('=')[0]!r} is ambiguous.",
-                remedy=f"Did you mean {' or '.join(wanted)}?",
-            )
+            wanted = " or ".join(sorted({name.replace("_", "-") for name in names.split(", ")}))
+            option = short.partition("=")[0]
+            raise LaunchError(f"The option {option!r} is ambiguous.", remedy=f"Did you mean {wanted}?")
         raise LaunchError(message[:1].upper() + message[1:], rule=f"Usage: {USAGE}.", remedy=f"See {self.prog} --help.")
 
 
@@ -257,7 +256,6 @@ def _check_ignored_options(options: argparse.Namespace) -> None:
             option = f"--{name.replace('_', '-')}"
             raise LaunchError(
                 f"{option} {value} has no effect with {rendezvous}.",
-                rule="A standalone run selects a free port, and a rendezvous has its own endpoint.",
                 remedy=f"Remove {option} or {rendezvous}.",
             )
 
@@ -268,26 +266,25 @@ def _make_torchrun_parser() -> argparse.ArgumentParser:
     try:
         return get_args_parser()
     except ValueError as error:
+        reason = get_first_message_line(error)
         raise LaunchError(
-            f"An environment variable PET_... has an invalid value: {get_first_message_line(error)}.",
-            rule="torchrun reads the default of each option from a variable such as PET_NNODES. The values of a switch "
-            "are 0 and 1.",
-            remedy="Correct or unset the variable.",
+            f"An environment variable PET_... has an invalid value: {reason}.",
+            remedy="Correct or unset this default of a torchrun option, for example PET_NNODES=2 or PET_STANDALONE=1.",
         ) from error
 
 
 def _set_options_from_hosts(options: argparse.Namespace) -> None:
     if options.standalone or options.rdzv_endpoint or options.rdzv_backend != "static":
         raise LaunchError(
-            "--hostfile and --host cannot be combined with --standalone or a rendezvous.",
-            remedy="Remove the hosts, or remove --standalone and the rendezvous options.",
+            "--hostfile and --host cannot be combined with --standalone or rendezvous options like --rdzv-endpoint.",
+            remedy="Remove --hostfile and --host, or remove the other options.",
         )
     hosts = read_hostfile(options.hostfile) if options.hostfile is not None else None
     chosen = select_hosts(options.host, hosts) if options.host is not None else hosts or []
     if options.nnodes is not None and options.nnodes != str(len(chosen)):
         raise LaunchError(
-            f"--nnodes {options.nnodes} does not match the number of hosts, {len(chosen)}.",
-            remedy="Remove --nnodes, or select machines with --host.",
+            f"--nnodes {options.nnodes} does not match the number of hosts, which is {len(chosen)}.",
+            remedy="Remove --nnodes, or select hosts with --host.",
         )
     if options.nproc_per_node is None:
         slots = {host.slots for host in chosen}
@@ -295,8 +292,7 @@ def _set_options_from_hosts(options: argparse.Namespace) -> None:
             listing = ", ".join(f"{host.name} {host.slots if host.slots else 'without slots'}" for host in chosen)
             raise LaunchError(
                 f"The hosts have different numbers of slots: {listing}.",
-                rule="Every host must run the same number of processes.",
-                remedy="Set the number of processes with --nproc_per_node, or write the same slots= for each host.",
+                remedy="Use the same slots= for all hosts, or set the number of processes with --nproc_per_node.",
             )
         (count,) = slots
         options.nproc_per_node = None if count is None else str(count)
@@ -333,9 +329,10 @@ def _check_script_exists(options: argparse.Namespace) -> None:
         kind = "module" if options.module else "script"
         folder = Path(script).parent
         hint = suggest_similar_names(script, [] if options.module else map(str, folder.glob("*.py")))
+        hint, directory = f" {hint}" if hint.startswith("Did") else "", os.getcwd()
         raise LaunchError(
-            f"There is no {kind} {script!r} in {os.getcwd()!r}.",
-            remedy=f"Correct the name. {hint}" if hint.startswith("Did") else "Correct the name or change the folder",
+            f"There is no {kind} {script!r} in {directory!r}.",
+            remedy=f"Correct the name, or change to another directory.{hint}",
         )
 
 
@@ -395,16 +392,16 @@ def _run_processes(options: argparse.Namespace, command_name: str = "run") -> in
         print(f"shardformer {command_name}: ended by {error.sigval.name}{left}", file=sys.stderr, flush=True)
         return 128 + error.sigval
     except (RendezvousError, DistNetworkError) as error:
+        endpoint, reason = torchrun.get_rdzv_endpoint(options), get_first_message_line(error)
         raise LaunchError(
-            f"The machines could not connect to each other at {torchrun.get_rdzv_endpoint(options)}: "
-            f"{get_first_message_line(error)}.",
-            rule="Run the same command on all machines. They connect to the first machine.",
-            remedy="Check --master_addr, --master_port (use another port if it is taken) and the firewall of the "
-            "first machine.",
+            f"The machines could not connect to each other at {endpoint}: {reason}.",
+            remedy="Run the same command on all machines, and check --master_addr, --master_port and the firewall of "
+            "the first machine.",
         ) from error
     except Exception as error:  # invalid values of torch's options. Errors of the script are ChildFailedError
+        reason = get_first_message_line(error)
         raise LaunchError(
-            f"torch's launcher could not start the processes: {type(error).__name__}: {get_first_message_line(error)}.",
+            f"torchrun could not start the processes: {type(error).__name__}: {reason}.",
             remedy="Check the options with shardformer run --help.",
         ) from error
     return 0

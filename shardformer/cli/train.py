@@ -157,7 +157,6 @@ def _check_process_options_unused(reason: str, options: dict[str, int | None]) -
         if value is not None:
             raise ConfigError(
                 f"{name} {value} has no effect {reason}.",
-                rule="This option applies only to processes that the command itself starts.",
                 remedy=f"Remove {name}.",
             )
 
@@ -168,11 +167,10 @@ def _get_num_processes(layout: ParallelConfig, processes: int | None) -> int:
     count = least if processes is None else processes
     if count % least or (layout.data is not None and count != least):
         sizes = ", ".join(f"{name} = {size}" for name, size in layout.sizes.items() if size is not None)
+        alternative = " or a multiple of it" if layout.data is None else ""
         raise ConfigError(
-            f"--processes {count} does not match {sizes}.",
-            rule="The product of the axis sizes must equal the number of processes. If the size of the data axis is "
-            "not set, the product must divide the number of processes.",
-            remedy=f"Use --processes {least}" + (" or a multiple of it" if layout.data is None else ""),
+            f"--processes {count} does not match the layout {sizes}.",
+            remedy=f"Use --processes {least}{alternative}.",
         )
     return count
 

@@ -150,8 +150,9 @@ class VerifyOptions:
         if "pipe" not in self.parallel:
             if found:
                 passed = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items())
-                remedy = f"Add --pipe 2, or remove {passed}."
-                raise ConfigError(f"{passed} has no effect without --pipe.", remedy=remedy)
+                raise ConfigError(
+                    f"{passed} has no effect without --pipe.", remedy=f"Add --pipe 2, or remove {passed}."
+                )
             return None
         from shardformer.verify.train_both import VerifyPipeline
 
@@ -213,10 +214,10 @@ def _check_options(options: VerifyOptions) -> None:
     for name in ("pipe", "data"):
         size = options.parallel.get(name, 1)
         if size < 1:
-            raise ConfigError(f"{name}={size} is less than 1.", remedy=f"Use --{name} 1 or more.")
+            raise ConfigError(f"--{name} must be at least 1, but got {size}.", remedy=f"Use --{name} 1 or more.")
     if options.all_heads and options.head:
         raise ConfigError(
-            f"--all-heads does not work with --head {options.head}.", remedy="Remove one of the two options."
+            f"--all-heads cannot be combined with --head {options.head}.", remedy="Remove one of the two options."
         )
     options.make_verify_pipeline()
     layout = options.make_parallel_config()
@@ -238,10 +239,8 @@ def _check_options_have_effect(options: VerifyOptions, layout: ParallelConfig) -
         value = options.parallel.get(name)
         if value not in (None, False, "1d", "auto", "ranks") and sizes[axis] == 1:
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"{flag if value is True else f'{flag} {value}'} has no effect without {needed}.",
-                remedy=f"Add {needed}, or remove {flag}.",
-            )
+            option = flag if value is True else f"{flag} {value}"
+            raise ConfigError(f"{option} has no effect without {needed}.", remedy=f"Add {needed}, or remove {flag}.")
 
 
 def _find_model_sources(options: VerifyOptions) -> list[ModelSource]:
@@ -252,11 +251,15 @@ def _find_model_sources(options: VerifyOptions) -> list[ModelSource]:
     source = find_model_source(options.model)
     fixed = "batch_fn" in source.own and not hasattr(source.own["batch_fn"], "with_samples")
     if (fixed and options.batch) or ("batch_fn" in source.own and options.tokens):
-        what = f"--batch and --tokens do not apply to {options.model}, which has its own batch_fn"
-        raise ConfigError(what, remedy="Remove the options, or the batch_fn.")
+        raise ConfigError(
+            f"--batch and --tokens have no effect for {options.model}, which has its own batch_fn.",
+            remedy="Remove these options, or remove the batch_fn.",
+        )
     if options.tokens and source.config is not None and is_vision_only(source.head):
-        what = f"--tokens {options.tokens} does not apply to {source.head or options.model}, which has no text input"
-        raise ConfigError(what, remedy="Remove the option.")
+        model = source.head or options.model
+        raise ConfigError(
+            f"--tokens {options.tokens} has no effect for {model}, which has no text input.", remedy="Remove --tokens."
+        )
     heads = source.head_classes if options.all_heads else [options.head] if options.head else []
     sources = [source.with_head_class(head) for head in heads] or [source]
     pipeline = options.make_verify_pipeline()

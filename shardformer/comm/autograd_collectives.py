@@ -38,9 +38,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     def checked(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise ConfigError(
-                "Tensor-parallel blocks do not support backward(create_graph=True).",
-                rule="Their collectives only have first derivatives.",
-                remedy="Remove create_graph=True, or compute the second derivatives on the unsharded model.",
+                "Tensor parallelism does not support backward(create_graph=True).",
+                remedy="Remove create_graph=True, or compute second derivatives on the unsharded model.",
             )
         return backward(ctx, *grads)
 
@@ -149,8 +148,7 @@ def copy_to_tp_region(x: Tensor, axis: Axis) -> Tensor:
     name, axes = getattr(x, SHARD_OF, ("", ())) if isinstance(x, nn.Parameter) else ("", ())
     if axis.name in axes:
         raise ConfigError(
-            f"copy_to_tp_region received the parameter {name!r}, which is sharded over {axis.name}.",
-            rule="copy_to_tp_region sums the gradient over the ranks, so all ranks must pass the same tensor.",
+            f"copy_to_tp_region does not support the parameter {name!r}, which is sharded over the {axis.name} axis.",
             remedy="Use the sharded parameter directly, without copy_to_tp_region.",
         )
     copied: Tensor = CopyToTpRegion.apply(x, axis)

@@ -46,7 +46,7 @@ def run_and_compare_across_ranks(
         if message is not None:
             raise error(
                 f"Rank {rank} cannot {action}: {message}",
-                remedy=f"See the full error in the output of rank {rank}",
+                remedy=f"See the full error in the output of rank {rank}.",
             )
     if len({digest for _, (digest, _) in answers}) > 1:
         explain()
@@ -83,8 +83,8 @@ def _raise_different_plans(lines_by_rank: list[tuple[int, list[str]]]) -> None:
             pairs = zip_longest(reference, lines, fillvalue="nothing more")
             line, other = next((a, b) for a, b in pairs if a != b)
             raise ConfigError(
-                f"The sharding plan differs between ranks: rank {first} has {line!r}, rank {rank} has {other!r}.",
-                remedy="Build the model and the config from the same settings on every rank.",
+                f"The sharding plan differs between ranks: rank {first} has {line!r}, but rank {rank} has {other!r}.",
+                remedy="Build the model and the config from the same settings on all ranks.",
             )
 
 
@@ -121,10 +121,10 @@ def check_same_call_and_data(call_name: str, axis: Axis, data_facts: Mapping[str
     for name, column in zip(data_facts, columns, strict=True):
         if len(set(column) - {0}) > 1:
             known = [(rank, value) for rank, value in zip(axis.ranks, column, strict=True) if value]
-            other = next(rank for rank, value in known if value != known[0][1])
-            what, rule, remedy = DATA_FACTS[name]
+            (first, _), other = known[0], next(rank for rank, value in known if value != known[0][1])
+            difference, rule, remedy = DATA_FACTS[name]
             raise InputError(
-                f"Ranks {known[0][0]} and {other} have different training data in {call_name}: they {what}.",
+                f"Ranks {first} and {other} have different training data in {call_name}: they {difference}.",
                 rule=rule,
                 remedy=remedy,
             )
@@ -178,10 +178,10 @@ def _raise_different_calls(calls: Sequence[str], axis: Axis) -> NoReturn:
     ranks: dict[str, list[int]] = {}
     for rank, call in zip(axis.ranks, calls, strict=True):
         ranks.setdefault(call, []).append(rank)
-    text = " and ".join(f"{_format_ranks(callers)} called {call}" for call, callers in ranks.items())
+    calls_by_rank = " and ".join(f"{_format_ranks(callers)} called {call}" for call, callers in ranks.items())
     raise InputError(
-        f"The ranks made different collective calls: {text}.",
-        rule="All ranks must make the same collective calls in the same order.",
+        f"The ranks made different collective calls: {calls_by_rank}.",
+        rule="Make the same collective calls in the same order on all ranks.",
         remedy=_format_call_remedy(*ranks),
     )
 
@@ -195,9 +195,10 @@ def _raise_missing_ranks(
             others.append(f"rank {rank} {missing.get(rank, 'did not arrive')}")
         elif entry.call != call:
             others.append(f"rank {rank} called {entry.call}")
+    rank, problems, group = axis.ranks[axis.rank], "; ".join(others[:4]), axis.name.replace("_", " and ")
     raise InputError(
-        f"Rank {axis.ranks[axis.rank]} called {call}, but {'; '.join(others[:4])}.",
-        rule=f"All {axis.size} {axis.name.replace('_', ' and ')} ranks must call {call}.",
+        f"Rank {rank} called {call}, but {problems}.",
+        rule=f"All {axis.size} {group} ranks must call {call}.",
         remedy=_format_call_remedy(call),
     )
 

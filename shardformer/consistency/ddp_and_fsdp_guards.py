@@ -78,11 +78,10 @@ def _wrap_accelerate_prepare_model(original: Callable[..., Any]) -> Callable[...
         table = next((table for table in tables if table is not None), None)
         if table is not None and not hasattr(self, SHARDS_MODELS) and math.prod(table.context.sizes.values()) > 1:
             raise ConfigError(
-                f"accelerate's {type(self).__name__} received a model that is sharded over {table.context}.",
-                rule="accelerate sends a different batch to each process, but ranks that hold shards of the same "
-                "model need the same batch.",
-                remedy="Use shardformer.integrations.accelerate.Accelerator, or replace the transformers Trainer with "
-                "shardformer.integrations.transformers.Trainer. Both take parallel=ParallelConfig(...).",
+                f"accelerate's {type(self).__name__} received a model that is sharded over {table.context}, which it "
+                "does not support.",
+                remedy="Use shardformer.integrations.accelerate.Accelerator, or "
+                "shardformer.integrations.transformers.Trainer instead of the Trainer of transformers.",
             )
         return original(self, model, *args, **kwargs)
 
@@ -107,8 +106,9 @@ def check_no_new_parameters(model: nn.Module, metadata: ShardingMetadata) -> Non
     known = metadata.get_entries_by_param()
     new = [name for name, p in model.named_parameters() if id(p) not in known]
     if new:
+        name = new[0]
         raise ConfigError(
-            f"{len(new)} parameters were added to {type(model).__name__} after it was sharded, such as {new[0]}.",
+            f"The parameter {name} was added to {type(model).__name__} after the model was sharded.",
             remedy="Add heads and adapters before you shard the model.",
         )
 
@@ -116,6 +116,5 @@ def check_no_new_parameters(model: nn.Module, metadata: ShardingMetadata) -> Non
 def _make_wrapper_error(wrapper: str, context: ParallelContext) -> ConfigError:
     return ConfigError(
         f"The model is sharded over {context} and cannot be wrapped in {wrapper}.",
-        rule="The wrapper requires the same parameters in all processes, but each process has a different shard.",
-        remedy="Remove the wrapper. shard_model(model, data=...) averages gradients across data ranks.",
+        remedy="Remove the wrapper. For data parallelism, use shard_model(model, data=...).",
     )

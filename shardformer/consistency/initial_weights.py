@@ -153,16 +153,17 @@ def check_same_weight_files(model: nn.Module, context: ParallelContext) -> None:
     if not others:
         return
     rank, first = others[0], next(rank for rank in contents_of if contents_of[rank] == usual)
-    is_full = {bool(contents.full_hash) for contents in (contents_of[rank][0], usual[0])}
-    if len(is_full) > 1:
+    passed, expected = (bool(contents.full_hash) for contents in (contents_of[rank][0], usual[0]))
+    if passed != expected:
         raise ConfigError(
-            f"Rank {rank} loaded its weights with all_bytes={bool(contents_of[rank][0].full_hash)}, but rank {first} "
-            f"used all_bytes={bool(usual[0].full_hash)}.",
+            f"Rank {rank} loaded its weights with all_bytes={passed}, but rank {first} used all_bytes={expected}.",
             remedy="Pass the same value of all_bytes on all ranks.",
         )
+    difference = _describe_file_difference(rank, first, every)
+    if len(others) > 1:
+        difference += f". Rank {', '.join(map(str, others[1:]))} differs too"
     raise ConfigError(
-        f"The ranks read different weights: {_describe_file_difference(rank, first, every)}"
-        + (f". Rank {', '.join(map(str, others[1:]))} differs too" if len(others) > 1 else ""),
+        f"The ranks read different weights: {difference}.",
         remedy=f"On rank {rank}, pass the folder that rank {first} reads, or a copy of it.",
     )
 

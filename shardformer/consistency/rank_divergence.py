@@ -295,9 +295,9 @@ class ConsistencyMonitor:
         fact = COMPARED_VALUES[name]
         compared = (odd,) if name == "weights" else (other, odd)
         details = ", ".join(f"rank {axis.ranks[rank]}: {_format_value(values[rank])}" for rank in compared)
+        first, second, group = axis.ranks[other], axis.ranks[odd], axis.name.replace("_", " and ")
         raise InputError(
-            f"Ranks {axis.ranks[other]} and {axis.ranks[odd]} of {len(every)} {axis.name.replace('_', ' and ')} ranks "
-            f"have different {fact.what} ({details}).",
+            f"Ranks {first} and {second} of {axis.size} {group} ranks have different {fact.what} ({details}).",
             rule=fact.rule,
             remedy=fact.remedy,
         )
@@ -438,12 +438,11 @@ def sync_random_state_and_check_ranks(
 def check_same_batch(values: list[Any], axis: Axis) -> None:
     """Raise InputError on every rank if the ranks of an axis received different batches."""
     if differs_across_ranks([compute_numel_and_hash(v) for v in values if isinstance(v, Tensor)], axis):
+        group = axis.name.replace("_", " and ")
         raise InputError(
-            f"The {axis.size} {axis.name.replace('_', ' and ')} ranks received different batches.",
-            rule="Tensor and sequence parallel ranks must process the same batch. Only data ranks process different "
-            "batches.",
-            remedy="Select the batch by context.data.rank and context.data.size, not by the world rank. If the batch "
-            "is random, set the same seed on all of these ranks with launch_from_torch(seed=0).",
+            f"The {axis.size} {group} ranks received different batches, but must process the same batch.",
+            remedy="Select the batch by context.data.rank and context.data.size instead of the world rank. For random "
+            "batches, set the same seed with launch_from_torch(seed=0).",
         )
 
 
@@ -463,8 +462,7 @@ def check_gradients_before_step(optimizer: Optimizer) -> None:
     if current_graph_task_id() >= 0:
         raise ConfigError(
             f"{type(optimizer).__name__}.step was called during a backward pass, for example by a parameter hook.",
-            rule="Gradients are reduced across ranks when the backward pass ends, so a hook sees the local gradient.",
-            remedy="Call optimizer.step() after loss.backward(). To use less memory for gradients, use "
+            remedy="Call optimizer.step() after loss.backward(). To save memory for gradients, use "
             "shard_optimizer(..., stage=2).",
         )
     for reducer in (each for _, reducers in found for each in reducers if each.was_paused and not each.is_paused):
@@ -497,12 +495,11 @@ def _check_gradients_agree(optimizer: Optimizer, reducers: Sequence[GradientRedu
         every = all_gather_objects(sums, gradients[0].axis)
         for gradient, *values in zip(gradients, *every, strict=True):
             if len(set(values)) > 1:
-                what = "only some ranks have a gradient" if None in values else "ranks have different gradients"
+                problem = "only some ranks have a gradient" if None in values else "ranks have different gradients"
                 raise ConfigError(
-                    f"{type(optimizer).__name__}.step cannot update {gradient.entry.name}: {what}.",
-                    rule="Only loss.backward() reduces gradients across ranks. torch.autograd.grad and assignments to "
-                    "p.grad do not.",
-                    remedy="Call loss.backward(), or assign the same gradient to p.grad on all ranks.",
+                    f"{type(optimizer).__name__}.step cannot update {gradient.entry.name}: {problem}.",
+                    remedy="Call loss.backward() instead of torch.autograd.grad, or assign the same gradient to p.grad "
+                    "on all ranks.",
                 )
 
 

@@ -24,9 +24,9 @@ MAX_SAMPLES, TIME_LIMIT_S = 4096, 0.2
 """Maximum number of samples that the ranks compare, and maximum time of the comparison in seconds."""
 TOLERANCE = 1e-3
 """Tolerance for floating-point samples, relative to their norm, because machines round differently."""
-SAME_DATA_REMEDY = (
-    "Pass the full data in the same order on every rank. Remove rows[rank::world_size], split_dataset_by_node, and any "
-    "random_split or shuffle seeded by rank, and sort items that come from a set or from os.listdir"
+SAME_DATA_HINT = (
+    "Remove rows[rank::world_size], split_dataset_by_node, and any random_split or shuffle seeded by rank, and sort "
+    "items that come from a set or from os.listdir"
 )
 
 
@@ -52,11 +52,11 @@ def check_same_training_data(
     first_rank, reference = gathered[0][0], gathered[0][1][0]
     for rank, (values, _) in gathered:
         for name, value in values.items():
-            if value != reference[name]:
+            if value != (expected := reference[name]):
                 raise ConfigError(
-                    f"The training data of rank {first_rank} has {name}={reference[name]!r}, but the training data of "
-                    f"rank {rank} has {name}={value!r}.",
-                    remedy=SAME_DATA_REMEDY,
+                    f"The training data has {name}={expected!r} on rank {first_rank}, but {name}={value!r} on rank "
+                    f"{rank}.",
+                    remedy=f"Pass the full data in the same order on all ranks. {SAME_DATA_HINT}",
                 )
     num_compared = min(number for _, (_, number) in gathered)
     fingerprints = all_gather_from_mesh(hash_to_int(found[:num_compared]), context)
@@ -66,10 +66,10 @@ def check_same_training_data(
         pairs = zip(sketches, gathered_sketches[0][1], strict=False)
         differing += [rank for (a, norm), (b, other) in pairs if abs(a - b) > TOLERANCE * max(norm, other)]
     if differing:
+        other, kind = differing[0], settings["type"]
         raise ConfigError(
-            f"Ranks {first_rank} and {differing[0]} read different samples at the same index of the training data "
-            f"(a {settings['type']}).",
-            remedy=SAME_DATA_REMEDY,
+            f"Ranks {first_rank} and {other} read different samples at the same index of the training data (a {kind}).",
+            remedy=f"Pass the full data in the same order on all ranks. {SAME_DATA_HINT}",
         )
 
 

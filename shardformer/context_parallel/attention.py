@@ -119,10 +119,11 @@ def plan_attention(
     """Plan the communication for one call with queries (B, N, s, D) and keys (B, K, s, D). Communicates nothing."""
     positions = _find_query_positions(state, query, mask)
     if positions is None:
+        length = query.shape[2]
         raise InputError(
-            f"The compiled {type(module).__name__} received {query.shape[2]} queries, but this rank has another "
-            "number of sequence positions.",
-            remedy="Set compile=False, or disable context parallelism for this model (sequence=1).",
+            f"The compiled {type(module).__name__} received queries for {length} positions, which is not the length of "
+            "the sequence shard of this rank.",
+            remedy="Set compile=False, or disable context parallelism with sequence=1.",
         )
     if mask is None:
         mask = _make_default_mask(module, query, key, state, positions, is_causal)
@@ -150,8 +151,9 @@ def _attend_in_graph(
     """Compute attention in a compiled layer with a single custom operator. See ``graph_attention``."""
     unknown = [name for name, x in kwargs.items() if name not in KNOWN_ARGUMENTS and isinstance(x, Tensor)]
     if unknown or kwargs.get("output_attentions"):
+        unsupported = ", ".join(unknown) or "output_attentions=True"
         raise ConfigError(
-            f"Compiled attention with context parallelism does not support {unknown or 'output_attentions=True'}.",
+            f"Compiled attention with context parallelism does not support {unsupported}.",
             remedy="Set compile=False.",
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -173,7 +175,7 @@ class PerDistancePositionBias:
 
     def __getattr__(self, name: str) -> Any:
         raise make_unknown_attribute_error(
-            name, "With context parallelism, an attention bias has one value per distance between query and key."
+            name, "Context parallelism does not create the full attention bias, which this model reads."
         )
 
 
@@ -209,9 +211,10 @@ def _make_head_exchanges(
     """Return how the Ulysses group exchanges query heads and how it exchanges key heads."""
     axis, ring_rank = state.group, state.ring.rank
     if num_heads < axis.size:
+        ring_size = state.axis.size // num_heads
         raise ConfigError(
             f"Ulysses cannot split the {num_heads} query heads of this rank over a group of {axis.size} ranks.",
-            remedy=f"Use context_parallel='ring', or sequence=({state.axis.size // num_heads}, {num_heads}).",
+            remedy=f"Use context_parallel='ring', or sequence=({ring_size}, {num_heads}).",
         )
     q_heads = assign_query_heads(num_heads, axis.size)
     query_lengths, key_lengths = (tuple(p.get_group_lengths(ring_rank)) for p in (mask.queries, mask.keys))
@@ -241,10 +244,11 @@ def _make_default_mask(
 ) -> ChunkedMask:
     keys = state.find_positions_by_local_length(key.shape[2])
     if keys is None:
+        length = key.shape[2]
         raise ConfigError(
-            f"{type(module).__name__} received {key.shape[2]} keys on rank {state.axis.rank} of {state.axis.size}, but "
-            "no sequence in this model has this many positions on this rank.",
-            remedy="Disable context parallelism for this model (sequence=1).",
+            f"{type(module).__name__} received {length} keys on sequence rank {state.axis.rank}, which is not the "
+            "length of a sequence shard of this rank.",
+            remedy="Disable context parallelism for this model with sequence=1.",
         )
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     predicate = causal_predicate if is_causal and positions.length > 1 else None
@@ -262,21 +266,20 @@ def _check_attention_arguments(module: nn.Module, mask: Any, kwargs: dict[str, A
         raise InputError(
             f"{type(module).__name__} received an attention mask of shape {tuple(mask.shape)}, which context "
             "parallelism does not support.",
-            rule="An attention mask that is passed as a tensor must be a padding mask of shape (batch, sequence).",
-            remedy="Pass a padding mask, or position_ids that restart at 0 in each packed document.",
+            remedy="Pass a padding mask of shape (batch, sequence), or position_ids that restart at 0 in each packed "
+            "document.",
         )
     if kwargs.get("output_attentions"):
         raise ConfigError(
-            "output_attentions=True is not supported with context parallelism, because no rank computes all weights.",
-            remedy="Set output_attentions=False.",
+            "output_attentions=True is not supported with context parallelism.", remedy="Set output_attentions=False."
         )
     for name, value in kwargs.items():
         # T5's cross-attention passes zeros; fake tensors have no values
         if name not in KNOWN_ARGUMENTS and isinstance(value, Tensor) and has_data(value) and value.any():
             raise ConfigError(
-                f"{type(module).__name__} passes the tensor {name!r} to its attention function, which context "
-                "parallelism does not support.",
-                remedy="Disable context parallelism for this model (sequence=1).",
+                f"Context parallelism does not support the tensor {name!r} that {type(module).__name__} passes to its "
+                "attention function.",
+                remedy="Disable context parallelism for this model with sequence=1.",
             )
 
 

@@ -68,19 +68,19 @@ LOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]
     "a weight that it lacks": (
         lambda: Net(head="classifier"),
         lambda _: None,
-        "a Net and does not contain classifier.weight",
+        "classifier.weight of this Net is missing in .* saved from a Net",
     ),
     "a weight that nobody wants": (
         lambda: nn.Sequential(),
         lambda _: None,
-        "from a Net and contains 4 weights that this Sequential does not have",
+        "from a Net and contains weights that this Sequential does not have",
     ),
     "another size": (lambda: Net(7), lambda _: None, r"body.weight has the shape \(7, 5\) .* but the shape \(6, 5\)"),
     "another optimizer": (Net, lambda m: sgd(m.parameters()), "optimizer AdamW cannot be loaded into SGD"),
     "other groups": (Net, lambda m: groups(m.parameters()), "has 1 parameter groups"),
-    "two optimizers": (Net, lambda m: [sgd(m.body.parameters()), sgd(m.head.parameters())], "states of 1 optimizers"),
+    "two optimizers": (Net, lambda m: [sgd(m.body.parameters()), sgd(m.head.parameters())], "has 2 optimizers"),
     "an optimizer of another model": (Net, lambda _: sgd(Net().parameters()), "that is not in the model"),
-    "no optimizer": (Net, lambda _: "AdamW", "optimizer= is a str"),
+    "no optimizer": (Net, lambda _: "AdamW", "Optimizer, but got str"),
 }
 
 
@@ -106,7 +106,7 @@ def test_number_of_schedulers_must_match(folder: Path) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(2)]
-    with pytest.raises(ConfigError, match="state of StepLR, but you passed scheduler= StepLR, StepLR"):
+    with pytest.raises(ConfigError, match=r"scheduler= is StepLR, StepLR, but .* was saved with StepLR"):
         load_checkpoint(model, folder, optimizer, scheduler=schedulers)
 
 
@@ -121,7 +121,7 @@ def test_wrong_path_suggests_nearby_checkpoints(path: str, folder: Path) -> None
 SAVES: dict[str, tuple[dict[str, Any], str]] = {
     "step": ({"step": -1}, "step=-1"),
     "a step that is no number": ({"step": 1.5}, "step=1.5"),
-    "keep": ({"retention": 0}, r"CheckpointRetention\(last=0\)"),
+    "keep": ({"retention": 0}, r"CheckpointRetention\.last must be .* but got 0"),
     "code in extra": ({"extra": {"fn": print}}, r"extra\['fn'\] is a builtins.builtin_function_or_method"),
     "a large tensor in extra": ({"extra": torch.zeros(10**5)}, "extra is a torch.Tensor"),
 }
@@ -149,20 +149,20 @@ def test_incomplete_or_duplicate_writes_are_not_published(rows: range, count: in
     hidden.mkdir()
     snapshot = RankSnapshot(0, 1, CheckpointIndex(7, 0.0, {}), {"weights/x": ("float32", (4, 3))})
     snapshot.chunks += [("weights/x", (row % 4, 0), torch.zeros(1, 3)) for row in rows]
-    with pytest.raises(InputError, match=f"^The ranks wrote {count} elements of weights/x, which has 12 elements"):
+    with pytest.raises(InputError, match=f"^The ranks saved {count} elements of weights/x, but it has 12 elements"):
         write_snapshot(snapshot, hidden, tmp_path, CheckpointRetention(), to_disk=False)
     assert directory.list_checkpoints_with_save_times(tmp_path) == []
 
 
 def test_negative_retention_age_is_refused() -> None:
-    with pytest.raises(ConfigError, match="younger_than=-1"):
+    with pytest.raises(ConfigError, match=r"younger_than must be .* but got -1"):
         CheckpointRetention(younger_than=-1)
 
 
 def test_zero_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     model, other = Net(), Net()
     optimizer = shard_optimizer(other, torch.optim.AdamW(other.parameters()), stage=1)
-    with pytest.raises(ConfigError, match="for a different model"):
+    with pytest.raises(ConfigError, match="for another model"):
         save_checkpoint(model, tmp_path, optimizer)
 
 
@@ -207,7 +207,7 @@ def test_ranks_must_save_the_same_step_and_directory(what: str, tmp_path: Path) 
 
     said = run_as_threads(do, data=2)
     assert said[0] == said[1]
-    assert "Rank 0 saves step 0 into" in said[0]
+    assert "Rank 0 saves step 0 to" in said[0]
     assert list(tmp_path.iterdir()) == []
 
 

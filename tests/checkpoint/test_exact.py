@@ -237,7 +237,7 @@ def test_values_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
         extra = {"step": 1, "names": {"a", "b"}, "hooks": {"Counter": {"count": context.rank}}, "nan": math.nan}
         save_checkpoint(model, tmp_path, optimizer, scheduler=scheduler, extra=extra)
 
-    with pytest.warns(UserWarning, match="differs between the ranks") as found:
+    with pytest.warns(UserWarning, match="differs between ranks") as found:
         run_as_threads(save, data=2)
     assert sorted(str(warning.message).partition(" differs")[0] for warning in found) == [
         "_extra_state['calls']",

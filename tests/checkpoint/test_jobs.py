@@ -313,5 +313,5 @@ def test_link_in_hidden_folder_is_not_followed(tmp_path: Path, monkeypatch: pyte
 def test_file_with_name_of_step_is_refused(tmp_path: Path) -> None:
     (tmp_path / "step-00000005").write_text("mine")
     said = on_two_ranks(tmp_path)
-    assert said[0] == said[1] and "step-00000005, because this path is a file" in said[0]
+    assert said[0] == said[1] and "step-00000005, because a file with this name exists" in said[0]
     assert os.listdir(tmp_path) == ["step-00000005"]

@@ -386,7 +386,7 @@ def test_without_hosts_the_options_equal_those_of_torchrun() -> None:
         (["--frobnicate=2", "a.py"], "--frobnicate"),
         (["--nproc", "2", "a.py"], "'--nproc' is ambiguous"),
         (["--nproc_per_node", "many", "a.py"], "'many'"),
-        (["--nproc_per_node", "0", "a.py"], "0 processes"),
+        (["--nproc_per_node", "0", "a.py"], "must be at least 1"),
         (["--nnodes", "none", "a.py"], "'none'"),
         (["--nnodes", "2", "--node_rank", "2", "a.py"], "--node_rank 2"),
         (["--host", "127.0.0.1", "--standalone", "a.py"], "--standalone"),

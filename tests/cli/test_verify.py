@@ -217,7 +217,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
             "--micro-batches 4 --schedule gpipe has no effect without --pipe",
         ),
         (["gpt2", "--partition", "uniform"], "Add --pipe 2, or remove --partition uniform"),
-        (["gpt2", "--pipe", "0"], "pipe=0 is less than 1.\n  Use --pipe 1 or more.\n"),
+        (["gpt2", "--pipe", "0"], "--pipe must be at least 1, but got 0.\n  Use --pipe 1 or more.\n"),
         (["gpt2", "--pipe", "2", "--schedule", "gpip"], "Did you mean 'gpipe'?"),
         (
             ["gpt2", "--pipe", "2", "--schedule", "gpipe", "--num-model-chunks", "2"],
@@ -232,7 +232,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["gpt2", "--pipe", "2", "--partition", "unifrom"], "Did you mean 'uniform'?"),
         (
             ["gpt2", "--pipe", "2", "--partition", "3;5"],
-            "Write --partition balanced, --partition uniform, or as --partition 3,5",
+            "Write --partition 3,5, --partition balanced or --partition uniform",
         ),
         (["gpt2", "--pipe", "2", "--partition", "1,2,3"], "Pass 2 counts that sum to 6, such as [3, 3]"),
         (["gpt_neo", "--pipe", "2", "--partition", "2,3"], "omits layer 5"),

@@ -223,7 +223,7 @@ def test_second_derivative_raises() -> None:
         grads = torch.autograd.grad(loss, [model.layers[0].norm1.weight], create_graph=True)
         (loss + grads[0].square().sum()).backward()
 
-    with pytest.raises(ConfigError, match="do not support backward"):
+    with pytest.raises(ConfigError, match="does not support backward"):
         run_as_threads(penalize, tensor=2)
 
 

@@ -509,7 +509,7 @@ def test_norm_over_local_features_only_is_detected(monkeypatch: pytest.MonkeyPat
         (6, 6, "2.5d", "Pass three sizes"),
         (4, (2, 2), "3d", "Pass three sizes"),
         (8, (2, 2, 2), "2d", "Use tensor=\\(2, 4\\)"),
-        (4, (2, 2), "1d", "that is a grid of 2 x 2"),
+        (4, (2, 2), "1d", "The tensor axis is a grid of 2 x 2"),
         (4, (2, 2), "4d", "is not one of"),
         (10, (1, 10), "2d", "exceeds the"),
     ],
@@ -523,7 +523,7 @@ def test_invalid_sizes_are_refused(tensor: int, sizes: Any, mode: str, said: str
 def test_unsupported_combinations_are_refused() -> None:
     with pytest.raises(ConfigError, match="enable_sequence_parallelism=True"):
         shardformer.compat.ShardConfig(tensor_parallel_mode="2d", enable_sequence_parallelism=True)
-    with pytest.raises(ConfigError, match="a sequence axis"):
+    with pytest.raises(ConfigError, match="the sequence axis"):
         run_as_threads(lambda c: sharded(c, "llama", "2d", (2, 1)), tensor=2, sequence=2)
 
 

@@ -72,7 +72,7 @@ def test_earlier_argument_names_work_with_a_warning(tmp_path: Path) -> None:
     assert (hook.directory, hook.retention) == (tmp_path, CheckpointRetention(2))
     with pytest.warns(DeprecationWarning, match=r"Checkpoint\.folder is now directory"):
         assert hook.folder == tmp_path  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"retention=3 to keep the three newest"):
+    with pytest.raises(ConfigError, match=r"the three newest checkpoints, pass retention=3"):
         Checkpoint(tmp_path, retention=0)
 
 
