@@ -169,13 +169,13 @@ def empty(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda f: write(f, -1), "in its sampled bytes"),
-        (lambda f: write(f, 20), "in its header"),
-        (with_other_size, "in its size"),
+        (lambda f: write(f, -1), "different sampled bytes"),
+        (lambda f: write(f, 20), "different header"),
+        (with_other_size, "different size"),
         (touch, "was rewritten"),
         (cut, "changed since it was loaded"),
         (empty, "changed since it was loaded"),
-        (lambda f: (f / NAME).unlink(), "can no longer be read"),
+        (lambda f: (f / NAME).unlink(), "No such file"),
     ],
     ids=["bytes", "header", "size", "time", "cut", "empty", "gone"],
 )
