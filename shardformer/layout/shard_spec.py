@@ -271,7 +271,8 @@ class ShardSpec:
                 )
             if 0 in [count for *_, count in self._holders[dim]]:
                 raise ConfigError(
-                    f"{splits} does not cover all indices of dimension {dim} of a tensor of shape {self.shape}.",
+                    f"The split {splits} does not cover all indices of dimension {dim} of a tensor of shape "
+                    f"{self.shape}.",
                     remedy="Assign every index of the dimension to at least one rank.",
                 )
 
@@ -443,17 +444,16 @@ class HeadLayout:
         if self.num_heads % self.num_kv_heads or self.num_kv_heads % self.partitions:
             counts = range(self.partitions, self.num_heads + 1, self.partitions)
             fits = ", ".join(str(n) for n in counts if self.num_heads % n == 0) or f"a multiple of {self.partitions}"
-            kv_heads = f"num_kv_heads={self.num_kv_heads}"
-            if self.partitions > 1:
-                kv_heads += f" in {self.partitions} partitions"
+            in_partitions = f" in {self.partitions} partitions" if self.partitions > 1 else ""
             raise ConfigError(
-                f"num_heads={self.num_heads} cannot be divided evenly among {kv_heads}.",
+                f"num_heads={self.num_heads} cannot be divided evenly among num_kv_heads={self.num_kv_heads}"
+                f"{in_partitions}.",
                 remedy=f"Set num_key_value_heads in the model's config to {fits}.",
             )
         if (most := self.num_heads // self.partitions) < self.ranks:
-            heads = "attention heads" if self.partitions == 1 else "attention heads of each partition"
+            of_each_partition = " of each partition" if self.partitions > 1 else ""
             raise ConfigError(
-                f"A tensor size of {self.ranks} exceeds the {most} {heads}.",
+                f"A tensor size of {self.ranks} exceeds the {most} attention heads{of_each_partition}.",
                 remedy=f"Use a tensor size of at most {most}.",
             )
 

@@ -54,7 +54,7 @@ def notebook_launcher(
         raise ConfigError(
             "notebook_launcher requires a function and a tuple of its arguments, but got "
             f"function={function!r:.80} and args={args!r:.80}.",
-            remedy="Call it for example as notebook_launcher(train, (1e-3,), num_processes=2).",
+            remedy="For example, call notebook_launcher(train, (1e-3,), num_processes=2).",
         )
     _check_can_fork()
     with warnings.catch_warnings(), _ForkedPool(num_processes, partial(function, *args), timeout_s) as pool:

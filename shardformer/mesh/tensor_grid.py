@@ -94,7 +94,7 @@ def compute_grid_shape(mode: str, size: int | Sequence[int], depth: int | None =
             )
         if mode != "2d" and third == 1 < row * column:
             raise ConfigError(
-                f"tensor=({row}, {column}) has no third size above 1, which tensor_parallel_mode={mode!r} requires.",
+                f"tensor=({row}, {column}) has two sizes, but tensor_parallel_mode={mode!r} requires three.",
                 remedy=f"Pass three sizes, such as tensor=({row}, {column}, 2).",
             )
         return row, column, third
@@ -110,9 +110,10 @@ def compute_grid_shape(mode: str, size: int | Sequence[int], depth: int | None =
     if mode == "2d":
         side = isqrt(size)
         if side * side != size:
+            shape = _factor_nearly_square(size)
             raise ConfigError(
                 f"tensor={size} is not a perfect square, which tensor_parallel_mode='2d' requires.",
-                remedy=f"Pass rows and columns, such as tensor={_factor_nearly_square(size)}.",
+                remedy=f"Pass rows and columns, such as tensor={shape}.",
             )
         return side, side, 1
     if mode == "3d":

@@ -115,9 +115,9 @@ def _get_size_and_mtime(stat: os.stat_result) -> tuple[int, int]:
 
 def _read_header(file: BinaryIO | Any, size: int) -> bytes:
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-    limit = min(size - LENGTH_BYTES, MAX_HEADER_BYTES)
+    limit = max(min(size - LENGTH_BYTES, MAX_HEADER_BYTES), 0)
     if not 0 < length <= limit:
-        raise ValueError(f"The header must have at least 1 and at most {max(limit, 0)} bytes, but has {length} bytes.")
+        raise ValueError(f"The header of the file must have at least 1 and at most {limit} bytes, but has {length}.")
     header: bytes = file.read(length)
     return header
 

@@ -347,9 +347,8 @@ def raise_or_warn_if_loss_compares(
     if is_exact:
         raise ConfigError(
             f"The loss compares the samples of a batch with each other ({how}), but the batch is divided {division}.",
-            remedy="Use one micro-batch, and gather the embeddings of several data ranks with gather_over_data in "
-            "loss_fn. To average the losses of the parts instead, pass loss_weight, or "
-            "ParallelConfig(average_loss_over='ranks') for data ranks.",
+            remedy="Use one micro-batch and gather_over_data in loss_fn, or average the losses of the parts with "
+            "loss_weight or, for data ranks, ParallelConfig(average_loss_over='ranks').",
         )
     warnings.warn(
         f"The loss compares the samples of a batch with each other ({how}), but the batch is divided {division}, so "

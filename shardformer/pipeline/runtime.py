@@ -90,8 +90,7 @@ class LastStageOutputs:
         source, returned = "model" if self._loss_fn is None else "loss_fn", _describe_output(result)
         raise ConfigError(
             f"The {source} returned {returned}, which contains no scalar loss.",
-            remedy="Add labels to the batch, or pass a loss_fn(output, micro_batch) that returns a tensor with one "
-            "element, or an output with this tensor as .loss, ['loss'] or first element.",
+            remedy="Add labels to the batch, or pass a loss_fn(output, micro_batch) that returns a scalar tensor.",
         )
 
     def _check_first_loss(self, loss: Tensor, output: Any) -> None:

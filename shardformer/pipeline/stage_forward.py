@@ -544,7 +544,6 @@ def _make_missing_argument_error(path: str, name: str) -> ConfigError:
     return ConfigError(
         f"The argument {name} of the layer {path} contains NaN, because another stage computes it or the batch "
         "contains NaN.",
-        remedy="List the module that computes it in LayerStack(..., stages=PipelineHints(on_every_stage=[...])). "
-        "Use shared_from_first=[...] for a module of the first layer, and with_first_layer=[...] or "
-        "with_last_layer=[...] for a module that one stage needs.",
+        remedy="List the module that computes it in LayerStack(..., stages=PipelineHints(on_every_stage=[...])), or in "
+        "shared_from_first, with_first_layer or with_last_layer as in docs/policies.md.",
     )

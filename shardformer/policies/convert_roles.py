@@ -202,9 +202,9 @@ class AttentionRoleConverter:
         owner = self._get_attr_owner(str(source))
         where = f"the {type(owner).__name__}" if isinstance(owner, nn.Module) else "the config"
         known = [] if owner is None else [name for name in vars(owner) if "head" in name]
+        reason = "the model has no config" if owner is None else f"{where} has no such field"
         return PolicyError(
-            f"num_heads={source!r} is not found, because "
-            + ("the model has no config" if owner is None else f"{where} has no such field"),
+            f"num_heads={source!r} is not found, because {reason}.",
             remedy="Set num_heads to the number, to a field of the config, or to an attribute of the attention module "
             "with a leading dot. " + (suggest_similar_names(str(source), known) if owner is not None else ""),
         )
@@ -292,8 +292,6 @@ class AttentionRoleConverter:
         known = [n for n in dir(owner) if n[:1] != "_"]
         return PolicyError(
             f"local_attrs={{{name!r}: ...}} names {self.layer.path}.{self._resolve_path(name)}, which does not exist.",
-            rule="An entry must name an attribute, parameter, norm or embedding. With a dim, it can also name an "
-            "argument of `forward`.",
             remedy=suggest_similar_names(name.rpartition(".")[2], known)
             + " If only some models have it, end the name with ?",
         )

@@ -309,7 +309,8 @@ def test_missing_environment_variables_are_named(monkeypatch: pytest.MonkeyPatch
         monkeypatch.delenv(name)
     monkeypatch.delenv("SLURM_PROCID", raising=False)
     with pytest.raises(
-        LaunchError, match=f"{', '.join(missing)} are not set, because no launcher has started this process.*shardformer run"
+        LaunchError,
+        match=f"{', '.join(missing)} are not set, because no launcher has started this process.*shardformer run",
     ):
         launch_from_torch()
 

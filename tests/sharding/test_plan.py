@@ -237,7 +237,10 @@ GOOD_ATTENTION, GOOD_MLP = ToyPolicy.stack.blocks
         ({"num_kv_heads": 1}, ("layers.*.attn.k has 30 features", "1 heads require 6")),
         (
             {"num_kv_heads": 2},
-            ("num_heads=5 cannot be divided evenly among num_kv_heads=2", "num_key_value_heads in the model's config to 1, 5"),
+            (
+                "num_heads=5 cannot be divided evenly among num_kv_heads=2",
+                "num_key_value_heads in the model's config to 1, 5",
+            ),
         ),
         (
             {"stack": block(GOOD_ATTENTION)},
@@ -313,7 +316,10 @@ def test_optional_layer_and_custom_class_are_accepted() -> None:
     [
         ({"argument_policy": None}, ("must return a dict of Argument objects, but got None", "Argument(")),
         ({"argument_policy": {"Layer": Argument()}}, ("The Argument for Layer has no effect", "no functions")),
-        ({"argument_policy": {"Layer": Argument(param_funcs=[Policy.attn_in])}}, ("param_funcs (attn_in) return no layers",)),
+        (
+            {"argument_policy": {"Layer": Argument(param_funcs=[Policy.attn_in])}},
+            ("param_funcs (attn_in) return no layers",),
+        ),
         ({"argument_policy": {"Layer": Argument({"attn.n_heads": 2})}}, ("no attribute 'n_heads'", "'num_heads'")),
         ({"binding_policy": {"embed.weight": "haed.weight"}}, ("parameter 'haed.weight'", "'head.weight'")),
         ({"inject_policy": (SelfAttention, SelfAttention)}, ("class SelfAttention, but the model is a ToyLM",)),
