@@ -374,7 +374,7 @@ def get_or_build_metadata(model: nn.Module) -> ShardingMetadata:
     first, *others = sharded_models.values()
     if any(other.context is not first.context for other in others):
         raise ConfigError(
-            f"This {type(model).__name__} contains models that are sharded with different instances of ParallelContext.",
+            f"This {type(model).__name__} contains models that are sharded with different ParallelContext objects.",
             remedy="Shard all of them with the same ParallelContext, or pass each model separately.",
         )
     entries = [entry for state in sharded_models.values() for entry in state.entries]

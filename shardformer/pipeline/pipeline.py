@@ -641,8 +641,8 @@ def _make_stage_mismatch_error(rows: Sequence[Sequence[int]], axis: Axis) -> Inp
         )
     return InputError(
         f"Stages 0 and {other} of {axis.size} received different {value}.",
-        remedy="Make the same calls with the same batch on all stages of a data rank, and select the batch by "
-        "context.data.rank of context.data.size, not by the world rank.",
+        remedy="Make the same calls with the same batch on all stages of a data rank. Select the batch by "
+        "context.data.rank, not by the world rank.",
     )
 
 
