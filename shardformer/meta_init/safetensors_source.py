@@ -87,7 +87,7 @@ class WeightsFile:
         except (OSError, ValueError) as error:
             problem, cause = str(error), error
         raise ConfigError(
-            f"The weight file {self.path!r} changed since it was loaded: {problem}.",
+            f"The weight file {self.path!r} changed or became unreadable since it was loaded: {problem}.",
             remedy="Load the model again and shard or materialize it before the file changes, or use "
             "from_pretrained(..., all_bytes=True) if the file is only rewritten with the same bytes.",
         ) from cause
