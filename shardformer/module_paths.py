@@ -118,7 +118,7 @@ def get_linear_submodule(layer: nn.Module, name: str, path: str) -> nn.Module:
     found = get_submodule_or_raise(layer, name, path)
     if not is_linear(found):
         raise PolicyError(
-            f"{path}.{name} is a {type(found).__name__}, but must be an nn.Linear or transformers' Conv1D.",
+            f"{path}.{name} must be an nn.Linear or transformers' Conv1D, but is a {type(found).__name__}.",
             remedy="Pass the path of the linear layer itself.",
         )
     return found

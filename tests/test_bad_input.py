@@ -160,7 +160,7 @@ class Case:
 OWN: Mapping[str, Any] = {"policy": ToyPolicy}
 CASES: dict[str, Case] = {
     "more ranks than heads": Case(
-        one_head, {}, ConfigError, ("tensor size of 2", "1 attention heads", "tensor=1")
+        one_head, {}, ConfigError, ("tensor size of 2", "1 attention heads", "tensor size of at most 1")
     ),
     "more ranks than MLP features": Case(
         narrow, OWN, ConfigError, ("tensor size of 2", "1 features of layers.*.mlp.fc1", "a tensor size of at most 1")
@@ -415,7 +415,7 @@ def _lay_grid(**sizes: Any) -> Refusal:
         ({"config": {"parallel": {"tensor": "two"}}}, ("tensor='two'", "not an integer")),
         ({"pipe": 3}, ("pipe=3 does not divide", "pipe=1 or pipe=2")),
         ({"config": {"paralel": {"tensor": 2}}}, ("paralel", "dict(tensor=2)")),
-        ({"config": {"tensor": 2}}, ("tensor = 2 outside parallel", "dict(tensor=2)")),
+        ({"config": {"tensor": 2}}, ("tensor = 2, which is not a valid option", "dict(tensor=2)")),
         ({"config": {"parallel": 2}}, ("parallel = 2", "dict(tensor=2)")),
         ({"config": "nowhere.py"}, ("'nowhere.py' does not exist", "--config config.py")),
     ],

@@ -169,9 +169,7 @@ def check_no_packed_weights(model: nn.Module, action: str) -> None:
     """Raise ConfigError if a sharded model has quantized weights, whose values ``action`` would need."""
     if (module := next(find_packed_modules(model), None)) is not None:
         raise ConfigError(
-            f"{action} does not include the quantized weights of this {type(model).__name__}, such as those of its "
-            f"{type(module).__name__} layers.",
-            rule="Quantized weights are frozen, and a sharded model does not store them in state dicts.",
-            remedy="Call peft.get_peft_model before shard_model, train the adapters, and save them with the "
+            f"{action} does not support the quantized {type(module).__name__} layers of this {type(model).__name__}.",
+            remedy="Call peft.get_peft_model before shard_model, train only the adapters, and save them with the "
             "save_pretrained method of the PEFT model.",
         )

@@ -17,11 +17,6 @@ from shardformer.torch_compat import DisableTorchFunctionSubclass, tree_leaves, 
 
 MARKED = "_shardformer_slices"
 """Module attribute with the names of the parameters to mark in its state dict. None: all parameters and buffers."""
-_REMEDY = (
-    "On all ranks, call model.save_pretrained(folder) or shardformer.export_pretrained(model, folder) to save for "
-    "transformers, shardformer.save_checkpoint to resume training, or shardformer.full_state_dict(model). "
-    "Use tensor.as_subclass(torch.Tensor) to read the local shard as a plain tensor"
-)
 
 
 class ExportGuardedShard(Tensor):
@@ -63,10 +58,10 @@ class ExportGuardedShard(Tensor):
 def raise_shard_export_error(name: str, shape: tuple[int, ...]) -> NoReturn:
     """Raise ConfigError because another library tried to save or read a shard."""
     raise ConfigError(
-        f"The tensor {name} of shape {tuple(shape)} is a shard, so it cannot be saved, pickled or read by "
-        "another library.",
-        rule="state_dict() of a sharded model contains only the shards of this rank.",
-        remedy=_REMEDY,
+        f"The tensor {name} of shape {tuple(shape)} is a shard, so it cannot be saved, pickled or read by another "
+        "library.",
+        remedy="On all ranks, call model.save_pretrained(folder), shardformer.full_state_dict(model) or, to resume "
+        "training, shardformer.save_checkpoint. To read only this shard, use tensor.as_subclass(torch.Tensor).",
     )
 
 

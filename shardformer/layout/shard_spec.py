@@ -258,20 +258,21 @@ class ShardSpec:
         if len(axes) > len(set(axes)):
             twice = next(axis for axis in axes if axes.count(axis) > 1)
             raise ConfigError(
-                f"A tensor of shape {self.shape} is sharded twice over the axis {twice!r}.",
-                rule="An axis can shard only one dimension of a tensor, and only once.",
-                remedy="Shard the second dimension over another axis, or reshape this axis into two axes.",
+                f"A tensor of shape {self.shape} cannot be sharded twice over the axis {twice!r}.",
+                remedy="Use a different axis for each split, or reshape this axis into two axes.",
             )
         for dim, splits in self.splits.items():
             full = getattr(splits[0], "full", None)
             if not 0 <= dim < len(self.shape) or full not in (None, self.shape[dim]):
                 raise ConfigError(
-                    f"A split of length {full} does not fit dimension {dim} of a tensor of shape {self.shape}.",
-                    remedy="Build the split from the size of the dimension, for example Split.even(shape[dim], ranks).",
+                    f"The split of dimension {dim} has the length {full}, which does not match a tensor of shape "
+                    f"{self.shape}.",
+                    remedy="Pass a split as long as the dimension, for example Split.even(shape[dim], ranks).",
                 )
             if 0 in [count for *_, count in self._holders[dim]]:
                 raise ConfigError(
-                    f"The split of dimension {dim} omits some indices of a tensor of shape {self.shape}: {splits}.",
+                    f"The split {splits} does not cover all indices of dimension {dim} of a tensor of shape "
+                    f"{self.shape}.",
                     remedy="Assign every index of the dimension to at least one rank.",
                 )
 
@@ -318,10 +319,10 @@ class ShardSpec:
         Raises:
             ConfigError: if ``full`` does not have the full shape.
         """
-        if tuple(full.shape) != self.shape:
+        shape = tuple(full.shape)
+        if shape != self.shape:
             raise ConfigError(
-                f"ShardSpec.slice() received a tensor of shape {tuple(full.shape)}, but the full tensor has the shape "
-                f"{self.shape}.",
+                f"slice_full_tensor() requires a full tensor of shape {self.shape}, but got shape {shape}.",
                 remedy="Pass the full tensor, not a shard.",
             )
         local = full
@@ -443,22 +444,18 @@ class HeadLayout:
         if self.num_heads % self.num_kv_heads or self.num_kv_heads % self.partitions:
             counts = range(self.partitions, self.num_heads + 1, self.partitions)
             fits = ", ".join(str(n) for n in counts if self.num_heads % n == 0) or f"a multiple of {self.partitions}"
+            in_partitions = f" in {self.partitions} partitions" if self.partitions > 1 else ""
             raise ConfigError(
                 f"num_heads={self.num_heads} cannot be divided evenly among num_kv_heads={self.num_kv_heads}"
-                + self._partitions_suffix,
-                rule="If a config sets only one of the two numbers, the other one is the default of the model type.",
-                remedy=f"Set the number of key-value heads in the model's config, num_key_value_heads, to {fits}.",
+                f"{in_partitions}.",
+                remedy=f"Set num_key_value_heads in the model's config to {fits}.",
             )
         if (most := self.num_heads // self.partitions) < self.ranks:
-            fits = ", ".join(str(n) for n in range(1, most + 1))
+            of_each_partition = " of each partition" if self.partitions > 1 else ""
             raise ConfigError(
-                f"A tensor size of {self.ranks} exceeds the {most} attention heads" + self._partitions_suffix,
-                remedy=f"Use a tensor size of {fits}" if most > 1 else "Use tensor=1 for this model",
+                f"A tensor size of {self.ranks} exceeds the {most} attention heads{of_each_partition}.",
+                remedy=f"Use a tensor size of at most {most}.",
             )
-
-    @property
-    def _partitions_suffix(self) -> str:
-        return f" in {self.partitions} partitions" if self.partitions > 1 else ""
 
     @cached_property
     def partition(self) -> HeadLayout:
@@ -568,10 +565,11 @@ class HeadLayout:
             else [dim % max(full_tensor.dim(), 1)]
         )
         if len(dims) != 1 or full_tensor.shape[dims[0]] != split.full:
+            shape = tuple(full_tensor.shape)
             raise PolicyError(
-                f"{path} has the shape {tuple(full_tensor.shape)}, but local_attrs={attr_spec!r} must match exactly "
-                f"one dim of size {split.full}.",
-                remedy=f"If several dims have that size, pass ({kind!r}, dim). Otherwise replace {kind!r}.",
+                f"local_attrs={attr_spec!r} must match exactly one dimension of size {split.full}, but {path} has the "
+                f"shape {shape}.",
+                remedy=f"If several dimensions match, pass ({kind!r}, dim), or else correct {kind!r}.",
             )
         return {dims[0]: split}
 
@@ -587,9 +585,9 @@ def get_features_per_head(path: str, features: int, num_heads: int, expected: in
     Raises PolicyError if the heads do not divide the features, or the number is not ``expected``.
     """
     if features % num_heads or features != num_heads * (expected or features // num_heads):
-        of = f" of {expected} features each" if expected and not features % num_heads else ""
+        required = f"{num_heads * expected}" if expected else f"a multiple of {num_heads}"
         raise PolicyError(
-            f"{path} has {features} features, which do not match {num_heads} heads{of}.",
-            remedy="Correct num_heads, num_kv_heads or the paths in the policy.",
+            f"{path} has {features} features, but {num_heads} heads require {required}.",
+            remedy="Correct num_heads, num_kv_heads or the path in the policy.",
         )
     return features // num_heads

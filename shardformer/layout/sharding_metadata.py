@@ -208,10 +208,8 @@ class ShardingMetadata:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
             "A sharded model cannot be pickled, for example by torch.save(model).",
-            rule="A sharded model contains process groups, and only the shards of this rank.",
-            remedy="Call model.save_pretrained(folder) on all ranks to save the full weights, or "
-            "shardformer.save_checkpoint to resume training later. For a model of any class, call "
-            "torch.save(shardformer.full_state_dict(model)).",
+            remedy="On all ranks, call model.save_pretrained(folder), shardformer.full_state_dict(model) or, to resume "
+            "training, shardformer.save_checkpoint.",
         )
 
     @property
@@ -336,10 +334,15 @@ def get_metadata(model: nn.Module) -> ShardingMetadata:
     state = model.__dict__.get(METADATA_ATTRIBUTE)
     if isinstance(state, ShardingMetadata):
         return state
-    remedy = "Call shardformer.shard_model(model) first, and pass the model itself, not a wrapper around it"
     if is_compiled_wrapper(model):
-        remedy = "Pass the model itself, not what torch.compile(model) returned, or compile it with model.compile()"
-    raise ConfigError(f"This {type(model).__name__} is not sharded.", remedy=remedy)
+        raise ConfigError(
+            f"This {type(model).__name__} is the result of torch.compile, not a sharded model.",
+            remedy="Pass the model itself, or compile it with model.compile().",
+        )
+    raise ConfigError(
+        f"This {type(model).__name__} is not sharded.",
+        remedy="Call shardformer.shard_model(model) first, and pass the model itself, not a wrapper around it.",
+    )
 
 
 def get_sharded_module(model: nn.Module, metadata: ShardingMetadata | None = None) -> tuple[nn.Module, str]:
@@ -374,8 +377,7 @@ def get_or_build_metadata(model: nn.Module) -> ShardingMetadata:
     first, *others = sharded_models.values()
     if any(other.context is not first.context for other in others):
         raise ConfigError(
-            f"This {type(model).__name__} contains {len(sharded_models)} models that are sharded over different "
-            "process grids.",
+            f"This {type(model).__name__} contains models that are sharded with different ParallelContext objects.",
             remedy="Shard all of them with the same ParallelContext, or pass each model separately.",
         )
     entries = [entry for state in sharded_models.values() for entry in state.entries]

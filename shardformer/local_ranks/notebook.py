@@ -52,8 +52,9 @@ def notebook_launcher(
     check_int("num_processes", num_processes)
     if not callable(function) or isinstance(args, str) or not isinstance(args, Sequence):
         raise ConfigError(
-            f"notebook_launcher received invalid arguments: function={function!r:.80} and args={args!r:.80}.",
-            remedy="Pass a function and a tuple of its arguments: notebook_launcher(train, (1e-3,), num_processes=2).",
+            "notebook_launcher requires a function and a tuple of its arguments, but got "
+            f"function={function!r:.80} and args={args!r:.80}.",
+            remedy="For example, call notebook_launcher(train, (1e-3,), num_processes=2).",
         )
     _check_can_fork()
     with warnings.catch_warnings(), _ForkedPool(num_processes, partial(function, *args), timeout_s) as pool:
@@ -83,7 +84,6 @@ class _ForkedPool(WorkerPool):
 
 def _check_can_fork() -> None:
     """Raise LaunchError if this process cannot be forked, for example because it has used CUDA."""
-    in_file = "Write the function to a file, and start it with shardformer run --nproc_per_node 2 train.py"
     if dist.is_initialized() or "RANK" in os.environ:
         raise LaunchError(
             "notebook_launcher was called in a process that is already a rank of a distributed run.",
@@ -91,9 +91,11 @@ def _check_can_fork() -> None:
         )
     if torch.cuda.is_initialized():
         raise LaunchError(
-            "notebook_launcher cannot fork this process, because it has used CUDA.",
-            rule="CUDA does not work in a forked process if the parent process has used CUDA.",
-            remedy="Restart the kernel, and move models and tensors to the GPU only inside the function.",
+            "notebook_launcher cannot fork this process, because it has already used CUDA.",
+            remedy="Restart the kernel, and use the GPU only inside the function.",
         )
     if "fork" not in get_all_start_methods():
-        raise LaunchError("notebook_launcher forks processes, which this operating system cannot do.", remedy=in_file)
+        raise LaunchError(
+            "notebook_launcher requires an operating system that can fork processes.",
+            remedy="Write the function to a file, and start it with `shardformer run --nproc_per_node 2 train.py`.",
+        )

@@ -100,7 +100,7 @@ class Mailbox:
                 lambda: self._failed_at or not self._find_missing_keys(keys) or self._is_deadlocked(), timeout_s
             )
             if self._failed_at is not None:
-                raise PeerFailedError("another rank has raised")
+                raise PeerFailedError("Another rank raised an error.")
             del self._waiting[rank]
             return self._find_missing_keys(keys)
 
@@ -147,9 +147,7 @@ class Mailbox:
                     states.append(f"rank {other} still computes after {self.timeout_s:g} s")
         return WorkerError(
             f"The ranks cannot complete a collective: {'; '.join(states)}.",
-            rule="All ranks of an axis must make the same collective calls in the same order, and every send needs a "
-            "receive.",
-            remedy="Compare the collective calls of these ranks.",
+            remedy="Make the same collective calls in the same order on all ranks of an axis, and receive every send.",
         )
 
 

@@ -50,9 +50,8 @@ class RemoteCall:
             pickler.dump((fn, args, kwargs))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
-                f"{fn!r} and its arguments cannot be pickled for the workers: {error}.",
-                rule="Functions and classes are pickled by name.",
-                remedy="Define the function or class at the top level of a module, and pass plain data and tensors.",
+                f"Cannot pickle {fn!r} and its arguments for the worker processes: {error}.",
+                remedy="Define functions and classes at the top level of a module, and pass plain data and tensors.",
             ) from error
         return RemoteCall(buffer.getvalue(), pickler.sources)
 
@@ -98,12 +97,11 @@ class _SourceRecordingPickler(pickle.Pickler):
         if callable(obj):
             name = getattr(obj, "__module__", None)
             if name == "__main__" and not hasattr(sys.modules[name], "__file__"):
+                shown = getattr(obj, "__qualname__", obj)
                 raise ConfigError(
-                    f"{getattr(obj, '__qualname__', obj)} is defined in a notebook or interactive session and cannot "
-                    "be sent to worker processes.",
-                    rule="Worker processes import functions and classes from a file.",
+                    f"{shown} is defined in a notebook or interactive session, so worker processes cannot import it.",
                     remedy="Write it to a file with %%writefile my_functions.py and import it from there, or use "
-                    "shardformer.notebook_launcher, whose processes inherit the functions of the notebook.",
+                    "shardformer.notebook_launcher.",
                 )
             file = getattr(sys.modules.get(name), "__file__", None) if isinstance(name, str) else None
             if file and name != "__main__":

@@ -29,7 +29,6 @@ from shardformer.errors import (
     check_choice,
     check_number,
     get_first_message_line,
-    suggest_similar_names,
 )
 from shardformer.mesh.parallel_context import (
     ParallelContext,
@@ -71,8 +70,9 @@ def init_process_group(device: torch.device, backend: str | None, timeout_s: flo
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         srun = "`srun python train.py`, " if "SLURM_JOB_ID" in os.environ else ""
+        names = ", ".join(missing)
         raise LaunchError(
-            f"The environment variables {', '.join(missing)} are missing, so no launcher has started this process.",
+            f"The environment variables {names} are not set, because no launcher has started this process.",
             remedy=f"Start the script with {srun}`shardformer run --nproc_per_node 2 train.py` or torchrun, "
             "or call torch.distributed.init_process_group first.",
         )
@@ -100,12 +100,12 @@ def _report_missing_ranks(rank: int, size: int, timeout_s: float) -> Iterator[No
         with rendezvous.report_missing_processes():
             yield
     except DistError as error:
-        missing = rendezvous.describe_missing_processes()
+        missing = rendezvous.describe_missing_processes() or f"all {size} ranks"
+        reason = get_first_message_line(error)
         raise LostPeerError(
-            f"Rank {rank} could not connect to {missing or f'all {size} ranks'} at {host}:{port} "
-            f"({get_first_message_line(error):.160}).",
-            rule=f"All processes must call launch_from_torch within timeout_s={timeout_s:g} seconds.",
-            remedy=f"{advice}. If a process needs more time before this call, increase timeout_s.",
+            f"Rank {rank} could not connect to {missing} at {host}:{port} within timeout_s={timeout_s:g} seconds "
+            f"({reason:.160}).",
+            remedy=f"{advice}. If processes start slowly, increase timeout_s.",
         ) from error
 
 
@@ -305,10 +305,9 @@ def _warn_if_tensor_axis_crosses_hosts(context: ParallelContext) -> None:
     on_host = Counter(grid.hosts[grid.ranks.index(rank)] for rank in line)
     inside = math.gcd(*on_host.values())
     warnings.warn(
-        f"The tensor axis of {len(line)} ranks spans {len(on_host)} hosts, so every layer waits for the network "
-        "several times per step, which is often slower than a single host. If the model fits, use "
-        f"tensor={inside} within each host, and data or pipe with {len(line) // inside} times as many ranks "
-        "between the hosts.",
+        f"The tensor axis of {len(line)} ranks spans {len(on_host)} hosts, so every layer communicates over the "
+        f"network, which is slow. If the model fits, use tensor={inside} within each host, and "
+        f"{len(line) // inside} times as many data or pipe ranks.",
         stacklevel=3,
     )
 
@@ -322,7 +321,7 @@ def _init_default_process_group(backend: str | None, timeout_s: float | None) ->
     for name, value in {"backend": backend, "timeout_s": timeout_s}.items():
         if value is not None:
             raise ConfigError(
-                f"launch_from_torch({name}={value!r}) was called after torch.distributed was initialized.",
+                f"launch_from_torch cannot set {name}={value!r}, because torch.distributed is already initialized.",
                 remedy=f"Omit {name}, or pass it to torch.distributed.init_process_group.",
             )
 
@@ -379,15 +378,12 @@ def _read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> d
 def _read_parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
     for name, value in settings.items():  # a config file may have names of the user, but not misspelled ones
-        if get_close_matches(name.lower(), ["parallel"], cutoff=0.85) and name != "parallel":
-            misplaced = f"{name} = {value!r:.60}"
-        elif name in (*AXES, "pipeline") and isinstance(value, int):
-            misplaced = f"{name} = {value} outside parallel"
-        else:
-            continue
-        raise ConfigError(
-            f"The config sets {misplaced}.", remedy="Put the axis sizes into a dict, such as parallel = dict(tensor=2)."
-        )
+        is_misspelled = name != "parallel" and get_close_matches(name.lower(), ["parallel"], cutoff=0.85)
+        if is_misspelled or (name in (*AXES, "pipeline") and isinstance(value, int)):
+            raise ConfigError(
+                f"The config sets {name} = {value!r:.60}, which is not a valid option.",
+                remedy="Put the axis sizes into a dict named parallel, such as parallel = dict(tensor=2).",
+            )
     parallel = settings.get("parallel") or {}
     if not isinstance(parallel, Mapping):
         raise ConfigError(
@@ -405,9 +401,8 @@ def _read_parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
         options = value if isinstance(value, Mapping) else {"size": value}
         if unknown := sorted(map(str, set(options) - {"size", "mode", "depth"})):
             raise ConfigError(
-                f"The config sets the unknown key {unknown[0]!r} for the parallel axis {name!r}.",
-                rule="The only key of an axis is size. The tensor axis also has the keys mode and, for 2.5D, depth.",
-                remedy=suggest_similar_names(unknown[0], ("size", "mode", "depth")),
+                f"The parallel axis {name!r} in the config has the unknown key {unknown[0]!r}.",
+                remedy="Use the key 'size'. The tensor axis also has the keys 'mode' and, for mode='2.5d', 'depth'.",
             )
         sizes[axis] = options.get("size", 1)
         if axis == "tensor" and options.get("mode") not in (None, "1d"):

@@ -394,13 +394,13 @@ class Axis:
         is_member = group is not non_member
         if is_member and not isinstance(group, dist.ProcessGroup):
             raise ConfigError(
-                f"The group of the {name} axis is {group!r:.80}, not a process group.",
+                f"The group of the {name} axis must be a torch process group, but got {group!r:.80}.",
                 remedy="Create the group with torch.distributed.new_group(ranks) on all processes, or omit it.",
             )
         if not is_member or dist.get_rank(group) < 0:
             raise LaunchError(
                 f"The process group of the {name} axis does not contain this process (global rank {dist.get_rank()}).",
-                remedy="Pass each process the group that contains it, or use launch_from_torch(tensor=...).",
+                remedy="Pass a group that contains this process, or use launch_from_torch(tensor=...).",
             )
         assert isinstance(group, dist.ProcessGroup)
         ranks = tuple(dist.get_process_group_ranks(group))

@@ -94,7 +94,7 @@ class RankGrid:
             place = place * size + coords.get(name, 0)
         if not all(name in self.sizes and 0 <= rank < self.sizes[name] for name, rank in coords.items()):
             raise ConfigError(
-                f"The grid of sizes {dict(self.sizes)} has no rank at {dict(coords)}.",
+                f"A mesh with the axis sizes {dict(self.sizes)} has no rank at {dict(coords)}.",
                 remedy="Use coordinates that are at least 0 and less than the size of their axis.",
             )
         return self.ranks[place]
@@ -125,21 +125,21 @@ class RankGrid:
         size = prod(self.sizes.get(name, 1) for name in reshaped_axes)
         if not reshaped_axes or list(reshaped_axes) != [name for name in self.sizes if name in reshaped_axes]:
             raise ConfigError(
-                f"The axes {list(reshaped_axes)} cannot be reshaped, because they are not mesh axes in the "
-                "order of the mesh.",
-                remedy=f"Use one or more of {', '.join(self.sizes)} in this order, and no axis of another view.",
+                f"The axes {list(reshaped_axes)} cannot be reshaped into new axes.",
+                remedy=f"Use one or more of {', '.join(self.sizes)} in this order.",
             )
         if used := [name for name in sizes if name in self.axis_names]:
             raise ConfigError(
-                f"The name {used[0]!r} of a new axis is already the name of another axis.",
+                f"The mesh already has an axis named {used[0]!r}.",
                 remedy=f"Use a name other than {', '.join(self.axis_names)}.",
             )
         for name, n in sizes.items():
             check_axis_size(name, n)
         if prod(sizes.values()) != size or not sizes:
             reshaped = _format_size_product({name: self.sizes[name] for name in reshaped_axes})
+            new = _format_size_product(sizes) or dict(sizes)
             raise ConfigError(
-                f"The new axes {_format_size_product(sizes) or dict(sizes)} do not have as many ranks as {reshaped}.",
+                f"The new axes {new} must have as many ranks in total as {reshaped}.",
                 remedy=f"Use sizes whose product is {size}.",
             )
         return replace(self, views=(*self.views, ReshapedAxesView(tuple(reshaped_axes), dict(sizes))))
@@ -165,8 +165,8 @@ class RankGrid:
         refolded = [name for view in views for name in view.of]
         if len(set(refolded)) < len(refolded) or named.intersection(refolded):
             raise ConfigError(
-                f"The axes {', '.join(names)} overlap.",
-                remedy=f"Use either axes of the mesh ({', '.join(self.sizes)}) or the axes of one of its views.",
+                f"The axes {', '.join(names)} cannot be combined, because they overlap.",
+                remedy=f"Use only axes of the mesh ({', '.join(self.sizes)}), or only axes that reshape one of them.",
             )
         axes = [name for name in self.sizes if name not in refolded] + [name for v in views for name in v.sizes]
         return [name for name in axes if name not in named]
@@ -191,9 +191,9 @@ TensorGridSize = int | Sequence[int]
 """Size of the tensor axis: the number of ranks, or (rows, columns) or (rows, columns, depth) of a grid."""
 MAX_GRID_RANKS = 2**20
 COMPOSITE_AXES = {
-    "sequence": ((2,), "the two sizes of a ring of groups (ring, group)", "(2, 2)"),
-    "tensor": ((2, 3), "two or three sizes of a grid (rows, columns, depth)", "(2, 2)"),
-    "grid": ((2, 3), "two or three sizes of a grid (rows, columns, depth)", "(2, 2)"),
+    "sequence": ((2,), "two sizes (ring, group)", "(2, 2)"),
+    "tensor": ((2, 3), "two or three sizes (rows, columns, depth)", "(2, 2)"),
+    "grid": ((2, 3), "two or three sizes (rows, columns, depth)", "(2, 2)"),
 }
 
 
@@ -208,7 +208,7 @@ def count_ranks_on_axis(sizes: TensorGridSize | None, axis: str = "sequence") ->
     counts, meaning, example = COMPOSITE_AXES[axis]
     if len(every) not in (1, *counts):
         raise ConfigError(
-            f"{axis}={sizes!r} is neither a number of ranks nor {meaning}.",
+            f"{axis} must be a number of ranks or {meaning}, but got {sizes!r}.",
             remedy=f"Use a value such as {axis}=4 or {axis}={example}.",
         )
     for size in every:
@@ -219,20 +219,21 @@ def count_ranks_on_axis(sizes: TensorGridSize | None, axis: str = "sequence") ->
 def parse_axis_size(text: str, axis: str) -> int | tuple[int, ...]:
     """Parse ``"4"`` or ``"2x2"`` into an axis size. Raises ConfigError for any other text."""
     if text.lstrip("-").isdigit() and int(text) < 1:
-        raise ConfigError(f"{axis}={text} is not a positive number.", remedy=f"Use --{axis} 1 or more.")
+        raise ConfigError(f"--{axis} {text} is not a positive number.", remedy=f"Use --{axis} 1 or more.")
     try:
         sizes = tuple(int(part) for part in text.split("x"))
         total = count_ranks_on_axis(sizes, axis)
     except (ValueError, ConfigError):
         _, meaning, example = COMPOSITE_AXES[axis]
+        example = example.strip("()").replace(", ", "x")
         raise ConfigError(
-            f"--{axis} {text} is neither a number of ranks nor {meaning}.",
-            remedy=f"Use a value such as --{axis} 4 or --{axis} {example.strip('()').replace(', ', 'x')}.",
+            f"--{axis} must be a number of ranks or {meaning}, but got {text}.",
+            remedy=f"Use a value such as --{axis} 4 or --{axis} {example}.",
         ) from None
     if total > MAX_GRID_RANKS:
         raise ConfigError(
             f"--{axis} {text:.40} exceeds the maximum of {MAX_GRID_RANKS:,} ranks per axis.",
-            remedy=f"Use --{axis} 4, or the number of your devices.",
+            remedy=f"Use at most the number of your devices, such as --{axis} 4.",
         )
     return sizes[0] if len(sizes) == 1 else sizes
 
@@ -266,8 +267,7 @@ def build_rank_grid(sizes: AxisSizes | Callable[[], AxisSizes]) -> RankGrid:
         if other_message or other_shape != shape:
             own, other = (", ".join(f"{name}={size}" for name, size in sizes.items()) for sizes in (shape, other_shape))
             raise ConfigError(
-                f"Process {dist.get_rank()} has the axis sizes {own}, but process {rank} reports: "
-                f"{other_message or other}.",
+                f"Rank {dist.get_rank()} has the axis sizes {own}, but rank {rank} reports {other_message or other}.",
                 remedy="Pass the same sizes on every process.",
             )
     return RankGrid.from_sizes(shape, hosts=[host for *_, host in answers])
@@ -282,26 +282,26 @@ def _infer_missing_axis_sizes(sizes: dict[str, int | None], world_size: int) -> 
     pipe, sequence = passed.get("pipe", 1), passed.get("sequence", 1)
     known = prod(passed.values())
     if world_size % known and (tensor is None or data is None):
-        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        product, divisors = _format_size_product(passed), [n for n in range(1, world_size + 1) if world_size % n == 0]
+        if len(passed) > 1:
+            alternatives = f"sizes whose product is one of {', '.join(map(str, divisors))}"
+        else:
+            alternatives = " or ".join(f"{name}={n}" for n in divisors for name in passed)
         raise ConfigError(
-            f"{_format_size_product(passed)} does not divide the number of processes, {world_size}.",
-            remedy=(
-                f"Use sizes whose product is one of {', '.join(map(str, divisors))}"
-                if len(passed) > 1
-                else f"Use {' or '.join(f'{name}={n}' for n in divisors for name in passed)}"
-            )
-            + f", or start a multiple of {known} processes.",
+            f"{product} does not divide the number of processes, {world_size}.",
+            remedy=f"Use {alternatives}, or start a multiple of {known} processes.",
         )
     if tensor is None:
         tensor = world_size // known if data is not None or not passed else 1
     if data is None:
         data = world_size // (tensor * pipe * sequence)
     resolved = {"data": data, "pipe": pipe, "sequence": sequence, "tensor": tensor}
-    if prod(resolved.values()) != world_size:
+    if (needed := prod(resolved.values())) != world_size:
         shown = {n: s for n, s in reversed(resolved.items()) if s > 1 or n in ("tensor", "data")}
+        product = _format_size_product(shown)
         raise ConfigError(
-            f"{_format_size_product(shown)} is not equal to the number of processes, {world_size}.",
-            remedy=f"Omit one of the sizes, which is then inferred, or start {prod(resolved.values())} processes.",
+            f"{product} does not equal the number of processes, {world_size}.",
+            remedy=f"Omit one of the sizes to infer it, or start {needed} processes.",
         )
     return resolved
 

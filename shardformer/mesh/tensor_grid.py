@@ -88,37 +88,48 @@ def compute_grid_shape(mode: str, size: int | Sequence[int], depth: int | None =
     if isinstance(size, tuple | list):
         row, column, third = (*size, 1)[:3]
         if mode == "2d" and third > 1:
-            raise _make_grid_size_error(f"({row}, {column}, {third})", mode, f"Use tensor=({row}, {column * third})")
+            raise ConfigError(
+                f"tensor=({row}, {column}, {third}) has three sizes, but tensor_parallel_mode='2d' requires two.",
+                remedy=f"Use tensor=({row}, {column * third}).",
+            )
         if mode != "2d" and third == 1 < row * column:
-            raise _make_grid_size_error(
-                f"({row}, {column})", mode, f"Pass three sizes, such as tensor=({row}, {column}, 2)"
+            raise ConfigError(
+                f"tensor=({row}, {column}) has two sizes, but tensor_parallel_mode={mode!r} requires three.",
+                remedy=f"Pass three sizes, such as tensor=({row}, {column}, 2).",
             )
         return row, column, third
     assert isinstance(size, int), size
     if mode == "2.5d" and depth is not None:
         side = isqrt(size // depth) if depth else 0
         if side * side * depth != size:
-            raise _make_grid_size_error(
-                f"{size} and depth={depth}", mode, f"Use a size that is {depth} times a square number"
+            raise ConfigError(
+                f"tensor={size} and depth={depth} do not match tensor_parallel_mode='2.5d'.",
+                remedy=f"Use a tensor size that is {depth} times a square number, such as {4 * depth}.",
             )
         return side, side, depth
     if mode == "2d":
         side = isqrt(size)
         if side * side != size:
-            raise _make_grid_size_error(
-                str(size), mode, f"Pass rows and columns, such as tensor={_factor_nearly_square(size)}"
+            shape = _factor_nearly_square(size)
+            raise ConfigError(
+                f"tensor={size} is not a perfect square, which tensor_parallel_mode='2d' requires.",
+                remedy=f"Pass rows and columns, such as tensor={shape}.",
             )
         return side, side, 1
     if mode == "3d":
         side = round(size ** (1 / 3))
         if side**3 != size:
-            raise _make_grid_size_error(
-                str(size), mode, "Pass three sizes, such as tensor=(2, 2, 2) or tensor=(4, 2, 2)"
+            raise ConfigError(
+                f"tensor={size} is not a perfect cube, which tensor_parallel_mode='3d' requires.",
+                remedy="Pass three sizes, such as tensor=(2, 2, 2) or tensor=(4, 2, 2).",
             )
         return side, side, side
     sides = [n for n in range(isqrt(size), 1, -1) if size % (n * n) == 0 and size > n * n]
     if not sides:
-        raise _make_grid_size_error(str(size), mode, "Pass three sizes, such as tensor=(2, 2, 2)")
+        raise ConfigError(
+            f"tensor={size} cannot be arranged as two or more squares, which tensor_parallel_mode='2.5d' requires.",
+            remedy="Pass three sizes, such as tensor=(2, 2, 2).",
+        )
     return sides[0], sides[0], size // sides[0] ** 2
 
 
@@ -137,16 +148,6 @@ def reshape_tensor_axis_by_mode(context: ParallelContext, mode: str) -> Parallel
 def _factor_nearly_square(size: int) -> tuple[int, int]:
     small = next(n for n in range(isqrt(size), 0, -1) if size % n == 0)
     return size // small, small
-
-
-def _make_grid_size_error(sizes: str, mode: str, remedy: str) -> ConfigError:
-    shapes = {"2d": "rows x columns", "2.5d": "rows x columns x copies", "3d": "rows x columns x depth"}
-    alone = {"2d": "a square", "2.5d": "a stack of two or more squares", "3d": "a cube"}
-    return ConfigError(
-        f"tensor={sizes} does not fit tensor_parallel_mode={mode!r}.",
-        rule=f"This mode arranges the ranks as {shapes[mode]}. A single number is arranged as {alone[mode]}.",
-        remedy=remedy,
-    )
 
 
 @dataclass(frozen=True)

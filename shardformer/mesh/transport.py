@@ -222,8 +222,8 @@ class _UnavailableTransport:
         if name.startswith("__"):
             raise AttributeError(name)
         raise LaunchError(
-            f"{name} was called on a mesh axis that has no process group, so it cannot communicate.",
-            remedy="Use the context of launch_from_torch or of shardformer.local_ranks.threads.run_as_threads.",
+            f"{name} was called on a mesh axis that has no process group.",
+            remedy="Use the ParallelContext of launch_from_torch or shardformer.local_ranks.threads.run_as_threads.",
         )
 
 

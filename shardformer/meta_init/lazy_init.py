@@ -137,8 +137,7 @@ class InitRecorderMode(TorchDispatchMode):
             if device.type == "meta" and not self.allows_meta:
                 raise ConfigError(
                     "A tensor was created on the meta device inside LazyInit, so its values are unknown.",
-                    rule="LazyInit supports only models that are built from a config.",
-                    remedy="Do not use torch.device('meta') inside LazyInit. To load saved weights, call "
+                    remedy="Remove torch.device('meta'), or load saved weights with "
                     "shardformer.from_pretrained(ModelClass, folder).",
                 )
             return func(*args, **kwargs)

@@ -93,12 +93,14 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
 def _parse_target_device(device: torch.device | str | None) -> torch.device | None:
     if device is None:
         return None
-    rule, remedy = "device is a torch device other than meta", "Pass for example device='cuda:0', or omit device"
+    rule, remedy = "device must be a torch device other than meta", "Pass a device such as 'cuda:0', or omit device"
     check_argument("device", device, isinstance(device, torch.device | str), rule, remedy)
     try:
         torch_device = torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(f"device={device!r} is not a torch device.", rule=rule, remedy=remedy) from error
+        raise ConfigError(
+            f"device={device!r} is not a torch device.", remedy="Pass a device such as 'cuda:0', or omit device."
+        ) from error
     check_argument("device", device, torch_device.type != "meta", rule, remedy)
     return torch_device
 
@@ -155,11 +157,9 @@ def check_init_recipes(model: nn.Module) -> None:
     empty = [name for name, t in list_named_tensors(model) if t.is_meta and get_deferred_storage(t) is None]
     if empty:
         raise ConfigError(
-            f"{len(empty)} tensors of this {type(model).__name__} are on the meta device and have no values. The first "
-            f"is {empty[0]!r}.",
-            rule="LazyInit records values only for tensors that are created, converted and copied inside its block.",
-            remedy="Build the model inside `with LazyInit():` instead of torch.device('meta'), and call .to() and "
-            ".half() in the same block. Or load the model with shardformer.from_pretrained.",
+            f"This {type(model).__name__} has tensors on the meta device without values, such as {empty[0]!r}.",
+            remedy="Build the model inside `with LazyInit():` instead of torch.device('meta') and call .to() and "
+            ".half() in the same block, or load it with shardformer.from_pretrained.",
         )
     changed = [name for name, p in model.named_parameters() if was_modified_outside_lazy_init(p)]
     if changed:

@@ -68,6 +68,7 @@ class WeightsFile:
         Compares the size and the modification time. With ``compare_contents``, or if these differ, it also compares the
         fingerprint. With ``all_bytes``, a file that was rewritten with the same bytes counts as unchanged.
         """
+        cause: Exception | None = None
         try:
             stat = os.stat(self.path)
             is_untouched = _get_size_and_mtime(stat) == self._stamp
@@ -75,30 +76,21 @@ class WeightsFile:
                 return
             # an untouched file is not read completely a second time
             contents, stamp = _compute_fingerprint(self.path, all_bytes=self.all_bytes and not is_untouched)
-        except OSError as error:
-            raise self._make_changed_file_error(
-                f"The weight file {self.path!r} can no longer be read: {error}."
-            ) from error
-        except ValueError as error:
-            raise self._make_changed_file_error(
-                f"The weight file {self.path!r} changed since it was loaded: {error}."
-            ) from error
-        before = self.contents if contents.full_hash else replace(self.contents, full_hash="")
-        if contents != before:
-            raise self._make_changed_file_error(
-                f"The weight file {self.path!r} changed since it was loaded. The first difference is in its "
-                f"{before.describe_difference(contents)}."
-            )
-        if stamp != self._stamp and not contents.full_hash:
-            raise self._make_changed_file_error(f"The weight file {self.path!r} was rewritten since it was loaded.")
-        self._stamp = stamp
-
-    def _make_changed_file_error(self, message: str) -> ConfigError:
-        return ConfigError(
-            message,
-            remedy="Load the model again, and shard or materialize it before its files are moved or rewritten. Use "
-            "from_pretrained(..., all_bytes=True) to accept files that are rewritten with the same bytes.",
-        )
+            before = self.contents if contents.full_hash else replace(self.contents, full_hash="")
+            if contents != before:
+                problem = f"different {before.describe_difference(contents)}"
+            elif stamp != self._stamp and not contents.full_hash:
+                problem = "the file was rewritten"
+            else:
+                self._stamp = stamp
+                return
+        except (OSError, ValueError) as error:
+            problem, cause = str(error), error
+        raise ConfigError(
+            f"The weight file {self.path!r} changed or became unreadable since it was loaded: {problem}.",
+            remedy="Load the model again and shard or materialize it before the file changes, or use "
+            "from_pretrained(..., all_bytes=True) if the file is only rewritten with the same bytes.",
+        ) from cause
 
 
 def _compute_fingerprint(path: str, *, all_bytes: bool) -> tuple[FileFingerprint, tuple[int, int]]:
@@ -123,11 +115,9 @@ def _get_size_and_mtime(stat: os.stat_result) -> tuple[int, int]:
 
 def _read_header(file: BinaryIO | Any, size: int) -> bytes:
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-    limit = min(size - LENGTH_BYTES, MAX_HEADER_BYTES)
+    limit = max(min(size - LENGTH_BYTES, MAX_HEADER_BYTES), 0)
     if not 0 < length <= limit:
-        raise ValueError(
-            f"the header of the file has {length} bytes, but a file of {size} bytes allows at most {max(limit, 0)}"
-        )
+        raise ValueError(f"The header of the file must have at least 1 and at most {limit} bytes, but has {length}.")
     header: bytes = file.read(length)
     return header
 
@@ -202,9 +192,10 @@ def load_lazy_tensors(path: str, *, all_bytes: bool = False) -> dict[str, Tensor
                 for name in names
             }
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:  # or a shape is invalid in torch
+        reason = get_first_message_line(error)
         raise ConfigError(
-            f"The weight file {path!r} cannot be read: {get_first_message_line(error)}.",
-            remedy="The file is truncated or not a safetensors file. Download or save it again.",
+            f"The weight file {path!r} cannot be read: {reason}.",
+            remedy="Check that it is a complete safetensors file, or download it again.",
         ) from error
 
 

@@ -81,11 +81,10 @@ def gather_partitions(shard: Tensor, checksum: Tensor, axis: Axis, tensor_name: 
 def check_same_checksums(checksums: Sequence[int], axis: Axis, tensor_name: str) -> None:
     if len(set(checksums)) > 1:
         usual = max(set(checksums), key=lambda checksum: (list(checksums).count(checksum), checksum == checksums[0]))
-        others = [rank for rank, checksum in enumerate(checksums) if checksum != usual]
+        others = ", ".join(str(rank) for rank, checksum in enumerate(checksums) if checksum != usual)
         raise InputError(
-            f"{tensor_name} must be identical on all {axis.name} ranks, but rank "
-            f"{', '.join(map(str, others))} of {axis.size} had different values.",
-            rule="Each tensor rank stores only a shard of a layer's input, so all ranks must have the same input.",
+            f"{tensor_name} must be identical on all {axis.name} ranks, but rank {others} of {axis.size} has different "
+            "values.",
             remedy='Use the same batch and random seed on all tensor ranks, or use to="host".',
         )
 
@@ -497,14 +496,9 @@ def _find_replicated_layers(model: nn.Module, to: str) -> dict[str, nn.Module]:
             else:
                 layers |= {path: module.get_submodule(path) for path in stack.layer_calls}
     if not layers:
-        has = (
-            f"shards the hidden states between its layers ({sharded_layout})"
-            if sharded_layout
-            else "has no known layers"
-        )
+        reason = f"its hidden states are sharded ({sharded_layout})" if sharded_layout else "its layers are unknown"
         raise ConfigError(
-            f"to={to!r} is not supported, because this {type(model).__name__} {has}.",
-            rule="Only hidden states that are identical on all tensor ranks can be sharded over them.",
+            f"to={to!r} is not supported for this {type(model).__name__}, because {reason}.",
             remedy='Use to="host", or shard the model with tensor parallelism without sequence parallelism.',
         )
     return layers

@@ -193,11 +193,15 @@ class OffloadConfig:
         if not (
             self.to in (None, TO_CPU) or (isinstance(self.to, str) and self.to.startswith(TO_NVME) and self.folder)
         ):
-            remedy = "Use offload='cpu', or 'nvme:' followed by a directory"
-            raise ConfigError(f"offload={self.to!r} is not supported.", remedy=remedy)
+            raise ConfigError(
+                f"offload={self.to!r} is not supported.",
+                remedy="Use offload='cpu', or 'nvme:' followed by a directory, such as offload='nvme:/scratch'.",
+            )
         if share != FREE_MEMORY and not is_share:
-            remedy = "Use a fraction such as on_device=0.5, or 'free'"
-            raise ConfigError(f"on_device={share!r} is neither a number from 0 to 1 nor 'free'.", remedy=remedy)
+            raise ConfigError(
+                f"on_device={share!r} is neither a number from 0 to 1 nor 'free'.",
+                remedy="Use a fraction such as on_device=0.5, or on_device='free'.",
+            )
         check_int("OffloadConfig.buffers", self.buffers, 2, example=3)
         if self.threads is not None:
             check_int("OffloadConfig.threads", self.threads)

@@ -70,7 +70,7 @@ def gather_over_data(x: Tensor, context: Any) -> Tensor:
     """
     if not isinstance(context, ParallelContext):
         raise ConfigError(
-            f"gather_over_data received context={context!r:.60}, which is not a ParallelContext.",
+            f"gather_over_data requires a ParallelContext, but got context={context!r:.60}.",
             remedy="Pass engine.context or the context that launch_from_torch returned.",
         )
     if IN_TRIAL.get():
@@ -315,10 +315,9 @@ def _is_user_hook(hook: Any) -> bool:
 def warn_about_batch_norm_statistics(how_divided: str) -> None:
     """Warn that BatchNorm computes separate statistics for each part of a batch."""
     warnings.warn(
-        "The model computes statistics over the batch (BatchNorm in training mode), but the batch is divided "
-        f"{how_divided}. Each part uses its own statistics, so loss and weights differ from training on one "
-        "device. Use GroupNorm or LayerNorm, put these layers into eval mode, or use torch.nn.SyncBatchNorm "
-        "with one micro-batch. See docs/engine.md",
+        f"The batch is divided {how_divided}, and BatchNorm normalizes each part with its own statistics, so results "
+        "differ from training on one device. Use GroupNorm or LayerNorm, put BatchNorm into eval mode, or use "
+        "torch.nn.SyncBatchNorm with one micro-batch. See docs/engine.md",
         stacklevel=3,
     )
 
@@ -345,17 +344,15 @@ def raise_or_warn_if_loss_compares(
     how = "the loss of four samples differs from the losses of two and two"
     if is_gathered:
         how = "it gathers samples of other data ranks, but a micro-batch contains only some of them"
-    what = f"The loss compares the samples of a batch with each other ({how}), but the batch is divided {division}"
     if is_exact:
         raise ConfigError(
-            what,
-            rule="If a batch is divided, its loss is the weighted mean or the sum of the losses of its parts.",
-            remedy="Use one micro-batch, and with several data ranks a loss_fn that gathers the embeddings with "
-            "gather_over_data. To train on the mean of the parts' losses instead, pass loss_weight, or "
-            "ParallelConfig(average_loss_over='ranks') for data ranks. See docs/engine.md.",
+            f"The loss compares the samples of a batch with each other ({how}), but the batch is divided {division}.",
+            remedy="Use one micro-batch and gather_over_data in loss_fn, or average the losses of the parts with "
+            "loss_weight or, for data ranks, ParallelConfig(average_loss_over='ranks').",
         )
     warnings.warn(
-        f"{what}. Each part compares only its own samples, so loss and weights differ from training on one device. "
-        "Use one micro-batch, and shardformer.pipeline.gather_over_data in loss_fn. See docs/engine.md",
+        f"The loss compares the samples of a batch with each other ({how}), but the batch is divided {division}, so "
+        "results differ from training on one device. Use one micro-batch, and "
+        "shardformer.pipeline.gather_over_data in loss_fn. See docs/engine.md",
         stacklevel=2,
     )

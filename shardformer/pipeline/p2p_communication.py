@@ -154,9 +154,10 @@ class StageCommunicator:
             )
             is_new = key not in self.known
             if self.known.setdefault(key, metas) != metas:
+                shapes, earlier = ([s.sizes for s in each] for each in (metas, self.known[key]))
                 raise InputError(
-                    f"A stage computed activations of shapes {[s.sizes for s in metas]}, but for an earlier "
-                    f"micro-batch of the same shape it computed {[s.sizes for s in self.known[key]]}.",
+                    f"A pipeline stage computed activations of shapes {shapes} from a micro-batch, but of shapes "
+                    f"{earlier} from an earlier micro-batch of the same shape.",
                     remedy="Pad the inputs so that micro-batches of equal shape also have activations of equal shape.",
                 )
             parts = [t.detach() for t in parts]
@@ -267,8 +268,8 @@ class StageCommunicator:
         if not earlier:
             raise ConfigError(
                 f"Virtual stage {boundary} cannot be traced, because the shapes of its input activations are unknown.",
-                remedy="Trace stage 0 first with the same batch, and set pipeline.exchange.given to the "
-                "exchange.known of stage 0.",
+                remedy="Trace stage 0 first with the same batch, and assign its exchange.known to "
+                "pipeline.exchange.given.",
             )
         return earlier[max(earlier)]
 

@@ -97,51 +97,39 @@ def partition_explicit(counts: Sequence[int], layers: int, num_stages: int) -> l
 
     Raises ConfigError unless there is one positive count per stage and the counts sum to the number of layers.
     """
-    shown = f"partition={list(counts)}"
+    counts = list(counts)
     _check_num_stages(layers, num_stages)
     example = [b - a for a, b in zip(partition_uniform(layers, num_stages), partition_uniform(layers, num_stages)[1:])]
-    remedy = f"Pass {num_stages} counts that sum to {layers}, such as {example}"
     if len(counts) != num_stages:
-        stages = "1 stage" if len(counts) == 1 else f"{len(counts)} stages"
-        raise ConfigError(f"{shown} specifies {stages}, but the pipeline has {num_stages}.", remedy=remedy)
+        raise ConfigError(
+            f"partition={counts} must have one entry for each of the {num_stages} stages, but has {len(counts)}.",
+            remedy=f"Pass {num_stages} counts that sum to {layers}, such as {example}.",
+        )
     for stage, count in enumerate(counts):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(
-                f"{shown} assigns {count!r} layers to stage {stage}.",
-                rule="Each stage must have at least one layer.",
-                remedy=remedy,
+                f"partition={counts} assigns {count!r} layers to stage {stage}, but each stage must have at least one.",
+                remedy=f"Pass {num_stages} counts that sum to {layers}, such as {example}.",
             )
     total = sum(counts)
     if total != layers:
-        wrong = (
-            f"omits {_format_layer_range(total, layers)}"
-            if total < layers
-            else f"assigns {total} layers, but the model has {layers}"
+        raise ConfigError(
+            f"partition={counts} assigns {total} layers, but the model has {layers}.",
+            remedy=f"Pass {num_stages} counts that sum to {layers}, such as {example}.",
         )
-        raise ConfigError(f"{shown} {wrong}.", remedy=remedy)
     return [0, *accumulate(counts)]
-
-
-def _format_layer_range(start: int, end: int) -> str:
-    """Format a range of layers as text: ``layer 11``, ``layers 10 and 11`` or ``layers 9 to 11``."""
-    if end - start == 1:
-        return f"layer {start}"
-    return f"layers {start} {'and' if end - start == 2 else 'to'} {end - 1}"
 
 
 def _check_num_stages(layers: int, num_stages: int) -> None:
     if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
         raise ConfigError(
-            f"The number of pipeline stages is {num_stages!r}, but it must be a positive int.",
-            remedy=f"Use 1 to {layers} stages" if layers > 1 else "Use 1 stage",
+            f"The number of pipeline stages must be a positive integer, but got {num_stages!r}.",
+            remedy="Use at least one stage, and at most one for each layer.",
         )
     if num_stages > layers:
-        which = f"1 to {layers} stages" if layers > 1 else "1 stage"
         raise ConfigError(
-            f"A model with {layers} layer{'s' if layers != 1 else ''} cannot be split into {num_stages} stages.",
-            remedy=f"Use {which}, or a model with at least {num_stages} layers"
-            if layers
-            else "Use a model that has layers",
+            f"{num_stages} pipeline stages exceed the number of layers of the model, {layers}.",
+            remedy=f"Use fewer stages, or a model with at least {num_stages} layers.",
         )
 
 
@@ -149,7 +137,7 @@ def _check_layer_costs(costs: Sequence[float]) -> None:
     for i, cost in enumerate(costs):
         if not math.isfinite(cost) or cost < 0:
             raise ConfigError(
-                f"costs[{i}]={cost} must be a finite, non-negative number.",
+                f"costs[{i}] must be a finite number of at least 0, but got {cost}.",
                 remedy="Pass the time, FLOPs or parameter count of each layer, or the same cost for all layers.",
             )
 

@@ -309,10 +309,10 @@ class Pipeline:
         for path, module in self._model.named_modules():
             # the model itself, and layers whose forward pass is overridden
             if is_compiled_in_place(module) and (not path or "forward" in vars(module)):
+                name = path or type(self._model).__name__
                 raise ConfigError(
-                    f"The module {path or type(self._model).__name__} is compiled, which pipelines do not support.",
-                    remedy="Compile submodules of the layers instead: for layer in model.model.layers: "
-                    "layer.mlp.compile().",
+                    f"The module {name} is compiled, which pipeline parallelism does not support.",
+                    remedy="Compile submodules of each layer instead, for example layer.mlp.compile().",
                 )
 
     def _check_same_batch(self, batches: Sequence[Batch]) -> bool:
@@ -565,7 +565,7 @@ class Pipeline:
                 other, before = known.setdefault(first, (stage, dtype))
                 if before != dtype:
                     raise InputError(
-                        f"The parameter {first} is {before} on stage {other}, but {dtype} on stage {stage}.",
+                        f"The parameter {first} has dtype {before} on stage {other}, but {dtype} on stage {stage}.",
                         remedy="Convert the whole model with model.to(dtype), or convert the parameter on both stages.",
                     )
         self._stages.placeholders.convert_dtypes(self._sharded, {n: d for each in everywhere for n, d in each.items()})
@@ -603,7 +603,7 @@ def _as_batch_list(batch: Any) -> list[Batch]:
         return batches
     shown = "an empty list" if batch == [] else f"a {type(batch).__name__}"
     raise InputError(
-        f"The batch is {shown}, but it must be a dict of the model's inputs, or a list of dicts.",
+        f"The batch must be a dict of the model's inputs or a list of dicts, but got {shown}.",
         remedy="Pass a dict, such as step({'input_ids': ids, 'labels': labels}).",
     )
 
@@ -641,8 +641,8 @@ def _make_stage_mismatch_error(rows: Sequence[Sequence[int]], axis: Axis) -> Inp
         )
     return InputError(
         f"Stages 0 and {other} of {axis.size} received different {value}.",
-        rule="All stages of a data rank must make the same calls with the same batch.",
-        remedy="Select the batch by context.data.rank of context.data.size, not by the world rank.",
+        remedy="Make the same calls with the same batch on all stages of a data rank. Select the batch by "
+        "context.data.rank, not by the world rank.",
     )
 
 
@@ -654,7 +654,7 @@ def is_batch_norm(module: nn.Module) -> bool:
 def _check_loss_factors_equal(mean: Tensor, mean_square: Tensor) -> None:
     if has_data(mean) and not tolist_or_ones(mean_square - mean.square() <= 1e-11 * mean_square):
         raise make_not_sum_of_means_error(
-            "The model multiplies its mean losses by different factors on different data ranks"
+            "The model multiplies its mean losses by different factors on different data ranks."
         )
 
 

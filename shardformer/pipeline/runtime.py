@@ -87,12 +87,10 @@ class LastStageOutputs:
         loss = find_loss_in_output(result)
         if loss is not None:
             return loss
-        source = "model" if self._loss_fn is None else "loss function"
+        source, returned = "model" if self._loss_fn is None else "loss_fn", _describe_output(result)
         raise ConfigError(
-            f"The {source} returned {_describe_output(result)}, which contains no scalar loss.",
-            rule="The loss must be a tensor with one element: the return value, its .loss, its ['loss'], or the first "
-            "element of a tuple. Models of transformers return a loss if the batch contains labels.",
-            remedy="Add labels to the batch, or pass loss_fn, a function (output, micro-batch) -> loss.",
+            f"The {source} returned {returned}, which contains no scalar loss.",
+            remedy="Add labels to the batch, or pass a loss_fn(output, micro_batch) that returns a scalar tensor.",
         )
 
     def _check_first_loss(self, loss: Tensor, output: Any) -> None:
@@ -109,9 +107,8 @@ class LastStageOutputs:
                 remedy="Check the collator or the mask that writes the labels, and skip such batches.",
             )
         raise ConfigError(
-            "The loss is NaN, because it uses an output of the model that only an earlier stage computes.",
-            remedy="Pass a loss_fn to Pipeline that uses the last hidden states or the logits only, or omit pipe if "
-            "the head of the model reads intermediate states.",
+            "The loss is NaN, because it uses a model output that only an earlier pipeline stage computes.",
+            remedy="Pass a loss_fn to Pipeline that uses only the last hidden states or the logits, or omit pipe.",
         )
 
     @property
@@ -256,9 +253,8 @@ class PipelineRuntime:
         if not self._interrupted_at or len(self._step.schedule.actions) == 1:
             return
         raise LaunchError(
-            f"An error interrupted an earlier step in stage {self._stage}, {self._interrupted_at}.",
-            rule="The other stages still wait for the messages of that step.",
-            remedy="Do not catch errors of a step. Let the error end the run, and resume from the last checkpoint.",
+            f"An earlier step failed in stage {self._stage}, {self._interrupted_at}, so no other step can run.",
+            remedy="Do not catch errors of a step, but let them end the run, and resume from the last checkpoint.",
         )
 
     def run_step(self, step: StepInputs) -> None:

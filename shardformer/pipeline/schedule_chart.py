@@ -137,8 +137,8 @@ def _compute_grid_cells(schedule: Schedule, timeline: Timeline) -> list[list[str
     unit = _get_shortest_action_duration(timeline)
     if not 0 < timeline.makespan < MAX_COLUMNS * unit:
         raise ConfigError(
-            f"A chart of {timeline.makespan:g} time units is too wide. A column has the duration of the shortest "
-            f"action, {unit:g}, so the chart exceeds {MAX_COLUMNS} columns.",
+            f"A chart of {timeline.makespan:g} time units exceeds the maximum of {MAX_COLUMNS} columns, because a "
+            f"column has the duration of the shortest action, {unit:g}.",
             remedy="Use durations and a send time of similar size.",
         )
     rows = [["."] * _round_to_column(timeline.makespan, unit) for _ in timeline.spans]
@@ -156,10 +156,12 @@ def _round_to_column(time: float, unit: float) -> int:
 def check_chart_path(path: Path) -> None:
     """Raise ConfigError if a chart cannot be saved to ``path``, or matplotlib is not installed."""
     if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"The chart file {str(path)!r} does not end in .svg or .png.", remedy="Use chart.svg.")
+        raise ConfigError(
+            f"The chart file {str(path)!r} does not end in .svg or .png.", remedy="Use a name such as chart.svg."
+        )
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(
-            f"The chart file {str(path)!r} is a folder or is not in a writable folder.",
+            f"Cannot save the chart to {str(path)!r}, because it is a folder or its folder is not writable.",
             remedy="Create the folder first, or choose another path.",
         )
     check_matplotlib(f"The chart {str(path)!r}")
@@ -168,7 +170,9 @@ def check_chart_path(path: Path) -> None:
 def check_matplotlib(feature: str) -> None:
     """Raise ConfigError if matplotlib, which ``feature`` needs, is not installed."""
     if find_spec("matplotlib") is None:
-        raise ConfigError(f"{feature} needs matplotlib.", remedy="Run pip install 'shardformer[plot]'.")
+        raise ConfigError(
+            f"{feature} requires matplotlib, which is not installed.", remedy="Run pip install 'shardformer[plot]'."
+        )
 
 
 @contextmanager

@@ -263,8 +263,8 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
     _check_micro_batches(name, stages, micro_batches, chunks)
     if stages * chunks * micro_batches > MAX_ACTIONS:
         raise ConfigError(
-            f"{micro_batches} micro-batches, {stages} stages and {chunks} chunks per stage exceed the limit of "
-            f"{MAX_ACTIONS:,} for their product.",
+            f"The product of {micro_batches} micro-batches, {stages} stages and {chunks} chunks per stage exceeds the "
+            f"maximum of {MAX_ACTIONS:,}.",
             remedy="Use fewer micro-batches, stages or chunks.",
         )
     placement = assign_virtual_stages(name, stages, chunks)
@@ -330,15 +330,16 @@ def check_schedule(name: str, stages: int, chunks: int) -> None:
     """Raise ConfigError if the schedule does not exist, or does not support the numbers of stages and chunks."""
     check_choice("schedule", name, SCHEDULES)
     check_int("stages", stages)
-    if name in _CHUNKS and chunks != _CHUNKS[name]:
+    required = _CHUNKS.get(name, chunks)
+    if chunks != required:
         raise ConfigError(
-            f"schedule={name!r} requires num_model_chunks={_CHUNKS[name]}, but num_model_chunks={chunks} was passed.",
-            remedy=f"Use num_model_chunks={_CHUNKS[name]}, or schedule='interleaved' for more chunks per rank.",
+            f"schedule={name!r} requires num_model_chunks={required}, but got {chunks}.",
+            remedy=f"Use num_model_chunks={required}, or schedule='interleaved' for more chunks per rank.",
         )
     if chunks < get_default_num_chunks(name):
         raise ConfigError(
-            f"schedule={name!r} requires at least 2 chunks per rank, but num_model_chunks={chunks} was passed.",
-            remedy="Use num_model_chunks=2 or more" + (", or schedule='1f1b'" if chunks == 1 else ""),
+            f"schedule={name!r} requires num_model_chunks to be at least 2, but got {chunks}.",
+            remedy="Use num_model_chunks=2 or more, or schedule='1f1b' with num_model_chunks=1.",
         )
 
 
@@ -356,10 +357,10 @@ def _check_micro_batches(name: str, stages: int, micro_batches: int, chunks: int
             f"micro_batches={micro_batches} is not a positive number.", remedy=f"Use {above} or more micro-batches."
         )
     if above != micro_batches:
-        below = above - stages
+        valid = f"{above - stages} or {above}" if above > stages else above
         raise ConfigError(
-            f"micro_batches={micro_batches} is not a multiple of the {stages} stages, as schedule={name!r} requires.",
-            remedy=f"Use {f'{below} or {above}' if below else above}, or schedule='1f1b', which accepts any number.",
+            f"micro_batches={micro_batches} must be a multiple of the {stages} stages for schedule={name!r}.",
+            remedy=f"Use {valid} micro-batches, or schedule='1f1b', which accepts any number.",
         )
 
 
@@ -486,10 +487,10 @@ def simulate_schedule(schedule: Schedule, durations: Durations = DURATIONS, send
     for name, number in [*named.items(), ("send", send_duration)]:
         valid = "a finite number of at least 0" if name == "send" else "a finite positive number"
         if not (0 <= number < inf) or (number == 0 and name != "send"):
-            raise ConfigError(f"{name}={number:g} must be {valid}.", remedy=f"Pass {valid} for {name}.")
-    if beyond := [key for key in durations if isinstance(key, tuple) and not 0 <= key[1] <= schedule.last_stage]:
+            raise ConfigError(f"{name}={number:g} is not {valid}.", remedy=f"Pass {valid}.")
+    if beyond := [key[1] for key in durations if isinstance(key, tuple) and not 0 <= key[1] <= schedule.last_stage]:
         raise ConfigError(
-            f"durations contains the virtual stage {beyond[0][1]}, but the schedule has virtual stages "
+            f"durations contains the virtual stage {beyond[0]}, but the schedule has virtual stages "
             f"0 to {schedule.last_stage}.",
             remedy="Use one of these virtual stages, or pass one duration for each kind of action.",
         )

@@ -487,9 +487,9 @@ class StageForward:
                 return (*args[:position], stage_pass.context, *args[position + 1 :]), kwargs
             if not isinstance(value, Tensor):
                 raise ConfigError(
-                    f"{type(module).__name__} received {name}={value!r:.60} instead of the hidden states "
-                    "of the previous stack of layers, such as the encoder.",
-                    remedy="Pass the inputs of both stacks to the model, as in training on one device.",
+                    f"{name} of {type(module).__name__} must be the hidden states of earlier layers, such as the "
+                    f"encoder, but got {value!r:.60}.",
+                    remedy="Pass the inputs of both the encoder and the decoder to the model.",
                 )
             if stage_pass.span.stop <= start:
                 raise StageBoundaryReached({"context": to_local(value)})
@@ -524,9 +524,8 @@ class _ForwardOverride:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ConfigError(
-            "A model that is split into pipeline stages cannot be copied, because the copied layers "
-            "would use the original weights.",
-            remedy="Copy the model before you shard it. To average weights, copy model.parameters() instead.",
+            "A model that is split into pipeline stages cannot be copied.",
+            remedy="Copy the model before you shard it, or copy only model.parameters() to average weights.",
         )
 
 
@@ -534,19 +533,18 @@ def _check_num_outputs(stack: StackDescription, path: str, output: Any) -> None:
     """Raise PolicyError if the outputs that replace those of layers of other stages have another type."""
     is_tuple, number = isinstance(output, tuple), stack.stages.num_outputs
     if is_tuple != bool(number):
+        returned = len(output) if is_tuple else 0
         raise PolicyError(
-            f"The layer {path} returned a {type(output).__name__}, but the policy has num_outputs={number} for the "
-            f"stack {stack.layers}.",
-            remedy=f"Set stages=PipelineHints(num_outputs={len(output) if is_tuple else 0}) in its LayerStack.",
+            f"The layer {path} returned a {type(output).__name__}, which does not match num_outputs={number} in the "
+            "policy.",
+            remedy=f"Set stages=PipelineHints(num_outputs={returned}) in the LayerStack of {stack.layers}.",
         )
 
 
 def _make_missing_argument_error(path: str, name: str) -> ConfigError:
     return ConfigError(
-        f"The argument {name} of the layer {path} contains NaN, because another stage has the parameters that compute "
-        "it, or because the batch contains NaN.",
-        rule="Stages receive only hidden states, and compute the other arguments of their layers themselves.",
-        remedy="List the module that computes it in LayerStack(..., stages=PipelineHints(on_every_stage=[...])). "
-        "Use shared_from_first=[...] for a module of the first layer, and with_first_layer=[...] or "
-        "with_last_layer=[...] for a module that one stage needs.",
+        f"The argument {name} of the layer {path} contains NaN, because another stage computes it or the batch "
+        "contains NaN.",
+        remedy="List the module that computes it in LayerStack(..., stages=PipelineHints(on_every_stage=[...])), or in "
+        "shared_from_first, with_first_layer or with_last_layer as in docs/policies.md.",
     )

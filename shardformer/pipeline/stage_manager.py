@@ -66,7 +66,7 @@ class PipelineStageManager:
     ) -> None:
         if not isinstance(context, ParallelContext):
             raise ConfigError(
-                f"PipelineStageManager received context={context!r:.60}, which is not a ParallelContext.",
+                f"PipelineStageManager requires a ParallelContext, but got context={context!r:.60}.",
                 remedy="Pass the context that launch_from_torch(pipe=...) returned.",
             )
         self.context, self.schedule = context, schedule
@@ -125,10 +125,10 @@ class PipelineStageManager:
         if requested is None:
             return [0] * len(layers_per_stage)
         counts = [requested] * len(layers_per_stage) if isinstance(requested, int) else list(requested)
-        if len(counts) != len(layers_per_stage) or any(type(n) is not int or n < 0 for n in counts):
+        if len(counts) != (num_stages := len(layers_per_stage)) or any(type(n) is not int or n < 0 for n in counts):
             raise ConfigError(
-                f"recompute_layers={requested!r} must be one int, or {len(layers_per_stage)} ints with one per virtual "
-                "stage.",
+                f"recompute_layers must be an int or a list of {num_stages} ints, one per virtual stage, but got "
+                f"{requested!r}.",
                 remedy=f"To recompute all layers, use recompute_layers={list(layers_per_stage)}.",
             )
         return [min(n, length) for n, length in zip(counts, layers_per_stage, strict=True)]
@@ -355,13 +355,14 @@ def partition_model(
     costs = list(manager.layer_costs) if manager.layer_costs is not None else estimate_layer_costs(model, chain, owners)
     if len(costs) != len(chain.layer_calls):
         raise ConfigError(
-            f"layer_costs has {len(costs)} entries, but {type(model).__name__} runs {len(chain.layer_calls)} layers.",
+            f"layer_costs has {len(costs)} entries, but {type(model).__name__} has {len(chain.layer_calls)} layers.",
             remedy="Pass one number per layer, or omit layer_costs to estimate the costs.",
         )
     if count > max(len(costs), manager.num_stages):
+        chunks = count // manager.num_stages
         raise ConfigError(
-            f"{type(model).__name__} has {len(costs)} layers, but {manager.num_stages} stages of "
-            f"{count // manager.num_stages} chunks need at least {count}.",
+            f"{type(model).__name__} has {len(costs)} layers, but {manager.num_stages} pipeline stages of {chunks} "
+            f"chunks need at least {count}.",
             remedy="Use fewer stages, or schedule='1f1b', which has one chunk per stage.",
         )
     if count == 1:

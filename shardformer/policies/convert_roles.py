@@ -87,7 +87,8 @@ class LayerRoleConverter:
             features = self.count_features(up, out=True)
             if features != fused * width:
                 raise PolicyError(
-                    f"{self.path}.{up} has {features} output features, but {self.path}.{down} has {width} inputs.",
+                    f"{self.path}.{up} has {features} output features, but {self.path}.{down} has {width} input "
+                    "features.",
                     remedy="Correct the paths, or pass fused=2 if the gate and up projections are one linear layer.",
                 )
         check_shardable_width(width, self.axis, f"{self.path}.{ups[0]}")
@@ -142,9 +143,9 @@ def check_output_layers_exist(stack: LayerStack, path: str, layers: Sequence[nn.
         out = get_output_layer_path(role) if role.optional else None
         there = [layer for layer in layers if paths.find_submodule(layer, role.at) is not None]
         if out is not None and there and all(paths.find_submodule(layer, out) is None for layer in there):
+            at, output = (paths.join_path(path, "*", name) for name in (role.at, out))
             raise PolicyError(
-                f"{len(there)} layers have {paths.join_path(path, '*', role.at)!r}, but none has its output layer "
-                f"{paths.join_path(path, '*', out)!r}.",
+                f"The output layer {output!r} of {at!r} does not exist in any layer.",
                 remedy=suggest_similar_names(out, [name for name, _ in there[0].named_modules() if name])
                 + " Correct the path, or remove the role.",
             )
@@ -201,9 +202,9 @@ class AttentionRoleConverter:
         owner = self._get_attr_owner(str(source))
         where = f"the {type(owner).__name__}" if isinstance(owner, nn.Module) else "the config"
         known = [] if owner is None else [name for name in vars(owner) if "head" in name]
+        reason = "the model has no config" if owner is None else f"{where} has no such field"
         return PolicyError(
-            f"num_heads={source!r} is not found, because "
-            + ("the model has no config" if owner is None else f"{where} has no such field"),
+            f"num_heads={source!r} is not found, because {reason}.",
             remedy="Set num_heads to the number, to a field of the config, or to an attribute of the attention module "
             "with a leading dot. " + (suggest_similar_names(str(source), known) if owner is not None else ""),
         )
@@ -291,8 +292,6 @@ class AttentionRoleConverter:
         known = [n for n in dir(owner) if n[:1] != "_"]
         return PolicyError(
             f"local_attrs={{{name!r}: ...}} names {self.layer.path}.{self._resolve_path(name)}, which does not exist.",
-            rule="An entry must name an attribute, parameter, norm or embedding. With a dim, it can also name an "
-            "argument of `forward`.",
             remedy=suggest_similar_names(name.rpartition(".")[2], known)
             + " If only some models have it, end the name with ?",
         )
@@ -333,9 +332,10 @@ class AttentionRoleConverter:
         heads, kv_heads, d = layout.num_heads, layout.num_kv_heads, layout.head_dim
         sizes = [heads * d] * has_q + [kv_heads * d] * 2
         if features != sum(sizes) and not (linears.interleaved and linear_path in self.role.inputs.inner_inputs):
+            name, required = self._resolve_path(linear_path), " + ".join(map(str, sizes))
             raise PolicyError(
-                f"{self.layer.path}.{self._resolve_path(linear_path)} has {features} features instead of "
-                f"{' + '.join(map(str, sizes))} for {heads} heads, {kv_heads} KV heads and head dim {d}.",
+                f"{self.layer.path}.{name} must have {required} features for {heads} heads, {kv_heads} KV heads and "
+                f"head dim {d}, but has {features}.",
                 remedy="Correct num_heads, num_kv_heads or the paths in the policy.",
             )
         if any(layout.get_local_kv_head_per_query(r) for r in range(layout.ranks)):

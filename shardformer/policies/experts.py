@@ -57,10 +57,8 @@ def _get_stacked_parameter(module: nn.Module, path: str, name: str) -> Tensor:
     full = getattr(module, name, None)
     if not isinstance(full, nn.Parameter) or full.dim() not in (2, 3):
         raise PolicyError(
-            f"{path}.{name} is not a parameter with the stacked weights of experts.",
-            rule="The shape of a weight must be (experts, width, hidden) or (experts, hidden, width), and that of a "
-            "bias (experts, width).",
-            remedy="Correct the name. If the experts are separate modules, describe them as an MLP with * in its path.",
+            f"{path}.{name} must be a parameter with the weights (3 dims) or biases (2 dims) of all experts.",
+            remedy="Correct the name, or describe experts that are separate modules as an MLP with * in its path.",
         )
     return full
 
@@ -76,13 +74,14 @@ def _choose_shard_dims(experts: Experts, shapes: Mapping[str, tuple[int, ...]], 
         ways = [way for way in ways if way | required == way]
     if len(ways) != 1:
         found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        if ways:
+            raise PolicyError(
+                f"Cannot infer which dimensions of {found} to shard in {path}, because several match.",
+                remedy=f"Pass dims={ways[0]} if the forward pass uses these dimensions.",
+            )
         raise PolicyError(
-            f"{path} has {found}, in which {'several dims' if ways else 'no dims'} match the features of an expert.",
-            rule=f"With hidden size H and W features per expert, an expert has H x {experts.fused}W elements in `up` "
-            "and W x H in `down`.",
-            remedy=f"Pass dims={ways[0]} if the forward pass uses these dims"
-            if ways
-            else "Correct the parameter names, `fused` or `dims` in the policy",
+            f"The shapes of {found} in {path} do not match those of experts with fused={experts.fused}.",
+            remedy="Correct the parameter names, `fused` or `dims` in the policy.",
         )
     return ways[0]
 

@@ -89,7 +89,7 @@ class LegacyPolicy:
         """
         raise PolicyError(
             "The policy overrides neither module_policy() nor argument_policy(), and does not define roles.",
-            remedy="Override one of them, or derive the class from RolePolicy. See docs/policies.md for examples.",
+            remedy="Override one of them, or derive the class from RolePolicy as in docs/policies.md.",
         )
 
     @staticmethod
@@ -142,10 +142,11 @@ def convert_legacy_policy(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescrip
     values = list(arguments.values()) if isinstance(arguments, dict) else [arguments]
     wrong = [value for value in values if not isinstance(value, Argument)]
     if wrong or not isinstance(arguments, dict):
+        first_wrong = [*wrong, arguments][0]
         raise PolicyError(
-            f"{type(policy).__name__}.argument_policy() returned {[*wrong, arguments][0]!r:.80} instead of a dict of "
-            "Argument objects.",
-            remedy="Return {module class: Argument(attr_dict={...}, param_funcs=[...])}. See docs/policies.md.",
+            f"{type(policy).__name__}.argument_policy() must return a dict of Argument objects, but got "
+            f"{first_wrong!r:.80}.",
+            remedy="Return {module class: Argument(attr_dict={...}, param_funcs=[...])} as in docs/policies.md.",
         )
     for argument in arguments.values():
         check_field_types(argument)
@@ -157,12 +158,12 @@ def _convert_argument_to_description(key: Any, argument: Argument, head_paths: s
     functions, attributes = argument.param_funcs or [], argument.attr_dict or {}
     layers = [layer for function in functions for layer in _get_result_or_empty(function())]
     if not layers and not attributes:
+        name = getattr(key, "__name__", key)
         names = ", ".join(getattr(f, "__name__", str(f)) for f in functions) or "no functions"
         raise PolicyError(
-            f"The Argument for {getattr(key, '__name__', key)} has no effect, because it has no attr_dict "
-            f"and no layers from {names}.",
-            rule="An Argument must change attributes (attr_dict) or list layers to shard (param_funcs).",
-            remedy="Override the functions in param_funcs, or remove the Argument.",
+            f"The Argument for {name} has no effect, because attr_dict is empty and param_funcs ({names}) return no "
+            "layers.",
+            remedy="Set attr_dict, override the functions in param_funcs, or remove the Argument.",
         )
     return ModulePolicyDescription(
         attribute_replacement=dict(attributes),
@@ -190,10 +191,11 @@ def tie_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, st
     tied = []
     for source, target in dict(_get_result_or_empty(policy.binding_policy())).items():
         source_param = model.get_parameter(source)
-        if source_param.shape != model.get_parameter(target).shape:
+        source_shape, target_shape = tuple(source_param.shape), tuple(model.get_parameter(target).shape)
+        if source_shape != target_shape:
             raise PolicyError(
-                f"binding_policy ties {source} {tuple(source_param.shape)} to {target} "
-                f"{tuple(model.get_parameter(target).shape)}, but their shapes on this rank differ.",
+                f"binding_policy cannot tie {source} of shape {source_shape} to {target} of shape {target_shape}, "
+                "because their shapes on this rank differ.",
                 remedy="Shard both parameters in the same way, or shard neither.",
             )
         setattr(*get_parent_and_attribute_name(model, target), source_param)
@@ -230,7 +232,7 @@ def _get_result_or_empty(result: Any) -> Any:
 def _get_module_path(layer: Layer) -> str:
     if not isinstance(layer, Layer):
         raise PolicyError(
-            f"A layer list of the policy contains {layer!r:.80}, which is not a Layer.",
+            f"The layers of a policy must be Layer objects, but got {layer!r:.80}.",
             remedy="Use Col_Layer or Row_Layer, for example Col_Layer(weight='fc1.weight', bias='fc1.bias').",
         )
     check_field_types(layer)
@@ -238,9 +240,9 @@ def _get_module_path(layer: Layer) -> str:
     owners = {p.rpartition(".")[0] for p in (layer.weight, layer.bias) if p}
     if not path or len(owners) > 1 or "" in owners:
         raise PolicyError(
-            f"{type(layer).__name__}(weight={layer.weight!r}, bias={layer.bias!r}) must name the weight and bias of "
-            "one layer.",
-            remedy="Pass weight='path.weight', and bias='path.bias' of the same layer if it has one.",
+            f"{type(layer).__name__}(weight={layer.weight!r}, bias={layer.bias!r}) must name parameters of the same "
+            "layer.",
+            remedy="Pass paths such as weight='fc1.weight' and bias='fc1.bias'.",
         )
     return path.rpartition(".")[0]
 
@@ -261,8 +263,8 @@ def _choose_parallel_class(layer: Layer, is_head: bool) -> Any:
     if not isinstance(layer, Col_Layer):
         raise PolicyError(
             f"Layer(weight={layer.weight!r}) has no replace_layer, so the dimension to shard is unknown.",
-            rule="Col_Layer shards the output features, and Row_Layer shards the input features.",
-            remedy="Use Col_Layer or Row_Layer, or pass replace_layer=.",
+            remedy="Use Col_Layer to shard the output features, Row_Layer to shard the input features, or pass "
+            "replace_layer.",
         )
     return VocabParallelLMHead1D if is_head and not layer.gather_output else ColumnParallelOrEmbedding
 

@@ -108,7 +108,7 @@ def test_only_tasks_of_srun_are_launched(
         monkeypatch.setenv(name, value)
     assert get_launcher_env_variable() == launched
     assert get_num_slurm_tasks() == (0 if "SLURM_STEP_ID" not in variables else 4 if launched else 1)
-    with pytest.raises(LaunchError, match=r"are missing, so no launcher has started.*with `srun python train.py`"):
+    with pytest.raises(LaunchError, match=r"are not set, because no launcher has started.*with `srun python train.py`"):
         for name in variables:
             monkeypatch.delenv(name)
         monkeypatch.setenv("SLURM_JOB_ID", "7")

@@ -208,7 +208,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["bert", "--sequence-overlap"], "sequence_overlap=True has no effect without sequence_parallel=True"),
         (["bert", "--head", "BertForNothing"], "bert has no head class 'BertForNothing'"),
         (["bert", "--head", "BertModel", "--all-heads"], "Remove one of the two"),
-        (["bert", "--tensor", "0"], "tensor=0 is not a positive number.\n  Use --tensor 1 or more.\n"),
+        (["bert", "--tensor", "0"], "--tensor 0 is not a positive number.\n  Use --tensor 1 or more.\n"),
         (["llama", "--tensor", "7"], "exceeds the 6 attention heads"),
         (["llama", "--tensor", "64", "--head", "LlamaModel"], "exceeds the 6 attention heads"),
         (["gpt2", "--batch", "4", "--data", "3"], "data=3 does not divide the batch of 4 samples"),
@@ -246,7 +246,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["bert", "--tensor", "1", "--data", "2", "--sequence-parallel"], "--sequence-parallel has no effect without"),
         (["bert", "--context-parallel", "ring"], "--context-parallel ring has no effect without --sequence"),
         (["bert", "--average-loss-over", "tokens"], "--average-loss-over tokens has no effect without --data"),
-        (["bert", "--pipe", "2", "--micro-batches", "1000000"], "exceed the limit of 1,048,576"),
+        (["bert", "--pipe", "2", "--micro-batches", "1000000"], "exceeds the maximum of 1,048,576"),
         (
             ["bert", "--pipe", "2", "--schedule", "interleaved", "--num-model-chunks", "10000"],
             "The maximum is 256 layers",
@@ -308,7 +308,7 @@ def test_the_depth_of_a_saved_model_is_not_changed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(WorkerPool, "run", lambda *_, **__: pytest.fail("a process was started"))
     assert "2 layers cannot be split into 4 stages" in run("verify", bert, "--pipe", "4")[2]
     assert (
-        "has 2 layers, but 2 stages of 2 chunks need at least 4"
+        "has 2 layers, but 2 pipeline stages of 2 chunks need at least 4"
         in run("verify", bert, "--pipe", "2", "--schedule", "zbv")[2]
     )
 

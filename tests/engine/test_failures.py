@@ -19,7 +19,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.engine import Engine
 from shardformer.training.hooks.checkpoint import Checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore:The model computes statistics over the batch")
+pytestmark = pytest.mark.filterwarnings("ignore:The batch is divided")
 
 
 def model() -> nn.Module:

@@ -493,7 +493,11 @@ INVALID_CALLS: dict[str, Callable[[], Any]] = {
     ),
 }
 EXPECTED = {
-    "more stages than layers": ("ConfigError", "1 layer cannot be split into 2 stages", "Use 1 stage"),
+    "more stages than layers": (
+        "ConfigError",
+        "2 pipeline stages exceed the number of layers of the model, 1",
+        "Use fewer stages",
+    ),
     "a cut that skips a layer": ("ConfigError", "layer 3"),
     "a cut of three": ("ConfigError", "[1, 2, 1]", "2"),
     "another way to cut": ("ConfigError", "partition='balancd'", "'balanced'"),

@@ -130,7 +130,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         Refusal(
             "`initialize` for a quantized model without adapters",
             "Quantized weights cannot be trained, as in the Trainer of transformers",
-            {"no adapters": ("Training does not include the quantized weights", "get_peft_model")},
+            {"no adapters": ("Training does not support the quantized", "get_peft_model")},
         ),
         Refusal(
             "`save_pretrained` and `export_pretrained` of the quantized base; `engine.reshard`",

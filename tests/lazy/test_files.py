@@ -169,13 +169,13 @@ def empty(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda f: write(f, -1), "in its sampled bytes"),
-        (lambda f: write(f, 20), "in its header"),
-        (with_other_size, "in its size"),
+        (lambda f: write(f, -1), "different sampled bytes"),
+        (lambda f: write(f, 20), "different header"),
+        (with_other_size, "different size"),
         (touch, "was rewritten"),
-        (cut, "changed since it was loaded"),
-        (empty, "changed since it was loaded"),
-        (lambda f: (f / NAME).unlink(), "can no longer be read"),
+        (cut, "changed or became unreadable since it was loaded"),
+        (empty, "changed or became unreadable since it was loaded"),
+        (lambda f: (f / NAME).unlink(), "No such file"),
     ],
     ids=["bytes", "header", "size", "time", "cut", "empty", "gone"],
 )
@@ -226,7 +226,7 @@ def test_a_rewritten_identical_file_is_accepted_with_all_bytes(
     again = load(folders[0], all_bytes=True)
     touch(folders[0])
     write(folders[0], -1)
-    with pytest.raises(ConfigError, match="changed since it was loaded"):
+    with pytest.raises(ConfigError, match="changed or became unreadable since it was loaded"):
         materialize(again)
 
 

@@ -220,7 +220,7 @@ def test_default_is_tensor_parallel_over_all_processes(pool2: WorkerPool) -> Non
         ({"parallel": {"tensor": True}}, r"tensor=True"),
         ({"parallel": 2}, r"parallel = 2"),
         ({"paralel": {"tensor": 2}}, r"paralel = "),
-        ({"tensor": 2}, r"tensor = 2 outside parallel"),
+        ({"tensor": 2}, r"tensor = 2, which is not a valid option"),
         ({"parallel": {"pipe": 1, "pipeline": 1}}, r"both pipe=1 and pipeline=1"),
         ({"seed": "x"}, r"seed='x'"),
         (3, r"config=3"),
@@ -309,7 +309,8 @@ def test_missing_environment_variables_are_named(monkeypatch: pytest.MonkeyPatch
         monkeypatch.delenv(name)
     monkeypatch.delenv("SLURM_PROCID", raising=False)
     with pytest.raises(
-        LaunchError, match=f"{', '.join(missing)} are missing, so no launcher has started this process.*shardformer run"
+        LaunchError,
+        match=f"{', '.join(missing)} are not set, because no launcher has started this process.*shardformer run",
     ):
         launch_from_torch()
 

@@ -106,10 +106,10 @@ CUBE = RankGrid.from_sizes({"data": 2, "tensor": 8}).with_reshaped_axes(["tensor
 @pytest.mark.parametrize(
     ("of", "sizes", "said"),
     [
-        (["tensor"], {"a": 2, "b": 3}, r"a=2 times b=3 do not have as many ranks as tensor=8.*product is 8"),
-        (["tensor"], {}, r"The new axes \{\} do not have as many ranks as tensor=8"),
+        (["tensor"], {"a": 2, "b": 3}, r"a=2 times b=3 must have as many ranks in total as tensor=8.*product is 8"),
+        (["tensor"], {}, r"The new axes \{\} must have as many ranks in total as tensor=8"),
         (["tensor"], {"a": 8.0}, r"a=8.0 is not an integer"),
-        (["tensor"], {"row": 8}, r"The name 'row' of a new axis"),
+        (["tensor"], {"row": 8}, r"already has an axis named 'row'"),
         (
             ["tensor", "data"],
             {"a": 16},
@@ -131,7 +131,7 @@ def test_overlapping_axes_are_refused() -> None:
     grid = CUBE.with_reshaped_axes(["data", "tensor"], {"replica": 4, "expert": 4})
     assert grid.list_rank_groups("tensor", "row") == grid.list_rank_groups("tensor")
     for names in (("row", "expert"), ("data", "expert")):
-        with pytest.raises(ConfigError, match=f"{', '.join(names)} overlap"):
+        with pytest.raises(ConfigError, match=f"{', '.join(names)} cannot be combined, because they overlap"):
             grid.list_rank_groups(*names)
 
 

@@ -56,7 +56,7 @@ def test_connection_error_names_missing_ranks(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("MASTER_PORT", str(port))
     with (
         pytest.raises(
-            LostPeerError, match=r"(?s)Rank 0 could not connect to rank 1 of 2 .*keys: /?nobody.*timeout_s=0\.5"
+            LostPeerError, match=r"(?s)Rank 0 could not connect to rank 1 of 2 .*timeout_s=0\.5.*keys: /?nobody"
         ),
         init_distributed._report_missing_ranks(0, 2, 0.5),
     ):

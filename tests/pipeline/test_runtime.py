@@ -65,7 +65,7 @@ def test_lost_stage_ends_others_with_waiting_action(tmp_path: Path, how: str) ->
     if how == "raised":
         assert "In stage 1, action F2@1 (forward of micro-batch 2 in virtual stage 1)." in said
     if how == "caught":  # no step after it waits for what will not come
-        assert said.count("An error interrupted an earlier step in stage 1, action F2@1 (forward of micro-batch 2") == 1
+        assert said.count("An earlier step failed in stage 1, action F2@1 (forward of micro-batch 2") == 1
 
 
 def _trace(schedule: str, micro_batches: int) -> tuple[list[Action], int, bool]:

@@ -147,7 +147,7 @@ class FirstForm(Policy):
         ),
         (
             type("MyPolicy", (FirstForm,), {"description": Argument(param_funcs=[lambda: ["q"]])}),  # type: ignore[list-item]
-            ("contains 'q', which is not a Layer", "Col_Layer(weight="),
+            ("must be Layer objects, but got 'q'", "Col_Layer(weight="),
         ),
     ],
 )

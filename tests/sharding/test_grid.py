@@ -505,7 +505,7 @@ def test_norm_over_local_features_only_is_detected(monkeypatch: pytest.MonkeyPat
     ("tensor", "sizes", "mode", "said"),
     [
         (6, 6, "2d", "Pass rows and columns"),
-        (4, 4, "3d", "a cube"),
+        (4, 4, "3d", "a perfect cube"),
         (6, 6, "2.5d", "Pass three sizes"),
         (4, (2, 2), "3d", "Pass three sizes"),
         (8, (2, 2, 2), "2d", "Use tensor=\\(2, 4\\)"),

@@ -234,10 +234,13 @@ GOOD_ATTENTION, GOOD_MLP = ToyPolicy.stack.blocks
         ({"keep_replicated": ("positions",)}, ("no module 'positions'",)),
         ({"num_heads": "n_head"}, ("num_heads='n_head' is not found", "no config", "Set num_heads to the number")),
         ({"num_heads": 4}, ("layers.*.attn.o has 30 features", "4 heads")),
-        ({"num_kv_heads": 1}, ("layers.*.attn.k has 30 features", "1 heads of 6")),
+        ({"num_kv_heads": 1}, ("layers.*.attn.k has 30 features", "1 heads require 6")),
         (
             {"num_kv_heads": 2},
-            ("num_heads=5 cannot be divided evenly among num_kv_heads=2", "num_key_value_heads, to 1, 5"),
+            (
+                "num_heads=5 cannot be divided evenly among num_kv_heads=2",
+                "num_key_value_heads in the model's config to 1, 5",
+            ),
         ),
         (
             {"stack": block(GOOD_ATTENTION)},
@@ -261,7 +264,7 @@ def test_optional_and_replicated_paths_are_accepted() -> None:
 
 
 def test_more_ranks_than_heads_or_features_are_refused() -> None:
-    refused(ToyPolicy(), "A tensor size of 6 exceeds the 5 attention heads", "1, 2, 3, 4, 5", size=6)
+    refused(ToyPolicy(), "A tensor size of 6 exceeds the 5 attention heads", "at most 5", size=6)
     only_mlp = Other(stack=block(GOOD_MLP), keep_replicated=("layers",))
     refused(only_mlp, "42 exceeds the 41 features of layers.*.mlp.fc1", "at most 41", size=42)
 
@@ -289,7 +292,7 @@ class First(Policy):
         (Col_Layer(), ("Col_Layer(weight=None, bias=None)", "weight=")),
         (Col_Layer(weight="weight"), ("weight='weight'",)),
         (Row_Layer(weight="attn.o.weight", bias="attn.q.bias"), ("of the same layer",)),
-        (Layer(weight="attn.o.weight"), ("has no replace_layer", "Col_Layer or Row_Layer")),
+        (Layer(weight="attn.o.weight"), ("has no replace_layer", "Col_Layer to shard the output features")),
     ],
 )
 def test_layer_without_a_valid_name_is_refused(layer: Layer, words: tuple[str, ...]) -> None:
@@ -311,9 +314,12 @@ def test_optional_layer_and_custom_class_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
-        ({"argument_policy": None}, ("argument_policy() returned None", "Argument(")),
+        ({"argument_policy": None}, ("must return a dict of Argument objects, but got None", "Argument(")),
         ({"argument_policy": {"Layer": Argument()}}, ("The Argument for Layer has no effect", "no functions")),
-        ({"argument_policy": {"Layer": Argument(param_funcs=[Policy.attn_in])}}, ("no layers from attn_in",)),
+        (
+            {"argument_policy": {"Layer": Argument(param_funcs=[Policy.attn_in])}},
+            ("param_funcs (attn_in) return no layers",),
+        ),
         ({"argument_policy": {"Layer": Argument({"attn.n_heads": 2})}}, ("no attribute 'n_heads'", "'num_heads'")),
         ({"binding_policy": {"embed.weight": "haed.weight"}}, ("parameter 'haed.weight'", "'head.weight'")),
         ({"inject_policy": (SelfAttention, SelfAttention)}, ("class SelfAttention, but the model is a ToyLM",)),

@@ -242,7 +242,7 @@ def test_stage_can_be_compiled_per_layer() -> None:
         with pytest.raises(ConfigError, match=r"model.compile was called on a pipeline stage.*compile=True"):
             model.compile(backend="eager")
         layers[0].compile(backend="eager")
-        with pytest.raises(ConfigError, match="is compiled, which pipelines do not support"):
+        with pytest.raises(ConfigError, match="is compiled, which pipeline parallelism does not support"):
             pipeline.step(batch())
 
     run_as_threads(do, pipe=2, in_turn=True)

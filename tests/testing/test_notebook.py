@@ -80,7 +80,8 @@ def test_functions_of_a_notebook_cannot_be_sent_to_workers(monkeypatch: pytest.M
     model_fn.__module__, model_fn.__qualname__ = "__main__", "model_fn"
     main.model_fn = model_fn  # type: ignore[attr-defined]
     with pytest.raises(
-        ConfigError, match="model_fn is defined in a notebook or interactive session and cannot be sent"
+        ConfigError,
+        match="model_fn is defined in a notebook or interactive session, so worker processes cannot import it",
     ):
         RemoteCall.from_function(model_fn, (), {})
     main.__file__ = "script.py"

@@ -260,7 +260,7 @@ def test_models_that_collect_from_every_layer_raise(pool2: WorkerPool, name: str
     ("family", "head"), [(family, head) for family, head in EVERY_HEAD if head in OUTPUTS], ids=list(OUTPUTS)
 )
 def test_a_loss_on_the_output_of_an_earlier_stage_raises(pool2: WorkerPool, family: str, head: str) -> None:
-    with pytest.raises(ShardFormerError, match="it uses an output of the model that only an earlier stage"):
+    with pytest.raises(ShardFormerError, match="it uses a model output that only an earlier pipeline stage"):
         check(pool2, deep(family, head))
 
 

@@ -28,7 +28,6 @@ class BloomPolicy(RolePolicy):
         config = self.model.config
         if config.slow_but_exact and config.pretraining_tp > 1:
             raise ConfigError(
-                f"slow_but_exact=True with pretraining_tp={config.pretraining_tp} does not support sharding.",
-                rule="With these settings, BLOOM itself slices the weights of its linear layers.",
+                f"BLOOM cannot be sharded with slow_but_exact=True and pretraining_tp={config.pretraining_tp}.",
                 remedy="Build the model with slow_but_exact=False, which differs only by rounding.",
             )

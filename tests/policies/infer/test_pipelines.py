@@ -101,7 +101,7 @@ def test_unregistered_models_match_one_device_over_a_pipeline(pool2: WorkerPool,
 
 
 def test_a_module_that_reads_parameters_of_another_stage_is_named(pool2: WorkerPool) -> None:
-    with pytest.raises(ShardFormerError, match=r"ffns.*another stage has the parameters that compute it"):
+    with pytest.raises(ShardFormerError, match=r"ffns.*another stage computes it"):
         report_of(pool2, "xlm", XLM)
 
 
@@ -126,5 +126,5 @@ def test_a_wrong_number_of_layer_outputs_is_named(number: int) -> None:
             RandomBatchFactory(DEFAULT_HEAD[family])(0)
         )
 
-    with pytest.raises(PolicyError, match=rf"\.0 returned a {returned}, but the policy has num_outputs={number}"):
+    with pytest.raises(PolicyError, match=rf"\.0 returned a {returned}, which does not match num_outputs={number}"):
         run_as_threads(step, pipe=2)

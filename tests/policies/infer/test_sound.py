@@ -153,7 +153,7 @@ def test_ambiguous_expert_dims_must_be_specified() -> None:
     describe = partial(
         describe_experts, layer=layer, path="layers.*", axis=ParallelContext.from_sizes({"tensor": 2}).tensor
     )
-    with pytest.raises(PolicyError, match=r"several dims match.*dims=\{'up': 2, 'down': 2\}"):
+    with pytest.raises(PolicyError, match=r"because several match.*dims=\{'up': 2, 'down': 2\}"):
         describe(Experts("experts", "up", "down", fused=2))
     parameters = describe(Experts("experts", "up", "down", fused=2, dims={"up": 2, "down": 1})).parameters
     assert parameters is not None and {name: list(dims) for name, dims in parameters.items()} == {
