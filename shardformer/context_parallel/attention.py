@@ -173,7 +173,7 @@ class PerDistancePositionBias:
 
     def __getattr__(self, name: str) -> Any:
         raise make_unknown_attribute_error(
-            name, "With context parallelism, an attention bias has one value per distance between query and key."
+            name, f"The model reads .{name} of its attention bias, which is not a tensor with context parallelism."
         )
 
 

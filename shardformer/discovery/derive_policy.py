@@ -187,8 +187,8 @@ class DerivedPolicy(RolePolicy):
             for path in find_layer_paths(self.model, layers):
                 if get_layer_kind(self.model.get_submodule(path)) not in made:
                     raise PolicyError(
-                        f"The layer {path} contains modules that none of the validated layers has.",
-                        rule="A derived policy shards only layers of the kinds on which it was validated.",
+                        f"The derived policy does not support the layer {path}, because it was validated only on "
+                        "layers with other modules.",
                         remedy="Write a policy for this model (docs/policies.md).",
                     )
 

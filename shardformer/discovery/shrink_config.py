@@ -318,7 +318,7 @@ def build_meta_model(config: Any) -> nn.Module:
     transformers = load_transformers()
     if not hasattr(config, "model_type"):
         raise PolicyError(
-            f"derive_policy takes a model or a transformers config, but received {config!r:.80}.",
+            f"derive_policy expects a model or a transformers config, but got {config!r:.80}.",
             remedy="Pass the model instead.",
         )
     name = get_first_architecture(config)

@@ -321,9 +321,9 @@ def _relative_error_over_tolerance(expected: Tensor, actual: Tensor | None, min_
 
 def _check_no_keyword_arguments(cls: type[nn.Module], options: dict[str, Any]) -> None:
     if options:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ConfigError(
-            f"{cls.__name__} takes no keyword arguments, but the policy passes "
-            f"{', '.join((f'{k}={v!r}' for k, v in options.items()))}.",
+            f"{cls.__name__} takes no keyword arguments, but the policy passes {arguments}.",
             remedy="Remove these keyword arguments from the policy.",
         )
 
