@@ -52,8 +52,8 @@ def unwrap_object_from_tensor(tensor: Tensor, kind: type) -> Any:
     value = getattr(tensor, _HELD, None)
     if not isinstance(value, kind):
         raise InputError(
-            "With context parallelism, a compiled layer must pass on its attention mask unchanged, but passed a tensor "
-            f"of shape {tuple(tensor.shape)}.",
+            "With context parallelism, a compiled layer must not change its attention mask, but its attention module "
+            f"received a tensor of shape {tuple(tensor.shape)}.",
             remedy="Set compile=False, or disable context parallelism for this model (sequence=1).",
         )
     return value

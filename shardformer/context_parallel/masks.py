@@ -47,13 +47,6 @@ class ChunkVisibility(Enum):
     SOME = "some"
 
 
-def make_unknown_attribute_error(name: str, problem: str) -> Exception:
-    """Return the error for a model that reads an attribute which a context-parallel mask or bias does not have."""
-    if name.startswith("_"):
-        return AttributeError(name)
-    return ConfigError(problem, remedy="Disable context parallelism for this model (sequence=1).")
-
-
 class ChunkedMask:
     """Attention mask of the full sequence that is evaluated chunk by chunk instead of stored as a tensor.
 
@@ -190,8 +183,11 @@ class ChunkedMask:
         )
 
     def __getattr__(self, name: str) -> Any:
-        raise make_unknown_attribute_error(
-            name, f"The model reads .{name} of its attention mask, which is not a tensor with context parallelism."
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise ConfigError(
+            f"The model reads .{name} of its attention mask, which is not a tensor with context parallelism.",
+            remedy="Disable context parallelism for this model (sequence=1).",
         )
 
 

@@ -94,7 +94,7 @@ class ReferenceGradients:
         for what, tensor in of:
             if tensor is not None and not tensor.isfinite().all():
                 dtype = next(self.model.parameters()).dtype
-                raise ValueError(f"{what} of the reduced model is NaN or infinite in {dtype}.")
+                raise ValueError(f"{what} of {type(self.model).__name__} is NaN or infinite in {dtype}.")
 
 
 def compute_gradient_tolerances(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
@@ -164,7 +164,7 @@ def copy_patched_forwards(reduced: nn.Module, model: nn.Module) -> None:
             continue
         method = vars(module)["forward"]
         if not (inspect.ismethod(method) and method.__self__ is module):
-            raise ValueError(f"The forward method of {path} is an unbound function. Bind it with types.MethodType.")
+            raise ValueError(f"The forward method of {path} is not bound to its module. Bind it with types.MethodType.")
         if path in places:
             places[path].__dict__["forward"] = MethodType(method.__func__, places[path])
     if missing := _count_patched_forwards(model).keys() - _count_patched_forwards(reduced).keys():
@@ -369,7 +369,7 @@ def reduce_or_copy_model(model: nn.Module) -> ReducedModel:
         return copy_small_model(model)
     except PolicyError as error:
         raise PolicyError(
-            f"{type(model).__name__} cannot be validated. {problem}. {error.what}.",
+            f"{type(model).__name__} can be neither reduced nor copied for validation: {problem}; {error.what}.",
             remedy="Let the constructor take only a config and store it as self.config, or add default values to all "
             "arguments of forward except the tokens or features.",
         ) from None

@@ -117,7 +117,7 @@ def check_registered_policy(model: nn.Module, policy: Policy) -> None:
         policy.no_sequence_parallel = policy.no_sequence_parallel or why
     if failure is not None:
         raise PolicyError(
-            f"{type(policy).__name__} does not match your code of {path} ({type(module).__name__}): {failure}.",
+            f"{type(policy).__name__} does not match your code in {path} ({type(module).__name__}): {failure}.",
             remedy="Pass policy=shardformer.derive_policy(model), write a policy (docs/policies.md), or use the class "
             "of the library.",
         )

@@ -304,8 +304,8 @@ class MicroBatchLossScaler:
         if not forward.parts:
             unreduced = " except with reduction='none'" if "none" in forward.reductions else ""
             raise make_not_sum_of_means_error(
-                f"The model computed its loss without calling a loss function of torch.nn.functional{unreduced}. "
-                "Call one, such as cross_entropy, or pass loss_weight."
+                f"The model computed its loss without calling a loss function of torch.nn.functional{unreduced}.",
+                "Call one with reduction='mean', such as cross_entropy, or pass loss_weight.",
             )
         if loss.numel() != 1:
             raise make_not_sum_of_means_error(
@@ -314,7 +314,8 @@ class MicroBatchLossScaler:
         if (count := len(forward.parts)) != (expected := len(self._losses)):
             raise make_not_sum_of_means_error(
                 "The model must call the same number of loss functions for each micro-batch, but called "
-                f"{count} for micro-batch {micro_batch_index} and {expected} for micro-batch {self._first}."
+                f"{count} for micro-batch {micro_batch_index} and {expected} for micro-batch {self._first}.",
+                "Call the same functions for all samples, or pass loss_weight.",
             )
         self._check_linear_combination(micro_batch_index, loss, forward)
         return loss.detach() if self._is_evaluation else loss
@@ -359,8 +360,9 @@ class MicroBatchLossScaler:
                 self.has_only_class_means = False
         elif [(x.name, x.is_mean) for x in self._losses[loss_index : loss_index + 1]] != [(call.name, call.is_mean)]:
             raise make_not_sum_of_means_error(
-                "The model must call the same loss functions with the same reduction for each micro-batch, but used "
-                f"{call.name} for micro-batch {micro_batch_index} unlike for micro-batch {self._first}."
+                "The model must call the same loss functions with the same reduction for each micro-batch, but "
+                f"micro-batch {micro_batch_index} uses {call.name}, unlike micro-batch {self._first}.",
+                "Call the same functions for all samples, or pass loss_weight.",
             )
         elif call.is_mean:
             self._check_predicted_count(micro_batch_index, loss_index, call)
@@ -489,7 +491,8 @@ class MicroBatchLossScaler:
             shape = None if call.basis is None else tuple(call.basis.shape)
             raise make_not_sum_of_means_error(
                 f"{call.name} counts {float(first_count):g} labels in micro-batch {first_index}, but the micro-batch "
-                f"contains no tensor of shape {shape} with these labels. Pass the labels in the batch."
+                f"contains no tensor of shape {shape} with these labels.",
+                "Pass the labels in the batch, or pass loss_weight.",
             )
         return [int(first_count) // size * other for other in self._sizes]
 
@@ -524,7 +527,8 @@ class MicroBatchLossScaler:
             ~((value - expected).abs() > bound * scale),
             lambda: (
                 f"The loss of micro-batch {micro_batch_index} is {float(value):.6g}, but its mean losses sum to "
-                f"{float(expected):.6g}. The loss contains another term or is not a sum."
+                f"{float(expected):.6g}. The loss contains another term, such as a router's balancing loss, or is not "
+                "a sum."
             ),
         )
         self._factors[micro_batch_index] = factors
@@ -555,8 +559,8 @@ class MicroBatchLossScaler:
                 factor = float(self._factors[m][loss_index]) if m in self._factors else 0.0
                 if n < total and abs(factor * n - 1) < 1e-6:
                     raise make_not_sum_of_means_error(
-                        f"The model divides the summed {loss.name} by the {n:g} labels of micro-batch {m}. Use "
-                        "reduction='mean', or add num_items_in_batch to the batch."
+                        f"The model divides the summed {loss.name} by the {n:g} labels of micro-batch {m}.",
+                        "Use reduction='mean', add num_items_in_batch to the batch, or pass loss_weight.",
                     )
 
     def _check_or_defer(self, is_valid: Tensor, describe_problem: Problem) -> None:
@@ -589,13 +593,14 @@ def _are_equal_tensors(x: Tensor, other: Tensor) -> bool:
     return x.shape == other.shape and bool(tolist_or_ones((x.detach().to(other) == other.detach()).all()))
 
 
-def make_not_sum_of_means_error(problem: str) -> ConfigError:
+def make_not_sum_of_means_error(
+    problem: str, remedy: str = "Pass loss_weight, use reduction='sum', or add num_items_in_batch to the batch."
+) -> ConfigError:
     return ConfigError(
         problem,
         rule="With several micro-batches, the loss must be a sum of mean losses of torch.nn.functional with constant "
-        "factors, whose labels are in the micro-batch.",
-        remedy="Pass loss_weight, a function that returns the number of labels of a micro-batch, use reduction='sum', "
-        "or add num_items_in_batch to the batch. Without micro-batches, set average_loss_over='ranks'.",
+        "factors. Other losses require loss_weight, a function that returns the number of labels of a micro-batch.",
+        remedy=f"{remedy} Without micro-batches, you can also set average_loss_over='ranks'.",
     )
 
 

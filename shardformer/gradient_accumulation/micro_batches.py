@@ -396,8 +396,7 @@ class _BatchSplitter:
         if x.dim() == 0 or x.shape[0] == 1:
             return [x for _ in self._micro_batch_indices]
         raise _make_row_count_error(
-            f"The input {path} must have one row for each of the {samples} samples of the batch, but has the shape "
-            f"{tuple(x.shape)}."
+            f"The input {path} of shape {tuple(x.shape)} has {len(x)} rows, but the batch has {samples} samples."
         )
 
     @staticmethod

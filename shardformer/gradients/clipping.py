@@ -224,9 +224,9 @@ def _check_model_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> No
     for owner in (state.gradient_owner for state in get_local_metadata() if state.gradient_owner is not None):
         for p in (p for group in owner.param_groups for p in group["params"]):
             if id(p) in clipped or (p.grad is not None and id(p.grad) in clipped):
-                raise _make_zero_gradients_error(
-                    "torch.nn.utils.clip_grad_norm_ received the parameters of a ZeroOptimizer instead of "
-                    "model.parameters()."
+                raise ConfigError(
+                    "torch.nn.utils.clip_grad_norm_ received the parameters of a ZeroOptimizer.",
+                    remedy="Pass model.parameters(), or call shardformer.clip_grad_norm_(model, max_norm).",
                 )
 
 
@@ -268,8 +268,9 @@ def _find_model_of_other_stages() -> dict[ShardingMetadata, list[ParamEntry]]:
         gc.collect()  # ignore models that are no longer referenced
     states = [state for state in get_local_metadata() if state.context.pipe.size > 1]
     if not states and any(state.gradient_owner is not None for state in get_local_metadata()):
-        raise _make_zero_gradients_error(
-            "torch.nn.utils.clip_grad_norm_ received no gradients, because ZeRO does not store them in .grad."
+        raise ConfigError(
+            "torch.nn.utils.clip_grad_norm_ received no gradients, because ZeRO does not store them in .grad.",
+            remedy="Pass model.parameters(), or call shardformer.clip_grad_norm_(model, max_norm).",
         )
     if len(states) > 1:
         raise ConfigError(
@@ -278,14 +279,6 @@ def _find_model_of_other_stages() -> dict[ShardingMetadata, list[ParamEntry]]:
             remedy="Call shardformer.clip_grad_norm_(model, max_norm) instead.",
         )
     return {state: [] for state in states}
-
-
-def _make_zero_gradients_error(problem: str) -> ConfigError:
-    return ConfigError(
-        problem,
-        remedy="Pass model.parameters(), call shardformer.clip_grad_norm_(model, max_norm), or use "
-        "shard_optimizer(..., max_grad_norm=max_norm).",
-    )
 
 
 CLIPPING_PATCHES: Mapping[Patch, Apply] = {

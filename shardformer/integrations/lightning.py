@@ -217,10 +217,12 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
                 "It averages copies of the module, which checkpoints would not contain",
             ),
         }
-        for what, (is_used, rule) in problems.items():
+        for setting, (is_used, rule) in problems.items():
             if is_used:
                 raise ConfigError(
-                    f"ShardFormerStrategy does not support {what}.", rule=rule, remedy="Remove or change this setting."
+                    f"ShardFormerStrategy does not support {setting}.",
+                    rule=rule,
+                    remedy="Remove or change this setting.",
                 )
         self._check_can_reuse_sharded_model(trainer)
 

@@ -127,13 +127,13 @@ class ShardedTRLTrainer(ShardedTrainer):
         guard_sharded_head_weights(self.sharded_model, type(self))
 
     def _check_packing(self, model: Any) -> None:
-        what = "padding_free=True, which packing sets,"
+        option = "padding_free=True, which packing sets,"
         if find_sharded_model(model) is not None:
             raise ConfigError(
-                f"{what} requires a plain model, but got a sharded {type(model).__name__}.",
+                f"{option} requires a plain model, but got a sharded {type(model).__name__}.",
                 remedy="Pass the plain model to the trainer, and let parallel=ParallelConfig(...) shard it.",
             )
-        check_packing_is_supported(model, what, "Set packing=False and padding_free=False")
+        check_packing_is_supported(model, option, "Set packing=False and padding_free=False")
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         if find_sharded_model(self.model) is None:

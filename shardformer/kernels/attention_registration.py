@@ -20,7 +20,6 @@ from shardformer.kernels.attention import (
     get_flash_attn_func,
 )
 from shardformer.kernels.model_specific_attention import (
-    OVERRIDES,
     SDPA,
     apply_attention_overrides,
     check_attention_overrides,

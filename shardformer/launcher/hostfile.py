@@ -56,9 +56,7 @@ def read_hostfile(path: str | Path) -> list[HostEntry]:
             )
         hosts.append(HostEntry(match["name"], int(match["slots"]) if match["slots"] else None))
     if not hosts:
-        raise LaunchError(
-            f"The host file {file_name} lists no machine.", remedy="Add a line such as 'node1 slots=4'."
-        )
+        raise LaunchError(f"The host file {file_name} lists no machine.", remedy="Add a line such as 'node1 slots=4'.")
     return hosts
 
 
