@@ -107,8 +107,8 @@ def check_argument(name: str, value: object, is_valid: bool, rule: str, remedy: 
 def _raise_unless_valid(name: str, value: object, is_valid: bool, problem: str, remedy: str, rule: str = "") -> None:
     if not is_valid:
         owner, _, argument = name.rpartition(".")
-        shown = f"{argument}={value!r:.80}"
-        raise ConfigError(f"{f'{owner}({shown})' if owner else shown} {problem}.", rule=rule, remedy=remedy)
+        argument_and_value = f"{owner}({argument}={value!r:.80})" if owner else f"{argument}={value!r:.80}"
+        raise ConfigError(f"{argument_and_value} {problem}.", rule=rule, remedy=remedy)
 
 
 def check_int(name: str, value: object, minimum: int = 1, *, unit: str = "", example: int | None = None) -> None:
@@ -284,12 +284,13 @@ def import_optional_module(
         alternative: what to do instead of installing it, as an infinitive.
         library: name of the library, if it is not the first part of ``module``.
     """
+    package = module.partition(".")[0]
     try:
-        import_module(module.partition(".")[0])
+        import_module(package)
         return import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"{feature} requires {library or module.partition('.')[0]}, which is not installed.",
+            f"{feature} requires {library or package}, which is not installed.",
             remedy=f"Run pip install 'shardformer[{extra}]'" + (f", or {alternative}" if alternative else ""),
         ) from error
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.context_parallel.attention_kernels import AttentionDropout, AttentionScoreOptions
-from shardformer.context_parallel.masks import ChunkedMask, causal_predicate, make_unknown_attribute_error
+from shardformer.context_parallel.masks import ChunkedMask, causal_predicate
 from shardformer.context_parallel.ring_attention import RingExchange, ring_attention
 from shardformer.context_parallel.sequence_layout import ContextParallelState, SequencePositions, get_current_state
 from shardformer.context_parallel.ulysses import (
@@ -174,8 +174,11 @@ class PerDistancePositionBias:
     distance_bias: Tensor
 
     def __getattr__(self, name: str) -> Any:
-        raise make_unknown_attribute_error(
-            name, "Context parallelism does not create the full attention bias, which this model reads."
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise ConfigError(
+            f"The model reads .{name} of its attention bias, which is not a tensor with context parallelism.",
+            remedy="Disable context parallelism for this model (sequence=1).",
         )
 
 

@@ -52,8 +52,8 @@ def unwrap_object_from_tensor(tensor: Tensor, kind: type) -> Any:
     value = getattr(tensor, _HELD, None)
     if not isinstance(value, kind):
         raise InputError(
-            f"Compiled attention received a tensor of shape {tuple(tensor.shape)} instead of its attention mask.",
-            rule="With context parallelism, a compiled layer must pass on its attention mask unchanged.",
+            "With context parallelism, a compiled layer must not change its attention mask, but its attention module "
+            f"received a tensor of shape {tuple(tensor.shape)}.",
             remedy="Set compile=False, or disable context parallelism for this model (sequence=1).",
         )
     return value
@@ -158,7 +158,6 @@ def _autograd_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, 
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise ConfigError(
             "Compiled attention with context parallelism does not support backward(create_graph=True).",
-            rule="Its collectives only have first derivatives.",
             remedy="Remove create_graph=True, or compute the second derivatives on the unsharded model.",
         )
     *grads, sinks_grad = torch.ops.shardformer.context_attention_backward(grad, q, k, v, sinks, out, lse, call)

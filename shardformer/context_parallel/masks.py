@@ -47,17 +47,6 @@ class ChunkVisibility(Enum):
     SOME = "some"
 
 
-def make_unknown_attribute_error(name: str, rule: str) -> Exception:
-    """Return the error for a model that reads an attribute which a context-parallel mask or bias does not have."""
-    if name.startswith("_"):
-        return AttributeError(name)
-    return ConfigError(
-        f"The model reads the attribute {name} of an attention mask or bias that is not a tensor.",
-        rule=rule,
-        remedy="Disable context parallelism for this model (sequence=1).",
-    )
-
-
 class ChunkedMask:
     """Attention mask of the full sequence that is evaluated chunk by chunk instead of stored as a tensor.
 
@@ -112,8 +101,7 @@ class ChunkedMask:
             visible = torch.as_tensor(visible, device=device)
             if visible.dim() == 4 and visible.shape[1] > 1:
                 raise ConfigError(
-                    "The attention mask of this model differs between heads, which context parallelism does not "
-                    "support.",
+                    "Context parallelism does not support attention masks that differ between heads, as in this model.",
                     remedy="Disable context parallelism for this model (sequence=1).",
                 )
             visible = visible.expand(
@@ -195,8 +183,11 @@ class ChunkedMask:
         )
 
     def __getattr__(self, name: str) -> Any:
-        raise make_unknown_attribute_error(
-            name, "With context parallelism, an attention mask is computed chunk by chunk."
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise ConfigError(
+            f"The model reads .{name} of its attention mask, which is not a tensor with context parallelism.",
+            remedy="Disable context parallelism for this model (sequence=1).",
         )
 
 

@@ -53,10 +53,9 @@ def choose_ring_sizes(model: nn.Module, context: ParallelContext, method: str) -
         sizes = RingSizes(view[RING], view[GROUP], method == "gather")
         if (method == "ring" and sizes.group > 1) or (method in ("ulysses", "gather") and sizes.ring > 1 < sizes.group):
             raise ConfigError(
-                f"context_parallel={method!r} does not fit the sequence axis of size {sizes.ring} x {sizes.group}.",
-                rule="Two sizes define a ring of Ulysses groups. Ranks exchange keys along the ring, and heads within "
-                "a group.",
-                remedy="Use context_parallel='auto', or pass one size for the axis.",
+                f"context_parallel={method!r} requires a single size of the sequence axis, but got "
+                f"sequence=({sizes.ring}, {sizes.group}).",
+                remedy=f"Set sequence={size}, or use context_parallel='auto'.",
             )
         return sizes
     if method == "ulysses":

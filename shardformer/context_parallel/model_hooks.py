@@ -250,8 +250,8 @@ class FullSequenceHook:
         local = state.get_local_length(positions.length)
         if hidden.shape[1] != local:
             raise InputError(
-                f"{type(module).__name__} received a tensor of shape {tuple(hidden.shape)}, but with context "
-                f"parallelism its input must contain the positions of this rank, (batch, {local}, hidden).",
+                f"With context parallelism, the input of {type(module).__name__} must have the shape "
+                f"(batch, {local}, hidden) on this rank, but got {tuple(hidden.shape)}.",
                 remedy="Disable context parallelism for this model (sequence=1).",
             )
         self._random.enter_local_state(hidden, module.training)

@@ -201,7 +201,9 @@ def _iterate_keys_and_values(kv: Tensor, exchange: RingExchange) -> Iterator[tup
         if chunks:
             yield owner, chunks, into
         elif exchange.get_needed_chunks(me, owner):
-            raise AssertionError(f"Rank {me} needs the keys of rank {owner}, but received none")
+            raise AssertionError(
+                f"Ring attention on rank {me} received no keys from rank {owner}. Report this bug in ShardFormer."
+            )
         else:
             yield owner, (), into
         incoming = following

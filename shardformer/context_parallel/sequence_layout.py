@@ -49,11 +49,11 @@ class SequencePositions:
     group: int = 1  # the number of ranks that share the chunks of a ring rank, and exchange heads for positions
 
     def __post_init__(self) -> None:
-        if self.length < self.get_min_length(self.ring, self.group):
+        if self.length < (minimum := self.get_min_length(self.ring, self.group)):
             raise InputError(
                 f"A sequence of {self.length} positions is too short for context parallelism over {self.ring} x "
-                f"{self.group} ranks, which needs at least {self.get_min_length(self.ring, self.group)} positions.",
-                remedy="Pass longer sequences, or use fewer ranks on the sequence axis.",
+                f"{self.group} ranks.",
+                remedy=f"Pass sequences of at least {minimum} positions, or use fewer ranks on the sequence axis.",
             )
 
     @staticmethod
@@ -247,12 +247,10 @@ class ContextParallelState:
         if len(candidate_dims) > 1 and not self.is_whole:
             argument = "".join(map(str, argument_path[1:])) if isinstance(argument_path, tuple) else argument_path
             raise InputError(
-                f"The layer argument {argument} of shape {tuple(x.shape)} has {len(candidate_dims)} dimensions with "
-                "the length of the sequence.",
-                rule="Context parallelism shards only one dimension, so it does not support masks of all pairs of "
-                "positions.",
-                remedy="Pass a padding mask of shape (batch, sequence), or position_ids that restart at 0 in each "
-                "packed document. If the sizes are equal by chance, use another sequence length.",
+                f"Context parallelism does not support the layer argument {argument} of shape {tuple(x.shape)}, in "
+                "which several dimensions have the length of the sequence.",
+                remedy="Pass a padding mask of shape (batch, sequence) or position_ids instead of masks of all pairs "
+                "of positions, or use another sequence length.",
             )
         self.dims[argument_path] = candidate_dims[0] if len(candidate_dims) == 1 else None
         return self.dims[argument_path]

@@ -187,8 +187,8 @@ class DerivedPolicy(RolePolicy):
             for path in find_layer_paths(self.model, layers):
                 if get_layer_kind(self.model.get_submodule(path)) not in made:
                     raise PolicyError(
-                        f"The layer {path} contains modules that none of the validated layers has.",
-                        rule="A derived policy shards only layers of the kinds on which it was validated.",
+                        f"The derived policy does not support the layer {path}, because it was validated only on "
+                        "layers with other modules.",
                         remedy="Write a policy for this model (docs/policies.md).",
                     )
 
@@ -596,7 +596,6 @@ def _make_unknown_inputs_error(model: nn.Module, reason: str) -> DerivationError
     batch = ", ".join(f'"{name}": ...' for name in get_required_arguments(model))
     return DerivationError(
         f"No policy for {type(model).__name__} could be derived from a forward pass: {reason}.",
-        rule="Only tokens, images and audio are generated automatically, by the argument names of forward.",
         remedy="Pass one small batch, identical on all ranks:\n\n"
         f"    policy = shardformer.derive_policy(model, batch={{{batch}}})\n"
         "    model = shardformer.shard_model(model, policy=policy)\n\n"
@@ -620,9 +619,7 @@ def _make_nothing_sharded_error(
     table = f"{IN_ITS_FORWARD}:\n{indent(nearest_table, '    ')}\nOr omit" if nearest_table else "Omit"
     return DerivationError(
         f"No layer of {name} can be sharded{requested} by tensor parallelism: {reasons}.",
-        rule="Tensor parallelism shards attention by heads, and an MLP by the features between its linear layers. "
-        "A scan or convolution between them needs all features.",
-        remedy=f"{table} the tensor axis. Split the batch with launch_from_torch(data=2), and the memory with "
+        remedy=f"{table} the tensor axis, and use launch_from_torch(data=2) and "
         f"shardformer.shard_optimizer(model, optimizer, stage=3). {pipe}. If some modules can be sharded, describe "
         "them in a policy (docs/policies.md).",
     )

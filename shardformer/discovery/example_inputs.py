@@ -51,11 +51,11 @@ def convert_batch_to_kwargs(batch: Any, model: nn.Module) -> dict[str, Any]:
     values = (batch,) if isinstance(batch, Tensor) else batch
     names = list(inspect.signature(model.forward).parameters)
     if not isinstance(values, (list, tuple)) or len(values) > len(names):
-        shown = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (list, tuple)) else "")
+        received = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (list, tuple)) else "")
+        arguments, first = ", ".join(names), names[0] if names else "x"
         raise InputError(
-            f"batch is {shown}, which does not fit the forward pass of {type(model).__name__}.",
-            rule=f"The forward pass takes {', '.join(names)}.",
-            remedy=f'Pass a dict, as in batch={{"{names[0] if names else "x"}": tensor}}.',
+            f"batch must contain the arguments of {type(model).__name__}.forward({arguments}), but got {received}.",
+            remedy=f'Pass a dict, such as batch={{"{first}": tensor}}.',
         )
     return dict(zip(names, values, strict=False))
 
@@ -70,11 +70,11 @@ def make_example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     inputs = dict(generate_known_inputs(model))
     if not inputs:
         example = ", ".join(f'"{name}": tensor' for name in get_required_arguments(model))
+        arguments = ", ".join(names)
         raise UnknownInputsError(
-            f"No example inputs can be generated for {type(model).__name__}, whose forward takes {', '.join(names)}.",
-            rule="A policy is derived from one forward pass with tokens, images or audio.",
-            remedy=f"Pass an example batch: shardformer.derive_policy(model, batch={{{example}}}). On the command line "
-            "pass FILE.py:function, where the function returns (model_fn, batch_fn) (docs/add-a-model.md).",
+            f"No example inputs can be generated for {type(model).__name__}.forward({arguments}).",
+            remedy=f"Pass an example batch: shardformer.derive_policy(model, batch={{{example}}}), or FILE.py:function "
+            "on the command line (docs/add-a-model.md).",
         )
     text = ("input_ids", "attention_mask", "decoder_input_ids")
     only_text = {name: x for name, x in inputs.items() if name in text}

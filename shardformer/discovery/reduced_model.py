@@ -90,11 +90,11 @@ class ReferenceGradients:
 
     def check_finite(self) -> None:
         """Raise ValueError if the loss or a gradient is not finite, for example because a mask overflows."""
-        of = [("the output", torch.tensor(self.loss)), *(("a gradient", g) for g in self.gradients.values())]
+        of = [("The output", torch.tensor(self.loss)), *(("A gradient", g) for g in self.gradients.values())]
         for what, tensor in of:
             if tensor is not None and not tensor.isfinite().all():
                 dtype = next(self.model.parameters()).dtype
-                raise ValueError(f"{what} contains values that are NaN or infinite when computed in {dtype}")
+                raise ValueError(f"{what} of {type(self.model).__name__} is NaN or infinite in {dtype}.")
 
 
 def compute_gradient_tolerances(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
@@ -164,12 +164,12 @@ def copy_patched_forwards(reduced: nn.Module, model: nn.Module) -> None:
             continue
         method = vars(module)["forward"]
         if not (inspect.ismethod(method) and method.__self__ is module):
-            raise ValueError(f"the forward method of {path} was replaced by a function that is not bound to the module")
+            raise ValueError(f"The forward method of {path} is not bound to its module. Bind it with types.MethodType.")
         if path in places:
             places[path].__dict__["forward"] = MethodType(method.__func__, places[path])
     if missing := _count_patched_forwards(model).keys() - _count_patched_forwards(reduced).keys():
         path = next(iter(missing))[0]
-        raise ValueError(f"the forward method of {path} was replaced, but the reduced model lacks this module")
+        raise ValueError(f"The forward method of {path} was replaced, but the reduced model lacks this module.")
 
 
 def _count_patched_forwards(model: nn.Module) -> Counter[tuple[str, Any]]:
@@ -196,7 +196,7 @@ def check_copy_is_independent(model: nn.Module) -> Iterator[None]:
         raise ValueError(_NOT_INDEPENDENT)
 
 
-_NOT_INDEPENDENT = "a replaced forward method or a hook of the copied model runs modules of the original model"
+_NOT_INDEPENDENT = "A replaced forward method or a hook of the copied model runs modules of the original model."
 
 
 class _ReadDetector(TorchDispatchMode):
@@ -299,8 +299,8 @@ def reduce_model(
         try:
             reduced = _build_on_cpu(make, dtype)
             if make not in copies:
-                if missing := find_layer_kinds(model) - find_layer_kinds(reduced):
-                    raise ValueError(f"the reduced model lacks {len(missing)} kinds of layers that the full model has")
+                if count := len(find_layer_kinds(model) - find_layer_kinds(reduced)):
+                    raise ValueError(f"The reduced model lacks {count} of the layer types of the full model.")
                 copy_patched_forwards(reduced, model)
             with check_copy_is_independent(model):
                 run, batch_used = _find_trainable_batch(reduced, batch, media_in_text=media_in_text)
@@ -319,14 +319,13 @@ def reduce_model(
     found = "; ".join(dict.fromkeys(problems)) or f"it has {count_parameters(model):,} parameters and no config"
     raise PolicyError(
         f"No reduced model of {type(model).__name__} can be built and run: {found}.",
-        rule=f"A policy is derived and validated on a model of the same class with at most {SMALL_NUMEL:,} parameters.",
-        remedy="Write a policy (docs/policies.md), derive it from a small config, or pass an example batch that fits "
-        "the reduced model: derive_policy(model, batch={...}).",
+        remedy="Write a policy (docs/policies.md), pass an example batch to derive_policy, or derive the policy from a "
+        f"config with at most {SMALL_NUMEL:,} parameters.",
     )
 
 
 def _format_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip()[:160]}"
+    return f"{type(error).__name__}: {str(error).strip()[:160].rstrip('.')}"
 
 
 def _list_model_copiers(model: nn.Module) -> list[Callable[[], nn.Module]]:
@@ -351,11 +350,8 @@ def copy_small_model(model: nn.Module) -> ReducedModel:
         except Exception as error:  # user code may raise anything
             problem = f"{type(error).__name__}: {get_first_message_line(error)[:160]}"
     raise PolicyError(
-        f"No copy of {type(model).__name__} can be run: {problem}.",
-        rule="A policy is validated by a forward and a backward pass of a copy with at most "
-        f"{SMALL_NUMEL:,} parameters.",
-        remedy="Validate the policy with shardformer.verify.verification.verify(make_model, batches, tensor=2, "
-        "policy=...) instead.",
+        f"No copy of {type(model).__name__} can be run to validate the policy: {problem}.",
+        remedy="Use shardformer.verify.verification.verify(make_model, batches, tensor=2, policy=...) instead.",
     )
 
 
@@ -368,16 +364,14 @@ def reduce_or_copy_model(model: nn.Module) -> ReducedModel:
     try:
         return reduce_model(model)
     except PolicyError as error:
-        problem = error
+        problem = error.what
     try:
         return copy_small_model(model)
     except PolicyError as error:
         raise PolicyError(
-            f"{problem.what.rstrip('.')}; and {error.what[0].lower()}{error.what[1:]}.",
-            rule="Layers are validated on a reduced model that is built as type(model)(model.config), or on a copy if "
-            f"the model has at most {SMALL_NUMEL:,} parameters. Copies are called with the required arguments.",
+            f"{type(model).__name__} can be neither reduced nor copied for validation: {problem}; {error.what}.",
             remedy="Let the constructor take only a config and store it as self.config, or add default values to all "
-            "forward arguments except the tokens or features.",
+            "arguments of forward except the tokens or features.",
         ) from None
 
 
@@ -415,7 +409,7 @@ def _build_reduced_model(shrinker: ConfigShrinker, **options: Any) -> nn.Module:
         model = _match_image_and_text_widths(model, small) if hasattr(model, "get_input_embeddings") else model
         numel = count_parameters(model)
     if numel > SMALL_NUMEL:
-        raise ValueError(f"the reduced model has {numel:,} parameters, but the limit is {SMALL_NUMEL:,}")
+        raise ValueError(f"The reduced model has {numel:,} parameters, but the limit is {SMALL_NUMEL:,}.")
     return model
 
 

@@ -318,7 +318,7 @@ def build_meta_model(config: Any) -> nn.Module:
     transformers = load_transformers()
     if not hasattr(config, "model_type"):
         raise PolicyError(
-            f"derive_policy takes a model or a transformers config, but received {config!r:.80}.",
+            f"derive_policy expects a model or a transformers config, but got {config!r:.80}.",
             remedy="Pass the model instead.",
         )
     name = get_first_architecture(config)
@@ -327,8 +327,9 @@ def build_meta_model(config: Any) -> nn.Module:
         with torch.device("meta"):
             model: nn.Module = make(copy.deepcopy(config))
     except Exception as error:
+        architecture = name or config.model_type
         raise PolicyError(
-            f"{name or config.model_type} cannot be built from its config: {type(error).__name__}: {error!s:.200}.",
+            f"{architecture} cannot be built from its config: {type(error).__name__}: {error!s:.200}.",
             remedy="Correct the config, or pass the model instead.",
         ) from error
     return model

@@ -69,13 +69,13 @@ def check_packing_is_supported(
         try:
             small, ids_BS = _make_small_model(model)
             is_separated = _isolates_packed_documents(small.to(torch.float64), ids_BS)
-            reason = "lets tokens attend to other documents of their row"
+            reason = "lets packed documents attend to each other"
         except Exception as error:  # the model takes no position_ids
-            is_separated, reason = False, f"does not accept rows of several documents: {get_first_message_line(error)}"
+            is_separated, reason = False, f"does not accept packed documents: {get_first_message_line(error)}"
     if not is_separated:
         raise ConfigError(
-            f"{option} does not support {type(model).__name__}, which {reason}.",
-            rule="Packing puts several texts in a row, and only their position_ids separate them.",
+            f"{option} requires a model that separates packed documents by their position_ids, but "
+            f"{type(model).__name__} {reason}.",
             remedy=remedy,
         )
 
@@ -121,7 +121,7 @@ def _measure_dependence(model: nn.Module, ids_BS: Tensor) -> LabelDependence:
         with torch.no_grad():
             other_BSV = model(input_ids=other_BS)["logits"]
         if not torch.isfinite(other_BSV).all():
-            raise ValueError("the output is not finite")
+            raise ValueError("The logits of the model contain NaN or infinite values.")
         difference = (other_BSV - logits_BSV)[:, compared].abs().max()
         return bool(difference > NOISE * logits_BSV.abs().max())
 

@@ -117,11 +117,9 @@ def check_registered_policy(model: nn.Module, policy: Policy) -> None:
         policy.no_sequence_parallel = policy.no_sequence_parallel or why
     if failure is not None:
         raise PolicyError(
-            f"{type(policy).__name__} was not written for the code of {path} ({type(module).__name__}): {failure}.",
-            rule="A registered policy expects the classes of the library. With user code, it must pass validation on a "
-            "reduced model.",
-            remedy="Pass policy=shardformer.derive_policy(model), write a policy (docs/policies.md), or use the "
-            "library's class.",
+            f"{type(policy).__name__} does not match your code in {path} ({type(module).__name__}): {failure}.",
+            remedy="Pass policy=shardformer.derive_policy(model), write a policy (docs/policies.md), or use the class "
+            "of the library.",
         )
 
 
@@ -228,7 +226,8 @@ def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor_parallel_siz
             try:
                 _RESULTS[key] = _validate_on_model_copy(plan, policy, tensor_parallel_size)
             except _ValidationImpossibleError as error:
-                _RESULTS[key] = f"{type(policy).__name__} was not validated on a copy of the model: {error}."
+                reason = str(error).rstrip(".")
+                _RESULTS[key] = f"{type(policy).__name__} was not validated on a copy of the model: {reason}."
         result = _RESULTS[key]
     if isinstance(result, PolicyError):
         raise PolicyError(result.what, rule=result.rule, remedy=result.remedy)
@@ -242,7 +241,7 @@ def _is_builtin_policy(plan: ShardingPlan, policy: Policy) -> bool:
 
 def _validate_on_model_copy(plan: ShardingPlan, policy: Policy, tensor_parallel_size: int) -> PolicyError | None:
     if code := next(_find_user_code_in_policy(plan, policy), None):
-        raise _ValidationImpossibleError(f"the policy contains user code: {code}")
+        raise _ValidationImpossibleError(f"The policy contains user code: {code}.")
     try:
         with (
             torch.inference_mode(False),
@@ -252,7 +251,7 @@ def _validate_on_model_copy(plan: ShardingPlan, policy: Policy, tensor_parallel_
         ):
             return _PolicyValidator(*_make_trial_model(plan.model, policy, tensor_parallel_size)).find_policy_error()
     except PolicyError as error:  # no copy can be built or called
-        raise _ValidationImpossibleError(error.what[:1].lower() + error.what[1:]) from error
+        raise _ValidationImpossibleError(error.what) from error
 
 
 def _make_trial_model(model: nn.Module, policy: Policy, tensor_parallel_size: int) -> tuple[ReducedModel, Policy, int]:
@@ -261,17 +260,17 @@ def _make_trial_model(model: nn.Module, policy: Policy, tensor_parallel_size: in
     if numel <= SMALL_NUMEL:
         if numel * tensor_parallel_size > MAX_TRIAL_NUMEL:
             raise _ValidationImpossibleError(
-                f"it would take too long to validate {numel:,} parameters over {tensor_parallel_size} ranks"
+                f"The model is too large to validate: {numel:,} parameters over {tensor_parallel_size} ranks."
             )
         return reduced_model.copy_small_model(model), policy, tensor_parallel_size
     if not _refers_to_head_counts_by_name(policy):
         raise _ValidationImpossibleError(
-            f"the model has more than {SMALL_NUMEL:,} parameters, and the policy specifies head counts as numbers, "
-            "which may differ in a reduced model. To enable validation, specify config fields or attributes instead"
+            "The policy specifies head counts as numbers, which cannot be validated for a model with more than "
+            f"{SMALL_NUMEL:,} parameters. Specify config fields or attributes instead."
         )
     reduced = reduced_model.reduce_model(model)
     if get_layer_kind(reduced.model) != get_layer_kind(model) or any("forward" in vars(m) for m in model.modules()):
-        raise _ValidationImpossibleError("the reduced model does not contain the same modules as the full model")
+        raise _ValidationImpossibleError("The reduced model does not contain the same modules as the full model.")
     return reduced, policy, min(tensor_parallel_size, MAX_TRIAL_RANKS)
 
 
@@ -332,13 +331,13 @@ class _PolicyValidator:
             raise _ValidationImpossibleError(validation.summarize_error(error)) from error
         if not abs(first.loss - again) <= 0.01 * RELATIVE * abs(first.loss):
             raise _ValidationImpossibleError(
-                "the model is not deterministic: two forward passes with the same batch differ"
+                "The model is not deterministic: two forward passes with the same batch differ."
             )
         self._draws_random_numbers = _draws_random_numbers(native, reduced)
         if low_precision.seen is not None:
             dtype = low_precision.seen
             raise _ValidationImpossibleError(
-                f"the model computes in {dtype} internally, and rounding would hide differences"
+                f"The model computes in {dtype} internally, so that rounding errors would hide differences."
             )
         self._reference = replace(first, model=reduced.model)
         self._parts: dict[type[nn.Module], Policy] = {}
@@ -353,7 +352,7 @@ class _PolicyValidator:
             return None
         if self._draws_random_numbers:
             raise _ValidationImpossibleError(
-                "the model draws random numbers, which differ between shards and the full model"
+                "The model draws random numbers, which differ between the shards and the full model."
             )
         role, fault = next(self._iter_failing_roles(), (None, fault))
         name, model = type(self._policy).__name__, type(self._reduced.model).__name__
@@ -403,8 +402,8 @@ class _PolicyValidator:
             if expected_outputs is None:
                 return self._find_training_failure(policy, _record_module_outputs(self._reduced))
             at = next(iter(first), None)
-            if not str(difference).startswith("the output"):
-                return PolicyFailure(f"trains differently: {difference}" + (f", as does {at!r}" if at else ""), at)
+            if not (problem := validation.describe_failure(difference)).startswith("the output"):
+                return PolicyFailure(f"trains differently: {problem}" + (f", as does {at!r}" if at else ""), at)
             return PolicyFailure("computes a different output" + (f", first in {at!r}" if at else ""), at)
         except PolicyError as error:
             return PolicyFailure(f"does not run: {error.what}", remedy=error.remedy)

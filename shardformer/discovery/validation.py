@@ -85,6 +85,12 @@ def summarize_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {get_first_message_line(error)[:MAX_ERROR_CHARS]}"
 
 
+def describe_failure(error: Exception) -> str:
+    """Return the message of a failed validation as a clause, without a full stop."""
+    text = get_first_message_line(error)
+    return error.what if isinstance(error, ShardFormerError) else text[:1].lower() + text[1:]
+
+
 def _is_library_frame(frame: FrameType) -> bool:
     name = str(frame.f_globals.get("__name__", ""))
     return name.partition(".")[0] in LIBRARIES or frame.f_code.co_filename.startswith("<")
@@ -124,7 +130,7 @@ def validate_sharding(
     try:
         run_as_threads(train, **axis_sizes, in_turn=True)
     except (TrainingMismatchError, ShardFormerError) as error:
-        return error.what if isinstance(error, ShardFormerError) else str(error)
+        return describe_failure(error)
     except Exception as error:  # a forward pass with wrong shards may raise anything
         return f"the sharded model does not run ({format_error(error)})"
     return None
@@ -143,21 +149,23 @@ def compare_training(reference: ReferenceGradients, model: nn.Module) -> None:
     loss = compute_probe_loss(reference.run(model))
     if not abs(loss.item() - reference.loss) <= RELATIVE * abs(reference.loss):
         raise TrainingMismatchError(
-            f"the output differs: its test loss is {loss.item():.6g} instead of {reference.loss:.6g}"
+            f"The output differs from that of the unsharded model: the test loss is {loss.item():.6g} instead of "
+            f"{reference.loss:.6g}."
         )
     loss.backward()
     specs, coords = get_shard_specs(model), get_metadata(model).coords
     for name, param in model.named_parameters():
         expected = reference.gradients[name]
         if (expected is None) != (param.grad is None):
+            found = "a" if expected is None else "no"
             raise TrainingMismatchError(
-                f"{name} has {'a' if expected is None else 'no'} gradient in the sharded model, unlike in the original"
+                f"The parameter {name} has {found} gradient in the sharded model, unlike in the unsharded model."
             )
         if expected is None or param.grad is None or not expected.numel():
             continue
         shard = specs[name].slice_full_tensor(expected, coords)
         if not reference.is_within_tolerance(name, max_abs_difference(shard, param.grad)):
-            raise TrainingMismatchError(f"the gradient of {name} differs")
+            raise TrainingMismatchError(f"The gradient of {name} differs from that of the unsharded model.")
 
 
 ONE_LAYER = "it does not have two layers that run in sequence"
@@ -199,7 +207,7 @@ def validate_pipeline_stages(
             for expected in (reference, *reference.further_batches):
                 _compare_stages(expected, chain, chain.get_stage_ranges([0, bound, count]))
     except (TrainingMismatchError, ShardFormerError) as error:
-        return error.what if isinstance(error, ShardFormerError) else str(error)
+        return describe_failure(error)
     except Exception as error:  # a forward pass of a partial model may raise anything
         return f"in two stages it does not run ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
     return None
@@ -221,7 +229,7 @@ def _compare_stages(
         first, StageForwardState(layer_ranges[0], {}), lambda: reference.run(first)
     )
     if payload is None:
-        raise TrainingMismatchError("the forward pass did not call all layers of the first stage")
+        raise TrainingMismatchError("The forward pass did not call all layers of the first pipeline stage.")
     received = {name: x.detach().requires_grad_(x.requires_grad) for name, x in payload.items()}
     output, _ = second_forward.run_stage_forward(
         second, StageForwardState(layer_ranges[1], received), lambda: reference.run(second)
@@ -229,7 +237,7 @@ def _compare_stages(
     _compare_outputs(reference, output)
     trains = [name for name, x in payload.items() if x.requires_grad]
     if any(received[name].grad is None for name in trains):
-        raise TrainingMismatchError("a tensor that the first stage sends to the second stage receives no gradient")
+        raise TrainingMismatchError("A tensor that the first stage sends to the second stage receives no gradient.")
     if trains:
         torch.autograd.backward([payload[name] for name in trains], [received[name].grad for name in trains])
     _compare_gradients(reference.model, _sum_gradients(reference.model, [first, second]))
@@ -240,11 +248,11 @@ def _compare_outputs(reference: ReferenceGradients, output: Any) -> None:
     expected, stage_outputs = _get_float_outputs(reference.run(reference.model)), _get_float_outputs(output)
     here = [at for at, x in enumerate(stage_outputs) if not is_placeholder(x)]
     if len(expected) != len(stage_outputs) or 0 not in here:
-        raise TrainingMismatchError("the output of the last stage depends on parameters of an earlier stage")
+        raise TrainingMismatchError("The output of the last stage depends on parameters of an earlier stage.")
     for at in here:
         a, b = expected[at], stage_outputs[at]
         if not max_abs_difference(a, b) <= RELATIVE * a.abs().max():
-            raise TrainingMismatchError("the output differs")
+            raise TrainingMismatchError("The output of the pipeline stages differs from that of the full model.")
     reference.model.zero_grad()
     for outputs in (expected, stage_outputs):
         losses = [reduced_model.compute_weighted_mean_square(outputs[at], outputs[at].shape).double() for at in here]
@@ -256,11 +264,11 @@ def _compare_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> Non
     model.zero_grad()
     if expected.keys() != gradients.keys():
         name = sorted(expected.keys() ^ gradients.keys())[0]
-        raise TrainingMismatchError(f"{name} has a gradient either only with or only without pipeline stages")
+        raise TrainingMismatchError(f"{name} has a gradient only with pipeline stages or only without them.")
     bounds = reduced_model.compute_gradient_tolerances(expected)
     for name, gradient in expected.items():
         if gradient.numel() and not max_abs_difference(gradient, gradients[name]) <= bounds[name]:
-            raise TrainingMismatchError(f"the gradient of {name} differs")
+            raise TrainingMismatchError(f"The gradient of {name} over pipeline stages differs from the full model.")
 
 
 def _get_float_outputs(output: Any) -> list[Tensor]:

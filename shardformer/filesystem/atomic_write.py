@@ -98,7 +98,7 @@ def to_absolute_path(folder: str | os.PathLike[str]) -> Path:
     text = folder if isinstance(folder, (str, os.PathLike)) else None
     if text is None or not isinstance(text := os.fspath(text), str) or not text or "\0" in text:
         raise ConfigError(
-            f"{folder!r:.80} is not a valid path of a folder.", remedy="Pass a path such as 'run/checkpoints'."
+            f"{folder!r:.80} is not a valid folder path.", remedy="Pass a path such as 'run/checkpoints'."
         )
     return Path(os.path.expanduser(text)).absolute()
 
@@ -116,9 +116,10 @@ def make_folder(folder: Path) -> None:
         other = next((p for p in (folder, *folder.parents) if os.path.lexists(p) and not p.is_dir()), None)
         if other is None:
             raise
+        kind = "a broken link" if other.is_symlink() else "a file"
         raise ConfigError(
-            f"{folder} cannot be created, because {other} is {'a broken link' if other.is_symlink() else 'a file'}.",
-            remedy="Pass the path of another folder, or move that file away.",
+            f"The folder {folder} cannot be created, because {other} is {kind}.",
+            remedy=f"Pass the path of another folder, or remove {other}.",
         ) from error
 
 

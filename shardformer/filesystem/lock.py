@@ -29,7 +29,6 @@ LOCK = ".shardformer.lock"
 REFRESH_S, STALE_S = 5.0, 30.0
 """Refresh interval, and the time without a refresh after which a process on another machine takes over a lock."""
 _UNFINISHED_S = 2.0  # age after which an empty lock file belongs to an owner that was killed before writing it
-_RULE = "Only one job at a time may write to a folder"
 
 
 @dataclass(eq=False)
@@ -106,8 +105,7 @@ def check_folder_lock_is_held(folder: Path) -> None:
         return
     owner = _describe_lock_owner(_read_lock_file(lock.path) or {})
     raise InputError(
-        f"The lock of {folder} was taken over by {owner} while this process did not respond.",
-        rule=_RULE,
+        f"The folder {folder} was taken over by {owner} while this process did not respond.",
         remedy="End one of the two jobs, and resume the other from the newest checkpoint.",
     )
 
@@ -141,11 +139,10 @@ def _acquire_lock_file(lock: _FolderLock, folder: Path) -> None:
         if not (is_own or owner.is_dead or (not owner.is_on_this_machine and _is_lock_file_stale(lock.path))):
             if not os.path.lexists(lock.path):
                 continue  # the lock has just been released
+            owner_name = _describe_lock_owner(found)
             raise ConfigError(
-                f"{folder} is in use by {_describe_lock_owner(found)}.",
-                rule=_RULE,
-                remedy=f"Use a different folder for each job, or end that process first. If that process is no longer "
-                f"running, remove {lock.path}.",
+                f"{folder} is in use by {owner_name}.",
+                remedy=f"Use a different folder, or end that process. If it is no longer running, remove {lock.path}.",
             )
         _remove_stale_lock(lock.path, found)
 

@@ -304,18 +304,18 @@ class MicroBatchLossScaler:
         if not forward.parts:
             unreduced = " except with reduction='none'" if "none" in forward.reductions else ""
             raise make_not_sum_of_means_error(
-                f"The model returned the loss {loss.detach()} without calling a loss function of "
-                f"torch.nn.functional{unreduced}"
+                f"The model computed its loss without calling a loss function of torch.nn.functional{unreduced}.",
+                "Call one with reduction='mean', such as cross_entropy, or pass loss_weight.",
             )
         if loss.numel() != 1:
             raise make_not_sum_of_means_error(
-                f"The loss of micro-batch {micro_batch_index} has the shape {tuple(loss.shape)}, but it must be a "
-                "scalar"
+                f"The loss of micro-batch {micro_batch_index} must be a scalar, but has the shape {tuple(loss.shape)}."
             )
-        if len(forward.parts) != len(self._losses):
+        if (count := len(forward.parts)) != (expected := len(self._losses)):
             raise make_not_sum_of_means_error(
-                f"The model called {len(forward.parts)} loss functions for micro-batch {micro_batch_index}, but "
-                f"{len(self._losses)} for micro-batch {self._first}"
+                "The model must call the same number of loss functions for each micro-batch, but called "
+                f"{count} for micro-batch {micro_batch_index} and {expected} for micro-batch {self._first}.",
+                "Call the same functions for all samples, or pass loss_weight.",
             )
         self._check_linear_combination(micro_batch_index, loss, forward)
         return loss.detach() if self._is_evaluation else loss
@@ -360,8 +360,9 @@ class MicroBatchLossScaler:
                 self.has_only_class_means = False
         elif [(x.name, x.is_mean) for x in self._losses[loss_index : loss_index + 1]] != [(call.name, call.is_mean)]:
             raise make_not_sum_of_means_error(
-                f"The model computes loss {loss_index} of micro-batch {micro_batch_index} with {call.name}, but uses a "
-                f"different loss function or reduction in micro-batch {self._first}"
+                "The model must call the same loss functions with the same reduction for each micro-batch, but "
+                f"micro-batch {micro_batch_index} uses {call.name}, unlike micro-batch {self._first}.",
+                "Call the same functions for all samples, or pass loss_weight.",
             )
         elif call.is_mean:
             self._check_predicted_count(micro_batch_index, loss_index, call)
@@ -414,7 +415,7 @@ class MicroBatchLossScaler:
             return total
         raise InputError(
             "Another data rank failed to count the labels of its loss.",
-            remedy="See the log of that rank for the error.",
+            remedy="See the error in the log of that rank.",
         )
 
     def _compute_micro_batch_weights(self, loss_weight: LossWeight) -> list[float]:
@@ -422,7 +423,7 @@ class MicroBatchLossScaler:
         total = self._weight = self._sum_over_data_ranks(sum(weights))
         if not total > 0 or min(weights) < 0:
             raise ConfigError(
-                f"loss_weight returned {weights}. The weights must not be negative, and their sum must be positive.",
+                f"loss_weight must return non-negative numbers with a positive sum, but returned {weights}.",
                 remedy="Return the number of labels that are not ignored: int((micro_batch['labels'] != -100).sum()).",
             )
         return [weight * self._num_ranks / total for weight in weights]
@@ -489,8 +490,9 @@ class MicroBatchLossScaler:
         if call.has_label_weights or (full is not None and int(first_count) != full) or int(first_count) % size:
             shape = None if call.basis is None else tuple(call.basis.shape)
             raise make_not_sum_of_means_error(
-                f"The loss {call.name} counts {float(first_count):g} labels in {size} samples of micro-batch "
-                f"{first_index}, but the micro-batch contains no tensor of shape {shape} with these labels"
+                f"{call.name} counts {float(first_count):g} labels in micro-batch {first_index}, but the micro-batch "
+                f"contains no tensor of shape {shape} with these labels.",
+                "Pass the labels in the batch, or pass loss_weight.",
             )
         return [int(first_count) // size * other for other in self._sizes]
 
@@ -504,7 +506,7 @@ class MicroBatchLossScaler:
             (seen - expected).abs() <= 1e-6 * abs(expected),
             lambda: (
                 f"{name}, which computes loss {loss_index} of the model, counts {float(seen):g} labels in micro-batch "
-                f"{micro_batch_index} instead of the predicted {expected:g}"
+                f"{micro_batch_index} instead of the predicted {expected:g}."
             ),
         )
 
@@ -525,7 +527,8 @@ class MicroBatchLossScaler:
             ~((value - expected).abs() > bound * scale),
             lambda: (
                 f"The loss of micro-batch {micro_batch_index} is {float(value):.6g}, but its mean losses sum to "
-                f"{float(expected):.6g}. The loss contains another term or is not a sum"
+                f"{float(expected):.6g}. The loss contains another term, such as a router's balancing loss, or is not "
+                "a sum."
             ),
         )
         self._factors[micro_batch_index] = factors
@@ -556,7 +559,8 @@ class MicroBatchLossScaler:
                 factor = float(self._factors[m][loss_index]) if m in self._factors else 0.0
                 if n < total and abs(factor * n - 1) < 1e-6:
                     raise make_not_sum_of_means_error(
-                        f"The model divides the summed {loss.name} by {n:g}, the number of labels in micro-batch {m}"
+                        f"The model divides the summed {loss.name} by the {n:g} labels of micro-batch {m}.",
+                        "Use reduction='mean', add num_items_in_batch to the batch, or pass loss_weight.",
                     )
 
     def _check_or_defer(self, is_valid: Tensor, describe_problem: Problem) -> None:
@@ -589,15 +593,14 @@ def _are_equal_tensors(x: Tensor, other: Tensor) -> bool:
     return x.shape == other.shape and bool(tolist_or_ones((x.detach().to(other) == other.detach()).all()))
 
 
-def make_not_sum_of_means_error(problem: str) -> ConfigError:
+def make_not_sum_of_means_error(
+    problem: str, remedy: str = "Pass loss_weight, use reduction='sum', or add num_items_in_batch to the batch."
+) -> ConfigError:
     return ConfigError(
         problem,
         rule="With several micro-batches, the loss must be a sum of mean losses of torch.nn.functional with constant "
-        "factors, whose labels are in the micro-batch.",
-        remedy="Pass loss_weight, a function that returns the number of labels of a micro-batch. The losses are then "
-        "averaged with these weights, including terms such as a router's balancing loss. Or use reduction='sum', or "
-        "add num_items_in_batch to the batch. Without micro-batches, average_loss_over='ranks' averages the losses of "
-        "the data ranks.",
+        "factors. Other losses require loss_weight, a function that returns the number of labels of a micro-batch.",
+        remedy=f"{remedy} Without micro-batches, you can also set average_loss_over='ranks'.",
     )
 
 

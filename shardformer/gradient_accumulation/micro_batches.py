@@ -74,7 +74,8 @@ def find_row_ends_of_samples(batch: Mapping[Any, Any], num_samples: int, media_t
         found |= dict.fromkeys(_iterate_per_image_inputs(batch, grid, len(patch_counts), num_samples), images)
         for name, rows in found.items():
             if ends.setdefault(name, rows) != rows:
-                raise _make_ambiguous_rows_error(batch, name, num_samples, f"it matches {grid} and another grid")
+                why = f"The input {name} matches both {grid} and another grid."
+                raise _make_ambiguous_rows_error(batch, name, num_samples, why)
     return ends
 
 
@@ -112,7 +113,7 @@ def _find_per_patch_inputs(batch: Mapping[Any, Any], grid_name: str, num_patches
     if names and num_patches == num_samples and batch[grid_name].dim() == 1:
         return []  # one row per sample
     if names and num_patches in (num_samples, 1):
-        why = f"{grid_name} describes {num_patches} rows in total, so that a row can be a sample or a patch"
+        why = f"{grid_name} describes {num_patches} rows in total, so that a row can be a sample or a patch."
         raise _make_ambiguous_rows_error(batch, names[-1], num_samples, why)
     return names
 
@@ -146,9 +147,9 @@ def _find_image_ends_of_samples(
         return list(range(num_samples + 1))  # the batch contains only images
     if matches and all(ends == matches[0] for ends in matches):
         return matches[0]
-    why = "several tokens could be the placeholders of its images"
+    why = "Several tokens could be the placeholders of its images."
     if not matches:
-        why = "the placeholder tokens do not match its images" if known or candidates else "the batch has no tokens"
+        why = "The placeholder tokens do not match its images." if known or candidates else "The batch has no tokens."
     raise _make_ambiguous_rows_error(batch, grid_name, num_samples, why)
 
 
@@ -199,10 +200,10 @@ def _assign_images_to_samples(token_counts: Sequence[int], patch_counts: Sequenc
 def _make_ambiguous_rows_error(batch: Mapping[Any, Any], name: str, num_samples: int, reason: str) -> InputError:
     return InputError(
         f"The rows of the input {name} of shape {tuple(batch[name].shape)} cannot be divided among "
-        f"{num_samples} samples: {reason}.",
-        rule="A tensor with one row per image or patch is split by the placeholder tokens of each sample.",
-        remedy=f"Add {KINDS} to the batch, as transformers' processors do, and check that the images are in the "
-        "order of the samples. Or use one data rank and one micro-batch.",
+        f"{num_samples} samples.",
+        rule=reason,
+        remedy=f"Add {KINDS} to the batch, and pass the images in the order of the samples, or use one data rank and "
+        "one micro-batch.",
     )
 
 
@@ -279,9 +280,10 @@ def get_batch_size(batch: Mapping[str, Any], main_input_name: str | None = None)
     for _, tensor in iterate_named_tensors([named, _drop_patch_inputs(batch), *_list_patch_grids(batch)]):
         if tensor.dim() > 0:
             return tensor.shape[0]
+    names = ", ".join(sorted(map(str, batch))) or "empty"
     raise ConfigError(
-        f"The batch ({', '.join(sorted(map(str, batch))) or 'empty'}) contains no tensor with a batch dimension.",
-        remedy="Pass the inputs as tensors whose first dimension is the batch size, as data collators return them.",
+        f"The batch ({names}) contains no tensor with a batch dimension.",
+        remedy="Pass the inputs as tensors whose first dimension is the batch size.",
     )
 
 
@@ -326,11 +328,10 @@ def split_batch(
         InputError: a tensor has a different number of rows.
     """
     total = get_batch_size(batch, main_input_name)
-    if sum(micro_batch_sizes) != total:
+    if (found := sum(micro_batch_sizes)) != total:
         raise ConfigError(
-            f"The micro-batch sizes {list(micro_batch_sizes)} sum to {sum(micro_batch_sizes)}, but the batch has "
-            f"{total} samples.",
-            remedy="Compute the sizes of this batch with compute_micro_batch_sizes.",
+            f"micro_batch_sizes={micro_batch_sizes} must sum to the batch size {total}, but sum to {found}.",
+            remedy="Compute the sizes with compute_micro_batch_sizes.",
         )
     if len(micro_batch_sizes) == 1:
         return [dict(batch)]
@@ -385,7 +386,8 @@ class _BatchSplitter:
         is_stack = is_like and x.dim() == 3 and not x.is_floating_point()
         if is_stack and x.shape[0] == samples > 1:
             raise _make_row_count_error(
-                path, x, samples, "either of its first two dimensions could be the batch dimension"
+                f"The batch dimension of the input {path} of shape {tuple(x.shape)} is ambiguous, because its first "
+                f"two dimensions have the batch size {samples}."
             )
         if x.dim() > 0 and x.shape[0] == samples:
             return self._slice_rows(x, self.ends)
@@ -393,7 +395,9 @@ class _BatchSplitter:
             return [x[:, start:end] for start, end in pairwise(self.ends)]
         if x.dim() == 0 or x.shape[0] == 1:
             return [x for _ in self._micro_batch_indices]
-        raise _make_row_count_error(path, x, samples, "the batch contains no grid that describes these rows")
+        raise _make_row_count_error(
+            f"The input {path} of shape {tuple(x.shape)} has {len(x)} rows, but the batch has {samples} samples."
+        )
 
     @staticmethod
     def _slice_rows(value: Any, ends: Ends) -> list[Any]:
@@ -417,14 +421,11 @@ def has_entry_per_sample(value: Any, num_samples: int) -> bool:
     return not any(isinstance(each, Tensor) and each.dim() and each.shape[0] == num_samples for each in value)
 
 
-def _make_row_count_error(path: str, x: Tensor, num_samples: int, reason: str) -> InputError:
+def _make_row_count_error(problem: str) -> InputError:
     return InputError(
-        f"The input {path} of shape {tuple(x.shape)} has {x.shape[0]} rows in a batch of {num_samples} samples: "
-        f"{reason}.",
-        rule="The first dimension of a tensor is the batch. Image patches also need a grid with one row per image, "
-        "such as image_grid_thw.",
-        remedy="Pass one row per sample, or one row (x[None]) for all samples. To avoid the split, use one "
-        "micro-batch and let each data rank create its own batches.",
+        problem,
+        remedy="Pass one row per sample, or one row (x[None]) for all samples. For image patches, add a grid such as "
+        "image_grid_thw. To avoid the split, use one micro-batch and let each data rank create its own batches.",
     )
 
 

@@ -550,8 +550,8 @@ def assign_gradient_owners(
     for gradient in chosen:
         if gradient.entry.reduction.stages and id(gradient) in axes_of_sharded:
             raise ConfigError(
-                f"{gradient.entry.name} is both sharded over tensor ranks and shared by several pipeline stages.",
-                rule="Optimizers that need full matrices do not support such a parameter.",
+                f"The optimizer needs full matrices, but {gradient.entry.name} is sharded over tensor ranks and shared "
+                "by several pipeline stages.",
                 remedy="Use an element-wise optimizer such as AdamW for this parameter.",
             )
         names = axes_of_sharded.get(id(gradient))

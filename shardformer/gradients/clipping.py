@@ -50,8 +50,7 @@ def clip_grad_norm_(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"clip_grad_norm_ expects a model, but received a {type(model).__name__}.",
-            rule="The norm over all shards is computed from the sharding metadata of the model.",
+            f"clip_grad_norm_ expects a model, but got a {type(model).__name__}.",
             remedy="Use clip_grad_norm_(model, max_norm), without .parameters().",
         )
     owner = get_or_build_metadata(model).gradient_owner
@@ -213,7 +212,10 @@ def _wrap_get_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tenso
 
 def _check_norm_is_finite(total_norm: Tensor) -> None:
     if not bool(torch.isfinite(total_norm)):
-        raise RuntimeError(f"Gradients cannot be clipped, because their norm is {total_norm.item()}")
+        raise RuntimeError(
+            f"The norm of the gradients is {total_norm.item()}, so they cannot be clipped. To disable this error, set "
+            "error_if_nonfinite=False."
+        )
 
 
 def _check_model_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
@@ -222,7 +224,10 @@ def _check_model_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> No
     for owner in (state.gradient_owner for state in get_local_metadata() if state.gradient_owner is not None):
         for p in (p for group in owner.param_groups for p in group["params"]):
             if id(p) in clipped or (p.grad is not None and id(p.grad) in clipped):
-                raise _make_zero_gradients_error("the parameters of a ZeroOptimizer instead of model.parameters()")
+                raise ConfigError(
+                    "torch.nn.utils.clip_grad_norm_ received the parameters of a ZeroOptimizer.",
+                    remedy="Pass model.parameters(), or call shardformer.clip_grad_norm_(model, max_norm).",
+                )
 
 
 def _group_params_by_model(params: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
@@ -263,7 +268,10 @@ def _find_model_of_other_stages() -> dict[ShardingMetadata, list[ParamEntry]]:
         gc.collect()  # ignore models that are no longer referenced
     states = [state for state in get_local_metadata() if state.context.pipe.size > 1]
     if not states and any(state.gradient_owner is not None for state in get_local_metadata()):
-        raise _make_zero_gradients_error("no gradients")
+        raise ConfigError(
+            "torch.nn.utils.clip_grad_norm_ received no gradients, because ZeRO does not store them in .grad.",
+            remedy="Pass model.parameters(), or call shardformer.clip_grad_norm_(model, max_norm).",
+        )
     if len(states) > 1:
         raise ConfigError(
             "torch.nn.utils.clip_grad_norm_ received no gradients and cannot determine which of the "
@@ -271,14 +279,6 @@ def _find_model_of_other_stages() -> dict[ShardingMetadata, list[ParamEntry]]:
             remedy="Call shardformer.clip_grad_norm_(model, max_norm) instead.",
         )
     return {state: [] for state in states}
-
-
-def _make_zero_gradients_error(received: str) -> ConfigError:
-    return ConfigError(
-        f"torch.nn.utils.clip_grad_norm_ received {received}, but ZeRO stores the gradients separately from .grad.",
-        remedy="Pass model.parameters(), or call shardformer.clip_grad_norm_(model, max_norm), or use "
-        "shard_optimizer(..., max_grad_norm=max_norm).",
-    )
 
 
 CLIPPING_PATCHES: Mapping[Patch, Apply] = {

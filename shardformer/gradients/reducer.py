@@ -133,8 +133,9 @@ class GradientReducer(PausableReducer):
         if self._has_fixed_buckets:
             if not unknown:
                 return  # newly frozen parameters receive no gradients
+            name = unknown[0].entry.name
             raise ConfigError(
-                f"{unknown[0].entry.name} was unfrozen after shard_optimizer was called.",
+                f"The parameter {name} was unfrozen after shard_optimizer was called.",
                 remedy="Unfreeze it before you create the optimizer and call shard_optimizer.",
             )
         self.remove_gradient_hooks()

@@ -172,8 +172,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if config.pipe > 1:
             raise ConfigError(
                 f"Accelerator does not support pipe={config.pipe}.",
-                rule="An accelerate loop calls the model and the backward pass directly, but pipeline stages must "
-                "follow a schedule.",
                 remedy="Use shardformer.initialize and engine.train_step(batch), or set pipe=1.",
             )
         context = make_parallel_context(context, config)  # joins the process group before accelerate does
@@ -185,16 +183,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Raises ConfigError if accelerate is configured to shard the model.
         """
+        setting = "parallelism_config" if getattr(self, "parallelism_config", None) is not None else None
         if self.distributed_type in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
             setting = f"distributed_type={str(self.distributed_type).rpartition('.')[2]}"
+        if setting is not None:
             raise _make_unsupported_backend_error(setting)
-        if getattr(self, "parallelism_config", None) is not None:
-            raise _make_unsupported_backend_error("parallelism_config")
         if self.dataloader_config.dispatch_batches:
             raise ConfigError(
-                "dispatch_batches=True is not supported.",
-                rule="accelerate would send a different part of each batch to every process, but ranks that share a "
-                "model need the same part.",
+                "dispatch_batches=True is not supported, because ranks that share a model need the same part of each "
+                "batch.",
                 remedy="Set dispatch_batches=False, so that every rank loads its own data.",
             )
         self.context, self.config, self.policy = context, config, policy
@@ -250,10 +247,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Shard a model and its optimizers, and return the ZeRO optimizer that replaces them, or None."""
         sharded = find_sharded_model(model)
         if len(optimizers) > 1 and self.config.effective_zero_stage is not None:
+            count, stage = len(optimizers), self.config.effective_zero_stage
             raise ConfigError(
-                f"zero_stage={self.config.effective_zero_stage} does not work with {len(optimizers)} optimizers of one "
-                "model in an accelerate loop.",
-                rule="ZeRO combines them into one optimizer, and the loop would step it several times.",
+                f"zero_stage={stage} supports only one optimizer per model in an accelerate loop, but got {count}.",
                 remedy="Use one optimizer with several parameter groups, or use shardformer.initialize.",
             )
         if sharded is None:
@@ -267,9 +263,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
             return engine.optimizers[0] if self.config.effective_zero_stage is not None and optimizers else None
         if get_metadata(sharded).context.sizes != self.context.sizes:
+            layout = get_metadata(sharded).context
             raise ConfigError(
-                f"The model is sharded over {get_metadata(sharded).context}, but the Accelerator uses {self.context}.",
-                remedy="Pass the context of the model to the Accelerator: Accelerator(context=context).",
+                f"The model is sharded over {layout}, but the Accelerator uses {self.context}.",
+                remedy="Pass the context of the model: Accelerator(context=context).",
             )
         is_plain = optimizers and not isinstance(optimizers[0], ZeroOptimizer)
         if is_plain and self.config.effective_zero_stage is not None:
@@ -437,9 +434,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             num_saved, is_plain = _count_saved_models(input_dir)
             if input_dir is not None and num_saved != len(models):
                 raise ConfigError(
-                    f"{input_dir} has the weights of {num_saved} models, but {len(models)} sharded models were "
-                    "passed to prepare.",
-                    remedy="Before load_state, pass the same models to prepare as when the checkpoint was saved.",
+                    f"{input_dir} contains {num_saved} models, but prepare received {len(models)} sharded models.",
+                    remedy="Pass the same models to prepare as when the checkpoint was saved.",
                 )
             super().load_state(input_dir, load_kwargs, **kwargs)
         assert input_dir is not None
@@ -450,10 +446,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         folder, (model, optimizers) = Path(input_dir), models[0]
         if len(optimizers) != 1:
             raise ConfigError(
-                f"{input_dir} was saved by accelerate's own Accelerator. It can be loaded with one optimizer per "
-                f"model, but this model has {len(optimizers)}.",
-                remedy="Save the training run with shardformer.integrations.accelerate.Accelerator, which also runs in "
-                "one process.",
+                f"{input_dir} was saved by accelerate's own Accelerator and can be loaded only with one optimizer, but "
+                f"the model has {len(optimizers)}.",
+                remedy="Save the checkpoint with shardformer.integrations.accelerate.Accelerator.",
             )
         weights = _load_first_existing_tensor_file(folder, SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
         weights = {name.removeprefix("module."): value for name, value in weights.items()}  # saved by DDP

@@ -51,8 +51,7 @@ check_minimum_library_version("lightning", pl.__version__)
 STATE_KEY = "lightning"
 """Key of Lightning's own state in ``extra`` of a checkpoint."""
 UNSUPPORTED_FIELDS = {
-    "pipe": "training_step calls the forward pass directly, but pipeline stages must follow a schedule. "
-    "Use shardformer.initialize and engine.train_step(batch)",
+    "pipe": "Use shardformer.initialize and engine.train_step(batch)",
     "micro_batches": "Use Trainer(accumulate_grad_batches=...)",
     "micro_batch_size": "Use Trainer(accumulate_grad_batches=...)",
     "max_grad_norm": "Use Trainer(gradient_clip_val=...)",
@@ -97,11 +96,13 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
                 remedy="Set zero_stage=1 in ParallelConfig, or use Trainer(detect_anomaly=True).",
             )
         known = ("process_group_backend", "timeout", "cluster_environment")
-        if unknown := [name for name in options if name not in known]:
-            raise ConfigError(
-                f"ShardFormerStrategy received the unknown argument {unknown[0]}.",
-                remedy=f"Remove it. The supported arguments are parallel, policy, {', '.join(known)}.",
-            )
+        for name in options:
+            if name not in known:
+                supported = ", ".join(known)
+                raise ConfigError(
+                    f"ShardFormerStrategy received the unknown argument {name}.",
+                    remedy=f"Remove it. The supported arguments are parallel, policy, {supported}.",
+                )
         super().__init__(**options)
         self.context: ParallelContext | None = None
         self._label_transforms: dict[int, LabelTransform] = {}
@@ -171,8 +172,8 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         children = dict(self.lightning_module.named_children())
         if len(owners) != 1 or not owners <= children.keys():
             raise ConfigError(
-                f"The parameters of {type(self.lightning_module).__name__} belong to the attributes {sorted(owners)}.",
-                rule="ShardFormerStrategy shards one model, which must be a single attribute of the LightningModule.",
+                "ShardFormerStrategy shards only one attribute, but the parameters of "
+                f"{type(self.lightning_module).__name__} belong to the attributes {sorted(owners)}.",
                 remedy="Put all parameters into one nn.Module, for example self.model = Model(...).",
             )
         return str(owners.pop())
@@ -216,10 +217,13 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
                 "It averages copies of the module, which checkpoints would not contain",
             ),
         }
-        for what, (is_used, rule) in problems.items():
+        for setting, (is_used, rule) in problems.items():
             if is_used:
-                remedy = "Remove or change this setting."
-                raise ConfigError(f"ShardFormerStrategy does not support {what}.", rule=rule, remedy=remedy)
+                raise ConfigError(
+                    f"ShardFormerStrategy does not support {setting}.",
+                    rule=rule,
+                    remedy="Remove or change this setting.",
+                )
         self._check_can_reuse_sharded_model(trainer)
 
     def _check_can_reuse_sharded_model(self, trainer: Any) -> None:
@@ -234,8 +238,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             )
         if trainer.state.fn == pl.trainer.states.TrainerFn.FITTING and table.gradient_owner is not None:
             raise ConfigError(
-                "This model was trained with ZeRO in an earlier call of fit.",
-                rule="A model keeps the ZeRO optimizer of its first fit, which a second fit cannot replace.",
+                "This model was trained with ZeRO in an earlier call of fit and cannot be trained again.",
                 remedy="Create the model again and resume: trainer.fit(module, ckpt_path=...).",
             )
 
@@ -298,8 +301,8 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         loss = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
             raise ConfigError(
-                f"training_step returned None on data-parallel rank {data.rank} of {data.size}.",
-                rule="A rank that skips a batch would not take part in the gradient reduction of the other ranks.",
+                f"training_step returned None on data-parallel rank {data.rank} of {data.size}, but each rank must "
+                "return a loss.",
                 remedy="Return loss * 0.0 to skip the samples of this rank, or filter the data before training.",
             )
         weights.scale_loss(0, loss)
@@ -340,7 +343,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         """Save the model, its optimizer and Lightning's state in a directory. All ranks must call this."""
         if storage_options is not None:
             raise ConfigError(
-                f"storage_options={storage_options!r:.60} has no effect.",
+                f"storage_options={storage_options!r:.60} is not supported.",
                 remedy="Remove storage_options, and save to a path on a shared file system.",
             )
         folder, model = Path(self.broadcast(str(filepath))), self.sharded_model

@@ -109,7 +109,6 @@ class ShardedTrainer:
         if not self.replaces_fused_heads and any(kind.__module__.startswith("trl.") for kind in type(self).__mro__):
             raise ConfigError(
                 f"ShardedTrainer does not support {type(self).__name__}, which is a TRL trainer.",
-                rule="TRL computes log-probabilities from the full weight of the head, but each rank has only a slice.",
                 remedy="Use shardformer.integrations.trl.ShardedTRLTrainer as the first base class instead.",
             )
         of_arguments = getattr(args, "parallel", None)
@@ -134,7 +133,6 @@ class ShardedTrainer:
         if self.context.sequence.size > 1 and getattr(self.args, "predict_with_generate", False):
             raise ConfigError(
                 f"predict_with_generate=True is not supported with sequence={self.context.sequence.size}.",
-                rule="A sharded sequence cannot be extended token by token.",
                 remedy="Set predict_with_generate=False, or use the tensor axis instead of the sequence axis.",
             )
         self._check_pipeline_options(self.context.pipe.size)
@@ -248,7 +246,7 @@ class ShardedTrainer:
         """Raise ConfigError if all data-parallel ranks would read the same samples from a data loader."""
         if self.context.data.size > 1 and has_same_samples_on_all_ranks(loader):
             raise ConfigError(
-                f"{method_name} of {type(self).__name__} returns a DataLoader that yields the same samples on all "
+                f"{type(self).__name__}.{method_name} returns a DataLoader that yields the same samples on all "
                 f"{self.context.data.size} data-parallel ranks.",
                 remedy="Return self.accelerator.prepare(loader), which splits the samples over the ranks.",
             )
@@ -392,13 +390,12 @@ class ShardedTrainer:
                 self.args.gradient_accumulation_steps > 1 and not self.model_accepts_loss_kwargs
             ),
         }
-        used = [name for name, is_used in problems.items() if is_used and num_stages > 1]
-        if used:
-            raise ConfigError(
-                f"Trainer does not support {used[0]} with pipe={num_stages}.",
-                rule="A pipeline computes the loss of the model itself, and updates modules only in a training step.",
-                remedy="Remove this setting, or set pipe=1.",
-            )
+        for setting, is_used in problems.items():
+            if is_used and num_stages > 1:
+                raise ConfigError(
+                    f"Trainer does not support {setting} with pipe={num_stages}.",
+                    remedy="Remove this setting, or set pipe=1.",
+                )
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         if not self.has_pipeline_stages:
@@ -584,8 +581,8 @@ def check_training_arguments(args: Any, parallel: ParallelConfig) -> None:
     """Raise ConfigError if any of the ``TrainingArguments`` does not work with a sharded model."""
     if parallel.max_grad_norm is not None:
         raise ConfigError(
-            f"ParallelConfig(max_grad_norm={parallel.max_grad_norm}) has no effect in a Trainer.",
-            remedy="Set TrainingArguments(max_grad_norm=...) instead. Its default is 1.0.",
+            f"ParallelConfig(max_grad_norm={parallel.max_grad_norm}) is not supported in a Trainer.",
+            remedy="Set TrainingArguments(max_grad_norm=...) instead.",
         )
     for name, reason in UNSUPPORTED.items():
         if value := getattr(args, name, None):
@@ -595,9 +592,8 @@ def check_training_arguments(args: Any, parallel: ParallelConfig) -> None:
     optim = str(getattr(getattr(args, "optim", ""), "value", ""))
     if any(part in optim for part in FUSED_BACKWARD):
         raise ConfigError(
-            f"TrainingArguments(optim={optim!r}) is not supported.",
-            rule="This optimizer updates each parameter during the backward pass, before the ranks have reduced its "
-            "gradient.",
+            f"TrainingArguments(optim={optim!r}) is not supported, because it updates parameters during the backward "
+            "pass.",
             remedy="Use another optimizer. To save memory for gradients, set zero_stage=2.",
         )
 

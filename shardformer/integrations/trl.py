@@ -96,11 +96,11 @@ class ShardedTRLTrainer(ShardedTrainer):
             in_eval = getattr(args, "num_generations_eval", None) or args.num_generations
             groups.append(("per_device_eval_batch_size", evaluated, 1, in_eval))
         for name, size, steps, generations in groups:
-            if size * data.size * steps % generations:
+            if (completions := size * data.size * steps) % generations:
                 raise ConfigError(
-                    f"{generations} generations per prompt do not divide the {size * data.size * steps} completions "
-                    f"that {name}={size} gives on {data.size} data-parallel ranks.",
-                    remedy=f"Increase {name}, the batch size of each data-parallel rank, or use fewer generations.",
+                    f"{generations} generations per prompt do not divide the {completions} completions per batch of "
+                    f"{name}={size} on {data.size} data-parallel ranks.",
+                    remedy=f"Increase {name}, or use fewer generations.",
                 )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,13 +127,13 @@ class ShardedTRLTrainer(ShardedTrainer):
         guard_sharded_head_weights(self.sharded_model, type(self))
 
     def _check_packing(self, model: Any) -> None:
-        what = "padding_free=True, which packing sets,"
+        option = "padding_free=True, which packing sets,"
         if find_sharded_model(model) is not None:
             raise ConfigError(
-                f"{what} cannot be checked on a sharded {type(model).__name__}.",
+                f"{option} requires a plain model, but got a sharded {type(model).__name__}.",
                 remedy="Pass the plain model to the trainer, and let parallel=ParallelConfig(...) shard it.",
             )
-        check_packing_is_supported(model, what, "Set packing=False and padding_free=False")
+        check_packing_is_supported(model, option, "Set packing=False and padding_free=False")
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         if find_sharded_model(self.model) is None:
@@ -184,7 +184,6 @@ def check_trl_arguments(args: Any, parallel: ParallelConfig) -> None:
     if getattr(args, "sync_ref_model", False) and parallel.effective_zero_stage == 3:
         raise ConfigError(
             f"{type(args).__name__}(sync_ref_model=True) is not supported with zero_stage=3.",
-            rule="TRL reads all parameters after a step, but ZeRO stage 3 gathers them only during the step.",
             remedy="Use zero_stage=2, or remove sync_ref_model.",
         )
     for name, reason in UNSUPPORTED.items():
@@ -273,8 +272,7 @@ def _read_guarded_weight(name: str, trainer_modules: set[str], layer: nn.Module)
     )
     if is_trainer or reader.startswith("trl."):
         raise ConfigError(
-            f"{reader}.{frame.f_code.co_name} reads the {name} of the head, which is sharded over the vocabulary.",
-            rule="Each rank has only a slice of it, so the result would be wrong.",
+            f"{reader}.{frame.f_code.co_name} reads the {name} of the head, but each rank has only a slice of it.",
             remedy="Use the logits of the model, or a layout without the tensor axis.",
         )
     return layer._parameters[name]
@@ -319,8 +317,7 @@ def _make_sharded_head_forward(fused: FunctionType, model: Any) -> FunctionType:
         return fused
     if FUSED_FUNCTION not in code.co_names or "original_forward" not in code.co_freevars:
         raise ConfigError(
-            f"The release {trl.__version__} of trl computes log-probabilities in a way that does not support a head "
-            "that is sharded over ranks.",
+            f"ShardFormer does not support trl {trl.__version__} with a head that is sharded over ranks.",
             remedy="Install trl 1.16, or use only the data axis.",
         )
     replaced = {

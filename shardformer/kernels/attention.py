@@ -128,9 +128,8 @@ def _check_attention_call(query: Tensor, dropout: float, kwargs: dict[str, Any])
     check_attention_arguments("attention", kwargs, UNSUPPORTED_ARGUMENTS)
     if dropout > 0 and query.device.type == "cpu":
         raise ConfigError(
-            f"Attention was called with dropout={dropout}, which the fused kernels do not support on the CPU.",
-            remedy="Set the attention dropout to 0 in the config of the model, train on a GPU, or set "
-            "enable_flash_attention=False.",
+            f"The fused kernels do not support attention dropout on the CPU, but got dropout={dropout}.",
+            remedy="Set the attention dropout to 0 in the config, train on a GPU, or set enable_flash_attention=False.",
         )
 
 
@@ -140,7 +139,6 @@ def check_attention_arguments(caller: str, kwargs: Mapping[str, Any], unsupporte
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ConfigError(
                 f"enable_flash_attention=True does not support the argument {name}, which was passed to {caller}.",
-                rule="Fused kernels compute plain softmax attention and do not return the attention weights.",
                 remedy=f"Call the model without {name}, or set enable_flash_attention=False.",
             )
 
@@ -220,9 +218,8 @@ def _fused_attention(
             mask_shape = None if mask is None else tuple(mask.shape)
             raise ConfigError(
                 f"No fused attention kernel on {query.device.type} supports a query of shape {tuple(query.shape)}, a "
-                f"key of shape {tuple(key.shape)} and a mask of shape {mask_shape} in {query.dtype}.",
-                rule=f"torch reports: {reasons}.",
-                remedy="Set enable_flash_attention=False, or change the reported arguments.",
+                f"key of shape {tuple(key.shape)} and a mask of shape {mask_shape} in {query.dtype}: {reasons}.",
+                remedy="Set enable_flash_attention=False, or change these arguments.",
             ) from error
 
 

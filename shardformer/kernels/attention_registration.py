@@ -20,7 +20,6 @@ from shardformer.kernels.attention import (
     get_flash_attn_func,
 )
 from shardformer.kernels.model_specific_attention import (
-    OVERRIDES,
     SDPA,
     apply_attention_overrides,
     check_attention_overrides,
@@ -81,7 +80,6 @@ def check_flash_attention(model: nn.Module, device: torch.device) -> None:
             if value := getattr(config, name, off):
                 raise ConfigError(
                     f"enable_flash_attention=True does not support {name}={value} in {type(config).__name__}.",
-                    rule="Fused kernels do not store the attention scores, so they can neither return nor cap them.",
                     remedy=f"Set {name}={off}, or set enable_flash_attention=False.",
                 )
     if device.type == "cpu":
@@ -158,8 +156,6 @@ def _check_attention_interface(model: nn.Module) -> None:
         return
     raise ConfigError(
         f"enable_flash_attention=True does not support {type(model).__name__}, which {reason}.",
-        rule="Fused kernels are available for models that use transformers' AttentionInterface, and for the classes "
-        f"{', '.join([*OVERRIDES, *SDPA])}.",
         remedy="Set enable_flash_attention=False for this model.",
     )
 
@@ -176,10 +172,11 @@ def _check_no_dropout(model: nn.Module) -> None:
             rate = getattr(rate, "p", rate)
             if isinstance(rate, float | int) and rate > 0:
                 owner = getattr(module, "config", getattr(model, "config", module))
+                settings = _format_dropout_settings(owner, rate)
                 raise ConfigError(
                     f"{name}.{attribute} is {rate}, but the fused kernels do not support attention dropout on the CPU.",
-                    remedy=f"Build the model with {_format_dropout_settings(owner, rate)} in its config, train on a "
-                    "GPU, or set enable_flash_attention=False.",
+                    remedy=f"Build the model with {settings} in its config, train on a GPU, or set "
+                    "enable_flash_attention=False.",
                 )
 
 

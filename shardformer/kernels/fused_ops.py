@@ -321,9 +321,9 @@ def _relative_error_over_tolerance(expected: Tensor, actual: Tensor | None, min_
 
 def _check_no_keyword_arguments(cls: type[nn.Module], options: dict[str, Any]) -> None:
     if options:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ConfigError(
-            f"{cls.__name__} takes no keyword arguments, but the policy passes "
-            f"{', '.join((f'{k}={v!r}' for k, v in options.items()))}.",
+            f"{cls.__name__} takes no keyword arguments, but the policy passes {arguments}.",
             remedy="Remove these keyword arguments from the policy.",
         )
 
@@ -331,7 +331,6 @@ def _check_no_keyword_arguments(cls: type[nn.Module], options: dict[str, Any]) -
 def _make_unknown_norm_error(cls: type[nn.Module], module: nn.Module) -> ConfigError:
     return ConfigError(
         f"{cls.__name__} cannot replace a {type(module).__name__}, because their outputs differ.",
-        rule="Fused norms exist for layer norms, and for the RMS norms of LLaMA, T5, Gemma, OLMo 2 and torch.",
         remedy="Set enable_fused_normalization=False, or remove this module from the norms of the policy.",
     )
 

@@ -240,23 +240,20 @@ def check_attention_overrides(model: nn.Module) -> None:
         if found != expected:
             raise ConfigError(
                 f"enable_flash_attention=True does not support {path} in this version of transformers: "
-                f"{type(module).__name__}.{override.method} takes {found[1:]} instead of {expected[1:]}.",
-                remedy="Install the version of transformers that pyproject.toml requires, or set "
-                "enable_flash_attention=False.",
+                f"{type(module).__name__}.{override.method} takes {found} instead of {expected}.",
+                remedy="Install a supported version of transformers, or set enable_flash_attention=False.",
             )
         if getattr(module, "slow_but_exact", False) and module.pretraining_tp > 1:
             raise ConfigError(
                 "enable_flash_attention=True does not support slow_but_exact=True with "
                 f"pretraining_tp={module.pretraining_tp}, as in {path}.",
-                rule="This option computes the output projection in slices to reproduce the rounding of pretraining.",
                 remedy="Set slow_but_exact=False in the config, or set enable_flash_attention=False.",
             )
     for path, module in model.named_modules():
         config: Any = getattr(module, "config", None)
         if type(module).__name__ in SDPA and config._attn_implementation == "eager" and config.alibi:
             raise ConfigError(
-                f"enable_flash_attention=True does not support alibi=True with eager attention, as in {path}.",
-                rule=f"The eager attention of {type(module).__name__} adds ALiBi twice, the fused attention once.",
+                f"enable_flash_attention=True does not support alibi=True with the eager attention of {path}.",
                 remedy='Load the model with attn_implementation="sdpa", or set enable_flash_attention=False.',
             )
 

@@ -29,13 +29,12 @@ def read_hostfile(path: str | Path) -> list[HostEntry]:
     Raises:
         LaunchError: the file is missing or empty, a line is invalid, or a name occurs twice.
     """
-    rule = "Each line of a host file is the name of a machine, optionally followed by 'slots=' and a number"
+    file_name = repr(str(path))
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(
-            f"The host file {str(path)!r} cannot be read: {error}.",
-            rule=rule,
+            f"The host file {file_name} cannot be read: {error}.",
             remedy="Correct the path passed to --hostfile, or omit --hostfile to run on this machine only.",
         ) from error
     hosts: list[HostEntry] = []
@@ -45,21 +44,19 @@ def read_hostfile(path: str | Path) -> list[HostEntry]:
             continue
         match = _HOST_LINE.fullmatch(entry)
         if match is None or match["slots"] == "0":
+            machine = entry.split()[0]
             raise LaunchError(
-                f"Line {number} of the host file {str(path)!r} is not valid: {entry!r}.",
-                rule=rule,
-                remedy=f"Write '{entry.split()[0]} slots=4', or only the name of the machine.",
+                f"Line {number} of the host file {file_name} is not valid: {entry!r}.",
+                remedy=f"Write the name of a machine, optionally with its number of slots: '{machine} slots=4'.",
             )
         if any(host.name == match["name"] for host in hosts):
             raise LaunchError(
-                f"Line {number} of the host file {str(path)!r} repeats the name {match['name']!r}.",
+                f"Line {number} of the host file {file_name} repeats the name {match['name']!r}.",
                 remedy="Merge the lines of this machine into one line, and add up their slots.",
             )
         hosts.append(HostEntry(match["name"], int(match["slots"]) if match["slots"] else None))
     if not hosts:
-        raise LaunchError(
-            f"The host file {str(path)!r} lists no machine.", rule=rule, remedy="Add a line such as 'node1 slots=4'."
-        )
+        raise LaunchError(f"The host file {file_name} lists no machine.", remedy="Add a line such as 'node1 slots=4'.")
     return hosts
 
 
@@ -68,16 +65,17 @@ def select_hosts(names: str, hosts: list[HostEntry] | None) -> list[HostEntry]:
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if not wanted or len(set(wanted)) < len(wanted):
         raise LaunchError(
-            f"--host {names!r} is not a list of distinct names.", remedy="Pass a list such as --host node1,node2."
+            f"--host must be a list of distinct names, but got {names!r}.", remedy="Pass a list such as node1,node2."
         )
     if hosts is None:
         return [HostEntry(name) for name in wanted]
     known = [host.name for host in hosts]
     for name in wanted:
         if name not in known:
+            suggestion = suggest_similar_names(name, known)
             raise LaunchError(
                 f"--host contains the name {name!r}, which is not in the host file.",
-                remedy=f"Add this machine to the host file, or correct the name. {suggest_similar_names(name, known)}",
+                remedy=f"Add this machine to the host file, or correct the name. {suggestion}",
             )
     return [host for host in hosts if host.name in wanted]
 
@@ -96,12 +94,11 @@ def find_local_host_index(hosts: Sequence[HostEntry]) -> int:
     if len(by_address) == 1:
         return by_address[0]
     which = "no entry" if not by_address else "more than one entry"
+    machine, host_names = socket.gethostname(), ", ".join(host.name for host in hosts)
+    ranks = " or ".join(map(str, range(len(hosts))[:3])) + (" ..." if len(hosts) > 3 else "")
     raise LaunchError(
-        f"This machine, {socket.gethostname()!r}, matches {which} of the host list "
-        f"{', '.join(host.name for host in hosts)}.",
-        rule="The index of a machine in the list of hosts is its node rank.",
-        remedy=f"Correct the list, or pass the index with --node_rank {' or '.join(map(str, range(len(hosts))[:3]))}"
-        + (" ..." if len(hosts) > 3 else ""),
+        f"This machine, {machine!r}, matches {which} of the host list {host_names}.",
+        remedy=f"Correct the list, or pass the index of this machine in the list: --node_rank {ranks}.",
     )
 
 

@@ -40,7 +40,7 @@ def test_user_path_is_expanded_and_absolute(tmp_path: Path, monkeypatch: pytest.
     assert to_absolute_path("~/a") == Path("/home/me/a")
     assert to_absolute_path("link/../a") == tmp_path / "link/../a", "a link may lead elsewhere"
     for wrong in ("", "a\0b", None, 3, b"a"):
-        with pytest.raises(ConfigError, match="is not a valid path of a folder"):
+        with pytest.raises(ConfigError, match="is not a valid folder path"):
             to_absolute_path(wrong)  # type: ignore[arg-type]
 
 

@@ -141,7 +141,7 @@ def test_a_loss_function_that_fails_in_verify_raises_with_both_signatures() -> N
 
 @pytest.mark.slow
 def test_a_model_without_layers_names_what_works() -> None:
-    with pytest.raises(PolicyError, match=r"Split the batch with launch_from_torch\(data=2\)"):
+    with pytest.raises(PolicyError, match=r"use launch_from_torch\(data=2\)"):
         verify(make_plain, make_values, 2, steps=1, loss_fn=square)
     with pytest.raises(PolicyError, match=r"Use data parallelism and ZeRO"):
         shardformer.derive_policy(Plain(), next(iter(make_values(0).values())))

@@ -125,7 +125,7 @@ def test_attention_scores_are_not_materialized(
         ("gptj", {"attn_pdrop": 0.1}, r"with attn_pdrop=0\.0"),
         ("swinv2", {"attention_probs_dropout_prob": 0.1}, r"with attention_probs_dropout_prob=0\.0"),
         ("falcon", {"attention_dropout": 0.1, "alibi": True}, r"with attention_dropout=0\.0"),
-        ("falcon", {"alibi": True, "attn_implementation": "eager"}, "adds ALiBi twice"),
+        ("falcon", {"alibi": True, "attn_implementation": "eager"}, "alibi=True with the eager attention"),
         ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact=True"),
     ],
 )

@@ -25,7 +25,6 @@ class Refusal:
 
 
 ONE_LIBRARY = "Only one library can shard the model"
-OWN_LOSS = "the loss of the model itself"
 REFUSALS: dict[str, Sequence[Refusal]] = {
     "peft": (
         Refusal(
@@ -52,7 +51,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         Refusal(
             "`modules_to_save` with a linear layer inside an attention module or MLP, under tensor parallelism",
             "Use an adapter for this layer",
-            {"saved in a block": ("inside a block",)},
+            {"saved in a block": ("modules_to_save does not support",)},
         ),
         Refusal(
             "`lora_bias=True` on a row-parallel layer; DoRA on embeddings; variants of LoRA other than DoRA, under "
@@ -188,9 +187,9 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             "NEFTune",
             "A pipeline computes the loss of the model itself",
             {
-                "pipe and label smoothing": ("label_smoothing_factor with pipe=2", OWN_LOSS),
-                "pipe and compute_loss_func": ("compute_loss_func with pipe=2", OWN_LOSS),
-                "pipe and compute_loss": ("compute_loss with pipe=2", OWN_LOSS),
+                "pipe and label smoothing": ("label_smoothing_factor with pipe=2",),
+                "pipe and compute_loss_func": ("compute_loss_func with pipe=2",),
+                "pipe and compute_loss": ("compute_loss with pipe=2",),
                 "pipe and generate": ("predict_with_generate with pipe=2",),
                 "pipe and NEFTune": ("neftune_noise_alpha with pipe=2",),
             },

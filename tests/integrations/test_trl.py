@@ -117,7 +117,7 @@ def test_what_cannot_be_exact_is_refused(integrations: IntegrationProcess, tmp_p
     first, second = integrations(2).run(uses.refusals, str(tmp_path))
     assert first == second
     expected = {
-        "pipe": ("SFTTrainer.compute_loss with pipe=2", "the loss of the model itself"),
+        "pipe": ("SFTTrainer.compute_loss with pipe=2", "set pipe=1"),
         "synchronized reference": ("DPOConfig(sync_ref_model=True)", "zero_stage=3", "Use zero_stage=2"),
         "vllm": ("GRPOConfig(use_vllm=True)", "full weights"),
         "generations": ("8 generations per prompt do not divide the 4 completions", "per_device_train_batch_size=4"),

@@ -57,7 +57,7 @@ def test_unnamed_token_is_inferred_if_only_one_split_matches() -> None:
 def test_ambiguous_split_raises_without_token_types() -> None:
     batch = {**batch_of([[1], []]), "image_grid_thw": torch.tensor([[1, 2, 4], [1, 2, 4]])}
     batch["input_ids"] = torch.tensor([[5, 6, 90, 90, 90, 90], [5, 6, 7, 7, 7, 7]])  # by 5: an image each
-    with pytest.raises(InputError, match=r"image_grid_thw.*several tokens could be.*mm_token_type_ids"):
+    with pytest.raises(InputError, match=r"image_grid_thw.*Several tokens could be.*mm_token_type_ids"):
         split_batch(batch, [1, 1])
     kinds = (batch["input_ids"] == IMAGE).long()
     first, second = split_batch({**batch, "mm_token_type_ids": kinds}, [1, 1])
@@ -100,8 +100,8 @@ IDS = torch.zeros(2, 4)
         ({"input_ids": IDS, "images": [torch.zeros(3, 8, 8)] * 3}, r"images\[0\] .* has 3 rows"),
         ({"input_ids": IDS, "deep": {"x": torch.zeros(5)}}, r"deep\.x .* has 5 rows"),
         ({"input_ids": IDS, "cache_position": torch.arange(4)}, r"cache_position.*x\[None\]"),
-        ({"input_ids": torch.zeros(3, 4), "position_ids": SQUARE}, "either of its first two dimensions"),
-        ({"inputs_embeds": torch.zeros(3, 4, 8), "position_ids": SQUARE}, "either of its first two dimensions"),
+        ({"input_ids": torch.zeros(3, 4), "position_ids": SQUARE}, "first two dimensions have the batch size"),
+        ({"inputs_embeds": torch.zeros(3, 4, 8), "position_ids": SQUARE}, "first two dimensions have the batch size"),
         ({**batch_of([[0, 1], [2]]), "input_ids": torch.tensor([[90] * 5, [5] * 5])}, "do not match"),
         ({**batch_of([[0, 1], [2]]), "mm_token_type_ids": torch.zeros(2, 5)}, "do not match"),
         ({"input_ids": IDS.T, "image_grid_thw": GRID[2:], "pixel_values": torch.zeros(4, 3)}, "describes 4 rows"),

@@ -390,11 +390,11 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "a loss for each row": (lambda x, labels: LOSSES["filled"](x, labels) + torch.zeros(len(x)), "has the shape"),
     "a loss of some micro-batches": (
         lambda x, labels: LOSSES["filled"](x, labels) + (LOSSES["selected"](x, labels) if len(x) == 3 else 0),
-        "called 1 loss functions for micro-batch .*, but 2 for micro-batch 0",
+        "called 1 for micro-batch .* and 2 for micro-batch 0",
     ),
     "another loss in some micro-batches": (
         lambda x, labels: LOSSES["elements" if len(x) == 1 else "filled"](x, labels),
-        "computes loss 0 of micro-batch 3 with .*, but uses a different",
+        "but micro-batch 3 uses .*, unlike micro-batch 0",
     ),
 }
 
@@ -448,7 +448,7 @@ def test_micro_batch_with_zero_weight_adds_zero() -> None:
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
 def test_invalid_loss_weights_raise(weight: float) -> None:
-    with pytest.raises(ConfigError, match="loss_weight returned"):
+    with pytest.raises(ConfigError, match="loss_weight must return"):
         MicroBatchLossScaler([{}, {}], (1, 1), lambda part: weight)
 
 

@@ -121,7 +121,7 @@ def test_tokenizer_batch_is_split() -> None:
 
 
 def test_sizes_of_another_batch_raise() -> None:
-    with pytest.raises(ConfigError, match=re.escape("[2, 2] sum to 4, but the batch has 5 samples")):
+    with pytest.raises(ConfigError, match=re.escape("[2, 2] must sum to the batch size 5, but sum to 4")):
         split_batch({"x": torch.zeros(5)}, [2, 2], None)
 
 

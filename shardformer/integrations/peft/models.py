@@ -54,8 +54,8 @@ def add_and_shard_adapters(model: Any, config: Any, add_adapters_fn: Callable[[]
     saved = getattr(config, "modules_to_save", None) or ()
     if (needs_values or saved) and state.context.pipe.size > 1:
         raise ConfigError(
-            f"This {type(config).__name__} reads weights or copies modules, but the model is divided into "
-            f"{state.context.pipe.size} pipeline stages.",
+            f"This {type(config).__name__} reads weights or copies modules, so it cannot be added to a model that is "
+            f"sharded with pipe={state.context.pipe.size}.",
             remedy="Call peft.get_peft_model before shard_model.",
         )
     if needs_values:
@@ -90,7 +90,7 @@ def add_and_shard_adapters(model: Any, config: Any, add_adapters_fn: Callable[[]
 def _check_can_change_adapters(metadata: ShardingMetadata) -> None:
     if metadata.gradient_owner is not None or metadata.parameter_owner is not None:
         raise ConfigError(
-            "Adapters cannot be added or removed after shard_optimizer, which has assigned the parameters to ranks.",
+            "Adapters cannot be added or removed after shard_optimizer was called.",
             remedy="Add the adapters first, then create the optimizer and call shard_optimizer.",
         )
 
@@ -350,7 +350,6 @@ def _prepare_adapter_merge(self: Any, method_name: str) -> Iterator[None]:
     if method_name != "unload" and any(isinstance(module, QuantizedLinear) for module in self.modules()):
         raise ConfigError(
             f"{method_name} is not supported while tensor parallelism shards quantized weights.",
-            rule="Each rank would quantize its slice of the merged weight with its own scales.",
             remedy="Save the adapters with save_pretrained, and merge them in one process.",
         )
     wait_for_all_ranks(method_name, *state.context.base_axes)
@@ -396,7 +395,6 @@ def _unmerge_adapter(self: Any, *args: Any, **options: Any) -> None:
 def _add_weighted_adapter(self: Any, *args: Any, **options: Any) -> None:
     raise ConfigError(
         "add_weighted_adapter is not supported on a sharded model.",
-        rule="The method needs the full weights of several adapters.",
         remedy="Call it before shard_model, or call it in one process and load the new adapter.",
     )
 
@@ -406,8 +404,8 @@ def _get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
     state = get_metadata(self)
     if state.context.pipe.size > 1:
         raise ConfigError(
-            "The number of trainable parameters is not available on a pipeline stage.",
-            remedy="Call get_nb_trainable_parameters on the plain model before you shard it.",
+            f"get_nb_trainable_parameters is not supported with pipe={state.context.pipe.size}.",
+            remedy="Call it on the plain model before you shard it.",
         )
     counts = [(prod(entry.spec.shape), entry.param.requires_grad) for entry in state.entries]
     counts.append((count_packed_values(self), False))

@@ -319,7 +319,6 @@ def _check_adapter_supports_pipeline(model: Any, metadata: ShardingMetadata) -> 
         kind = "prompt learning" if is_prompt else type(model.base_model).__name__
         raise ConfigError(
             f"PEFT's {kind} does not work with pipe={metadata.context.pipe.size}.",
-            rule="This adapter changes the inputs or the loss of the full model, but each rank has only one stage.",
             remedy="Set pipe=1, or use LoRA, DoRA, IA3, LoHa, LoKr or VeRA.",
         )
 
@@ -383,8 +382,7 @@ def _check_base_layer_supported(metadata: ShardingMetadata, path: str, base: nn.
         stages = {s for n, _ in base.named_parameters() for s in metadata.stages.find_owner_ranks(f"{path}.{n}")}
         if len(stages) > 1:
             raise ConfigError(
-                f"The adapter on {path} would be on {len(stages)} pipeline stages, because these stages share the "
-                "layer.",
+                f"The layer {path} cannot have an adapter, because {len(stages)} pipeline stages share the layer.",
                 remedy="Remove the layer from target_modules, or set pipe=1.",
             )
     specs = vars(base).get("shard_specs", {})
@@ -399,8 +397,8 @@ def _check_adapter_dropout(metadata: ShardingMetadata, path: str, wrapper: nn.Mo
     layout, region = metadata.regions.find_region(f"{path}.weight")
     if region is ModelRegion.STACK and any(s.begin is ShardedFrom.STACK for s in layout.get_region_shards(region)):
         raise ConfigError(
-            f"The adapter on {path} has dropout, but each tensor rank has different positions of the sequence in "
-            "this replicated layer.",
+            f"The adapter on {path} cannot have dropout, because each tensor rank has different positions of the "
+            "sequence.",
             remedy="Set the dropout of the adapter to 0, remove the layer from target_modules, or set "
             "enable_sequence_parallelism=False.",
         )
@@ -410,7 +408,7 @@ def _check_base_layer_replicated(base: nn.Module, path: str, kind: str) -> None:
     if isinstance(base, ParallelModule) or vars(base).get("shard_specs"):
         raise ConfigError(
             f"A {kind} on {path} is not supported, because tensor parallelism shards this {type(base).__name__}.",
-            remedy="Target only linear layers, or use data parallelism or ZeRO instead of the tensor axis.",
+            remedy="Target only linear layers, or replace the tensor axis by data parallelism or ZeRO.",
         )
 
 

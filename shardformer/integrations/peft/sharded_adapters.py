@@ -374,9 +374,8 @@ def _get_adapter_parameters(tuner: Any, base: ParallelModule, path: str) -> list
         return found
     raise ConfigError(
         f"The {kind} on {path} cannot be sharded: {why}.",
-        rule="An adapter is sharded like the tensor-parallel layer that it belongs to.",
-        remedy="Remove this module from target_modules, use another adapter, or use data parallelism or ZeRO instead "
-        "of the tensor axis.",
+        remedy="Remove this module from target_modules, use another adapter, or replace the tensor axis by data "
+        "parallelism or ZeRO.",
     )
 
 
@@ -397,9 +396,8 @@ def shard_copy_like_original(copied: nn.Module, original: nn.Module, path: str) 
         not isinstance(original, (Linear1D_Col, *EMBEDDINGS)) or getattr(original, "block", None) is not None
     ):
         raise ConfigError(
-            f"modules_to_save contains {path}, which is inside a block that tensor parallelism shards.",
-            remedy="Add this module to target_modules instead, and list only embeddings, heads and norms in "
-            "modules_to_save.",
+            f"modules_to_save does not support {path}, because tensor parallelism shards it.",
+            remedy="Add it to target_modules instead, and list only embeddings, heads and norms in modules_to_save.",
         )
     if not isinstance(original, ParallelModule) or isinstance(copied, ParallelModule):
         return copied

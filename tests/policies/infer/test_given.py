@@ -180,7 +180,7 @@ def test_a_wrong_policy_raises_before_sharding_and_names_the_role(name: str) -> 
 
 def test_a_wrong_gradient_of_an_output_layer_is_not_a_wrong_output(monkeypatch: pytest.MonkeyPatch) -> None:
     def compare(*_: Any) -> None:
-        raise validation.TrainingMismatchError("the gradient of layers.0.output.weight differs")
+        raise validation.TrainingMismatchError("The gradient of layers.0.output.weight differs.")
 
     monkeypatch.setattr(validation, "compare_training", compare)
     words = "ToyLM trains differently: the gradient of layers.0.output.weight differs"
@@ -196,7 +196,7 @@ def test_a_weight_that_gets_no_gradient_is_a_difference() -> None:
 
     reference = reduced_model.ReferenceGradients.from_model(ToyLM().double(), lambda model: model(ids))
     assert validation.validate_sharding(reference, shard, tensor=2) == (
-        "norm.weight has no gradient in the sharded model, unlike in the original"
+        "the parameter norm.weight has no gradient in the sharded model, unlike in the unsharded model"
     )
 
 
@@ -283,11 +283,11 @@ def squared(self: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("make", "policy", "why"),
     [
-        (Counting, ToyPolicy, "the model is not deterministic: two forward passes with the same batch differ"),
-        (Seeding, ToyPolicy, "the model draws random numbers"),
-        (Casting, ToyPolicy, "the model computes in torch.bfloat16 internally"),
-        (TwoTensors, ToyPolicy, "no copy of TwoTensors can be run"),
-        (ToyLM, Replacing, "the policy contains user code: the method 'layers.0.mlp.act'"),
+        (Counting, ToyPolicy, "The model is not deterministic: two forward passes with the same batch differ"),
+        (Seeding, ToyPolicy, "The model draws random numbers"),
+        (Casting, ToyPolicy, "The model computes in torch.bfloat16 internally"),
+        (TwoTensors, ToyPolicy, "No copy of TwoTensors can be run"),
+        (ToyLM, Replacing, "The policy contains user code: the method 'layers.0.mlp.act'"),
     ],
 )
 def test_a_policy_that_cannot_be_validated_is_used_with_a_note(

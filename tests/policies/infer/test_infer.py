@@ -287,7 +287,9 @@ def test_a_sharded_model_is_refused_on_all_ranks() -> None:
 def test_a_layer_missing_in_the_reduced_model_is_refused() -> None:
     policy = derive_policy(transformers.Olmo2ForCausalLM(shrink_config(transformers.Olmo2Config())))
     policy.set_model(odd_one(3))
-    with pytest.raises(PolicyError, match=r"model.layers.2 contains modules that none of the validated layers has"):
+    with pytest.raises(
+        PolicyError, match=r"does not support the layer model.layers.2, because it was validated only on"
+    ):
         policy.set_shard_config(ShardConfig(context=ParallelContext.from_sizes({"tensor": 2})))
 
 
@@ -321,9 +323,7 @@ def test_a_reduced_model_without_finite_outputs_is_refused() -> None:
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input).log() * 0
 
-    with pytest.raises(
-        PolicyError, match=r"the output contains values that are NaN or infinite when computed in torch.float32"
-    ):
+    with pytest.raises(PolicyError, match=r"The output of NoNumber is NaN or infinite in torch.float32"):
         derive_policy(NoNumber(3, 4), batch={"input": -torch.ones(2, 3)})
 
 
