@@ -195,7 +195,7 @@ def _validate_layout(sharder: Sharder, resolved: ResolvedPolicy, *, is_user_poli
         if learned.failure is not None:
             raise ConfigError(
                 f"{type(model).__name__} does not support sequence={context.sequence.size}: {learned.failure}.",
-                remedy="Remove the sequence axis, or use tensor parallelism with enable_sequence_parallelism=True instead.",
+                remedy="Remove the sequence axis, or use tensor parallelism with enable_sequence_parallelism=True.",
             )
         resolved.context = learned.findings
 

@@ -158,8 +158,9 @@ def check_type(owner: str, name: str, value: Any, hint: Any) -> None:
     """Raise PolicyError if ``value`` does not match the type hint ``hint``."""
     if not _matches_type(value, hint):
         raise PolicyError(
-            f"`{name}` of {owner} must be {describe_type(hint)}, but got {value!r:.120}.",
-            remedy=f"Use {name}=[{value!r:.80}]" if _matches_type([value], hint) else f"Correct `{name}` in the policy",
+            f"{owner} has the invalid value {name}={value!r:.120}.",
+            rule=f"`{name}` must be {describe_type(hint)}",
+            remedy=f"Use {name}=[{value!r:.80}]" if _matches_type([value], hint) else "Correct it in the policy",
         )
 
 

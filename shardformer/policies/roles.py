@@ -250,5 +250,5 @@ class LayerStack(_TypeCheckedRole):
                 raise PolicyError(
                     f"The attention module {role.at!r} lists arguments={arguments}, but already receives these states "
                     f"through cross_states of the LayerStack {self.layers!r}.",
-                    remedy="Remove `arguments` from attention modules with cross_attention=True.",
+                    remedy="Remove `arguments` from its AttentionInputs.",
                 )

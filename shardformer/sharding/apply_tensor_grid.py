@@ -84,8 +84,8 @@ def adapt_plan_to_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
     if (gathered or around) and grid.mode == "3d":
         path = [*gathered, *around][0]
         raise ConfigError(
-            f"{type(plan.model).__name__} does not support tensor_parallel_mode='3d', because {path!r} needs all hidden "
-            "features of a token.",
+            f"{type(plan.model).__name__} does not support tensor_parallel_mode='3d', because {path!r} needs all "
+            "hidden features of a token.",
             remedy="Use tensor_parallel_mode='2d', '2.5d' or '1d'.",
         )
     inside = tuple(f"{path}." for path in (*gathered, *around))

@@ -30,7 +30,7 @@ from shardformer.layout.sharding_metadata import (
     PARENT_METADATA_ATTRIBUTE,
     named_sharded_parameters,
 )
-from shardformer.layout.tied_tensors import MemoryRange, OverlapGroup, find_parameter_view
+from shardformer.layout.tied_tensors import OverlapGroup, find_parameter_view
 from shardformer.mesh.init_distributed import ENDED
 from shardformer.mesh.parallel_context import ParallelContext, get_launcher_store
 from shardformer.mesh.rank_failures import LostPeerError
@@ -173,8 +173,8 @@ def check_no_dtensors(model: nn.Module) -> None:
     if found := next((name for name, p in model.named_parameters() if is_dtensor(p)), None):
         raise ConfigError(
             f"The parameter {found} of {type(model).__name__} is a DTensor, so the model is already sharded.",
-            remedy="Load the model without distributed_config, fully_shard and parallelize_module, and set the layout in "
-            "ParallelConfig.",
+            remedy="Load the model without distributed_config, fully_shard and parallelize_module, and set the layout "
+            "in ParallelConfig.",
         )
 
 
@@ -238,19 +238,18 @@ def check_quantized_weights(model: nn.Module, plan: ShardingPlan, context: Paral
     for path, param in owners.items():
         if getattr(getattr(param, "quant_state", None), "packing_format_for_cpu", False):
             raise ConfigError(
-                f"bitsandbytes has converted the 4-bit weight of {path} for inference on the CPU, so it cannot be sharded.",
+                f"bitsandbytes converted the 4-bit weight of {path} for inference on the CPU, so it cannot be sharded.",
                 remedy="Load the model again, and shard it before you evaluate it.",
             )
         if context.sequence.size > 1 and getattr(param, "quant_state", None) is None:
-            raise _make_quantized_error(f"sequence={context.sequence.size} does not support the quantized layer {path}.")
+            raise _make_quantized_error(model, path, f"sequence={context.sequence.size}")
     for path, replacement in plan.replacements.items():
         module, target = model.get_submodule(path), replacement.target_module
         is_parallel = isinstance(target, type) and issubclass(target, (Linear1D_Col, Linear1D_Row))
         if path in owners and not (is_parallel and is_4bit_linear(module)):
-            raise _make_quantized_error(f"tensor={context.tensor.size} does not support the quantized layer {path}.")
+            raise _make_quantized_error(model, path, f"tensor={context.tensor.size}")
     if found := next((path for path in plan.parameters if path in packed), None):
-        layer = found.rpartition(".")[0]
-        raise _make_quantized_error(f"tensor={context.tensor.size} does not support the quantized layer {layer}.")
+        raise _make_quantized_error(model, found.rpartition(".")[0], f"tensor={context.tensor.size}")
 
 
 def check_no_integer_weights(model: nn.Module, axis_sizes: Mapping[str, int]) -> None:
@@ -263,12 +262,13 @@ def check_no_integer_weights(model: nn.Module, axis_sizes: Mapping[str, int]) ->
         if is_own and any(
             not (x.is_floating_point() or x.dtype == torch.bool) for x in module._buffers.values() if x is not None
         ):
-            raise _make_quantized_error(f"{axis}={axis_sizes[axis]} does not support the quantized layer {path}.")
+            raise _make_quantized_error(model, path, f"{axis}={axis_sizes[axis]}")
 
 
-def _make_quantized_error(message: str) -> ConfigError:
+def _make_quantized_error(model: nn.Module, path: str, layout: str) -> ConfigError:
+    kind = type(model.get_submodule(path)).__name__
     return ConfigError(
-        message,
+        f"{path} is a quantized {kind}, which does not support {layout}.",
         remedy="Use data parallelism, ZeRO or a pipeline, or load the model with "
         "BitsAndBytesConfig(load_in_4bit=True), whose layers support all layouts.",
     )
@@ -281,8 +281,8 @@ def check_no_parameter_hooks(model: nn.Module, plan: ShardingPlan) -> None:
         if id(p) in sharded and get_tensor_hooks(p):
             name = sharded[id(p)]
             raise ConfigError(
-                f"The parameter {name!r} of {type(model).__name__} has a hook, which would receive only the gradient of a "
-                "shard.",
+                f"The parameter {name!r} of {type(model).__name__} has a hook, which would receive only the gradient of "
+                "a shard.",
                 remedy="Remove the hook, or register it after sharding if it supports shards.",
             )
 
@@ -366,7 +366,7 @@ def check_shard_layouts(model: nn.Module, coords: Coords) -> None:
             tied = f", and it is tied to {other}" if other != name else ""
             raise PolicyError(
                 f"{name} has shape {shape} on this rank, but its layout requires {expected}{tied}.",
-                remedy="Replace both modules of a tied weight with vocabulary-parallel layers, or keep both replicated.",
+                remedy="Replace both modules of a tied weight with vocabulary-parallel layers, or replicate both.",
             )
 
 
@@ -447,7 +447,9 @@ def restore_tied_weights(
             continue  # replicated, or on another stage
         if len({(str(spec_by_shard_id.get(id(part))), group[name]) for name, part in parts.items()}) > 1:
             first, second, *_ = group
-            raise ConfigError(f"{first} and {second} share memory, but are sharded in different ways.", remedy=TIE_REMEDY)
+            raise ConfigError(
+                f"{first} and {second} share memory, but are sharded in different ways.", remedy=TIE_REMEDY
+            )
         first, *others = parts.values()
         for other in others:
             other.data = first.data

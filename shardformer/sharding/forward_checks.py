@@ -194,7 +194,7 @@ class ModelStructureSnapshot:
                     name = getattr(hook, "__qualname__", type(hook).__name__)
                     raise ConfigError(
                         f"The hook {name} on {path} would receive only a part of the values, because {part.why}.",
-                        remedy=f"Remove the hook, {part.instead}, or set hook.sees_parts = True if it supports such values.",
+                        remedy=f"Remove the hook, {part.instead}, or set hook.sees_parts = True if it supports this.",
                     )
 
     def _check_forwards_unchanged(self, model: nn.Module) -> None:

@@ -212,7 +212,7 @@ def _add_replacement(
                 for rule in (known, replacement)
             )
             raise PolicyError(
-                f"{other!r} and {path!r} are the same module, but the policy replaces it with {first} and with {second}.",
+                f"{other!r} and {path!r} are the same module, but the policy replaces it by {first} and by {second}.",
                 remedy="Use the same class and arguments in both rules, or remove one of the rules.",
             )
     plan.replacements[path] = replacement
@@ -226,16 +226,14 @@ def _add_sharded_parameters(
         owner, path = find_submodule(module, owner_path), join_path(module_path, inner)
         known = {} if owner is None else {**owner._parameters, **owner._buffers}
         if owner is None or known.get(name) is None:
-            near = suggest_similar_names(
-                name if owner else owner_path, known or [n for n, _ in module.named_modules()]
-            )
+            near = suggest_similar_names(name if owner else owner_path, known or [n for n, _ in module.named_modules()])
             raise PolicyError(
                 f"The policy names {path!r}, which is not a parameter or buffer of the model.",
                 remedy=f"Correct the name in the policy. {near}",
             )
         if name in owner._buffers and name not in owner._non_persistent_buffers_set:
             raise PolicyError(
-                f"The policy shards {path}, but a buffer in the state dict cannot be sharded.",
+                f"The policy shards {path}, a buffer that is saved in the state dict, which is not supported.",
                 remedy="Keep the buffer replicated, or register it with persistent=False.",
             )
         if (owner_path := join_path(module_path, owner_path)) in plan.replacements:

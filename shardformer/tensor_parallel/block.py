@@ -77,7 +77,7 @@ class LocalWidthTensor(Tensor):
     def from_tensor(x: Tensor, block: TensorParallelBlock) -> LocalWidthTensor:
         if not has_data(x):
             raise ConfigError(
-                "This model does not support fake tensors, because the size of its attention heads depends on an input.",
+                "This model does not support fake tensors: the size of its attention heads depends on an input.",
                 remedy="Run it with real tensors, for example with shardformer.local_ranks.threads.run_as_threads.",
             )
         entered = x.as_subclass(LocalWidthTensor)
@@ -258,8 +258,8 @@ class TensorParallelBlock:
         if any(c is column for c in self.columns):
             raise PolicyError(
                 f"The model replaced its {self._entry} after it was sharded.",
-                remedy="Replace the module before you shard the model. For BigBird, which replaces its attention for short "
-                "sequences, set attention_type in the config or pass longer sequences.",
+                remedy="Replace the module before you shard the model. For BigBird, which replaces its attention for "
+                "short sequences, set attention_type in the config or pass longer sequences.",
             )
 
     def compute_output_by_weight(self, weight: Tensor, x: Tensor) -> Tensor | None:
@@ -294,8 +294,8 @@ class TensorParallelBlock:
                 continue
             if node is entered.grad_fn or (isinstance(entered, DeferredTensor) and entered.is_computed_by(node)):
                 raise PolicyError(
-                    f"{type(module).__name__} contains a residual connection, which must be outside its tensor-parallel block.",
-                    remedy="In the policy, start the block at the first projection with inputs=AttentionInputs(entry=...).",
+                    f"The residual connection in {type(module).__name__} must be outside its tensor-parallel block.",
+                    remedy="In the policy, set the entry to the first projection: inputs=AttentionInputs(entry=...).",
                 )
             seen.add(node)
             reached += [following for following, _ in node.next_functions]

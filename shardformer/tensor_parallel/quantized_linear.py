@@ -178,13 +178,12 @@ def slice_4bit_weight(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
     if block is None:
         columns = ", ".join(f"{a}-{b}" for a, b in slices)
         raise UnalignedSliceError(
-            f"Its 4-bit weight has {width} columns, which is not a multiple of the quantization block size "
+            f"The 4-bit weight has {width} columns, which is not a multiple of the quantization block size "
             f"{state.blocksize}"
             if width % state.blocksize
-            else f"The columns {columns} of its 4-bit weight with {width} columns do not start and end at a multiple of "
-            f"{MIN_BLOCK}",
-            remedy="Use fewer tensor ranks, use data parallelism or ZeRO instead of tensor parallelism, or list the layer "
-            "in llm_int8_skip_modules of the BitsAndBytesConfig.",
+            else f"The columns {columns} of the 4-bit weight do not start and end at a multiple of {MIN_BLOCK}",
+            remedy="Use fewer tensor ranks, use data parallelism or ZeRO instead of tensor parallelism, or list the "
+            "layer in llm_int8_skip_modules of the BitsAndBytesConfig.",
         )
     packed = weight.data.as_subclass(Tensor).reshape(-1).view(torch.uint8).view(rows, -1)
     scales = get_fp32_block_scales(state).repeat_interleave(state.blocksize // block).view(rows, -1)

@@ -58,7 +58,7 @@ class ActivationSharding:
         if shard is not None and (shard.dim not in REGIONS_BY_DIM or shard.order is not IndexOrder.CONTIGUOUS):
             dims = ", ".join(d for d in REGIONS_BY_DIM if d)
             raise ConfigError(
-                f"The activations between layers must be sharded into contiguous slices of the {dims} dim, but got {shard}.",
+                f"Activations between layers must be contiguous slices of the {dims} dim, but got {shard}.",
                 remedy="Shard this dim at the inputs of the model, or define its region in tensor_parallel/region.py.",
             )
         self._dim: Dim | None = None if shard is None else shard.dim
@@ -208,7 +208,7 @@ class ActivationSharding:
             raise ConfigError(
                 f"The hidden states must have shape (batch, {length}, hidden), this rank's shard of a sequence of "
                 f"{self.full} tokens, but got {tuple(x_BsH.shape)}.",
-                remedy="Disable sequence parallelism, or options that split the sequence, such as chunk_size_feed_forward.",
+                remedy="Disable sequence parallelism, or options that split it, such as chunk_size_feed_forward.",
             )
 
     def view_as_local_tokens(self, x: Tensor) -> Tensor | None:

@@ -219,8 +219,8 @@ def iter_row_chunks(logits_Tv: Tensor, dtype: torch.dtype) -> Iterator[slice]:
 def _check_targets(logits_Tv: Tensor, targets_T: Tensor, vocab_size: int, ignore_index: int) -> None:
     if logits_Tv.dim() != 2 or targets_T.shape != logits_Tv.shape[:1]:
         raise InputError(
-            f"logits and labels must have shapes (tokens, vocabulary) and (tokens,), but got {tuple(logits_Tv.shape)} and "
-            f"{tuple(targets_T.shape)}.",
+            f"logits and labels must have shapes (tokens, vocabulary) and (tokens,), but got "
+            f"{tuple(logits_Tv.shape)} and {tuple(targets_T.shape)}.",
             remedy="Flatten both with logits.view(-1, vocab_size) and labels.view(-1).",
         )
     if targets_T.numel() == 0:
@@ -265,8 +265,8 @@ def cross_entropy_1d(
     expected = bounds[axis.rank + 1] - bounds[axis.rank]
     if width != expected:
         raise InputError(
-            f"The logits on rank {axis.rank} of {axis.size} must have {expected} columns for vocab_size={vocab_size}, but "
-            f"got {width}.",
+            f"The logits on rank {axis.rank} of {axis.size} must have {expected} columns for vocab_size={vocab_size}, "
+            f"but got {width}.",
             remedy="Shard the vocabulary evenly. If its size is not divisible, the first ranks have one more column.",
         )
     return vocab_parallel_cross_entropy(

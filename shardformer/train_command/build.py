@@ -523,7 +523,8 @@ def get_transformers_model_class(config: TrainConfig) -> Any:
     if not is_model or not hasattr(kind, "from_pretrained"):
         known = [n for n in dir(transformers) if re.search(r"For[A-Z]|Model$", n)]
         raise ConfigError(
-            f"model.head must be a transformers model class, but got {name!r}.", remedy=suggest_similar_names(name, known)
+            f"model.head must be a transformers model class, but got {name!r}.",
+            remedy=suggest_similar_names(name, known),
         )
     return kind
 
@@ -633,5 +634,5 @@ def _check_data_fits_model(config: TrainConfig, data: TrainingData, model_config
     if most is not None and config.data.sequence_length > most:
         raise ConfigError(
             f"data.sequence_length = {config.data.sequence_length} exceeds the model's maximum of {most} positions.",
-            remedy=f"Use {most} or less, or increase the limit in model.config if the model has rotary position embeddings.",
+            remedy=f"Use {most} or less, or increase the limit in model.config if the model uses rotary embeddings (RoPE).",
         )

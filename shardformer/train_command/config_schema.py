@@ -446,7 +446,7 @@ def load_train_config(file: str | Path, overrides: Sequence[str] = ()) -> TrainC
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"The configuration file {str(file)!r} is not valid TOML: {error}.",
-            remedy='Correct the line. A table is a line such as [training], and a key a line such as steps = 100.',
+            remedy="Correct the line. A table is a line such as [training], and a key a line such as steps = 100.",
         ) from error
     for change in overrides:
         apply_command_line_override(tables, change)
@@ -486,7 +486,8 @@ def apply_command_line_override(tables: dict[str, Any], override: str) -> None:
     *parents, name = (part.strip() for part in key.split("."))
     if not equals or not name or not all(parents):
         raise ConfigError(
-            f"--set requires the form key=value, but got {override!r}.", remedy="Use for example --set parallel.tensor=2."
+            f"--set requires the form key=value, but got {override!r}.",
+            remedy="Use for example --set parallel.tensor=2.",
         )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
