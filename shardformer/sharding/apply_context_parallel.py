@@ -52,8 +52,8 @@ def check_context_parallel_support(
             raise ConfigError(
                 f"{type(model).__name__} does not support context_parallel={method!r} with "
                 f"sequence={context.sequence.size}, because it {why}.",
-                remedy="Use context_parallel='auto' with one size for the sequence axis, or use tensor parallelism with "
-                "enable_sequence_parallelism=True instead.",
+                remedy="Use context_parallel='auto' with one size for the sequence axis, or use tensor parallelism "
+                "with enable_sequence_parallelism=True instead.",
             )
         return
     choose_ring_sizes(model, context, method)

@@ -281,8 +281,8 @@ def check_no_parameter_hooks(model: nn.Module, plan: ShardingPlan) -> None:
         if id(p) in sharded and get_tensor_hooks(p):
             name = sharded[id(p)]
             raise ConfigError(
-                f"The parameter {name!r} of {type(model).__name__} has a hook, which would receive only the gradient of "
-                "a shard.",
+                f"The parameter {name!r} of {type(model).__name__} has a hook, which would receive only the gradient "
+                "of a shard.",
                 remedy="Remove the hook, or register it after sharding if it supports shards.",
             )
 

@@ -604,7 +604,7 @@ def _check_plain_dropout(cls: type[nn.Module], module: nn.Module, options: dict[
     if not isinstance(module, nn.Dropout) or options:
         arguments = f" with {', '.join(f'{k}={v!r}' for k, v in options.items())}" if options else ""
         raise ConfigError(
-            f"{cls.__name__} can only replace an nn.Dropout, without kwargs, but got {type(module).__name__}{arguments}.",
+            f"{cls.__name__} can only replace nn.Dropout, without kwargs, but got {type(module).__name__}{arguments}.",
             remedy="In the policy, name the nn.Dropout itself, and remove the kwargs.",
         )
     return module

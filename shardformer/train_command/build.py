@@ -634,5 +634,5 @@ def _check_data_fits_model(config: TrainConfig, data: TrainingData, model_config
     if most is not None and config.data.sequence_length > most:
         raise ConfigError(
             f"data.sequence_length = {config.data.sequence_length} exceeds the model's maximum of {most} positions.",
-            remedy=f"Use {most} or less, or increase the limit in model.config if the model uses rotary embeddings (RoPE).",
+            remedy=f"Use {most} or less, or increase the limit in model.config for rotary embeddings (RoPE).",
         )

@@ -487,7 +487,7 @@ def apply_command_line_override(tables: dict[str, Any], override: str) -> None:
     if not equals or not name or not all(parents):
         raise ConfigError(
             f"--set requires the form key=value, but got {override!r}.",
-            remedy="Use for example --set parallel.tensor=2.",
+            remedy="Use a form such as --set parallel.tensor=2.",
         )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
