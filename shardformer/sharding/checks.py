@@ -446,10 +446,8 @@ def restore_tied_weights(
         if not any(id(part) in spec_by_shard_id for part in parts.values()):
             continue  # replicated, or on another stage
         if len({(str(spec_by_shard_id.get(id(part))), group[name]) for name, part in parts.items()}) > 1:
-            first, second, *_ = group
-            raise ConfigError(
-                f"{first} and {second} share memory, but are sharded in different ways.", remedy=TIE_REMEDY
-            )
+            name, tied, *_ = group
+            raise ConfigError(f"{name} and {tied} share memory, but are sharded in different ways.", remedy=TIE_REMEDY)
         first, *others = parts.values()
         for other in others:
             other.data = first.data

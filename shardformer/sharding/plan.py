@@ -358,7 +358,7 @@ def _check_tied_weights(plan: ShardingPlan) -> None:
             name, owner = join_path(path, name), other.rpartition(".")[0]
             raise PolicyError(
                 f"{name} is tied to the sharded parameter {other}, but the policy does not shard it.",
-                remedy=f"Add {path!r} to `embeddings` or `head` of the policy, or keep {owner!r} replicated.",
+                remedy=f"Add {path!r} to the policy, for example as the `head`, or keep {owner!r} replicated.",
             )
 
 

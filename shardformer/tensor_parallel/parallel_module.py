@@ -181,7 +181,8 @@ def check_plain_class(module: nn.Module, *kinds: type[nn.Module]) -> None:
 
     Reasons are a custom `forward`, a computed weight (weight norm), and hooks.
     """
-    found, name = None, f"{type(module).__module__}.{type(module).__name__}"
+    found = None
+    name = f"{type(module).__module__}.{type(module).__name__}"
     if module._parameters.get("weight") is None:
         found = "a weight that is computed from other parameters"
     elif type(module).forward not in [kind.forward for kind in kinds] or "forward" in vars(module):

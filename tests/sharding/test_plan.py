@@ -183,7 +183,7 @@ def test_tied_weight_with_an_unnamed_owner_is_refused() -> None:
     refused(
         Written({"": table}),
         "head.weight is tied to the sharded parameter embed.weight",
-        "Add 'head' to `embeddings` or `head`",
+        "Add 'head' to the policy",
         model=tied,
     )
     assert table.sub_module_replacement is not None
