@@ -142,8 +142,7 @@ def _pop_renamed_arguments(owner: str, kwargs: dict[str, Any], names: Mapping[st
     for old in [name for name in kwargs if name in names]:
         new = names[old]
         if new in kwargs:
-            both = f"{owner} received both {old}= and {new}=, which replaces it"
-            raise ConfigError(both, remedy=f"Pass only {new}=.")
+            raise ConfigError(f"{owner} received both {old} and its new name {new}.", remedy=f"Pass only {new}.")
         warnings.warn(f"{owner}({old}=) is now {new}=", DeprecationWarning, stacklevel=3)
         found.append((new, kwargs.pop(old)))
     return found

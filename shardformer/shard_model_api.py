@@ -183,9 +183,7 @@ def _validate_layout(sharder: Sharder, resolved: ResolvedPolicy, *, is_user_poli
         found = validate_tensor_grid(model, policy, sharder.grid)
         if found.failure is not None:
             raise ConfigError(
-                f"tensor_parallel_mode={sharder.grid.mode!r} does not work for {type(model).__name__}: "
-                f"{found.failure}.",
-                rule="A reduced model must produce the same results on the grid as in one process.",
+                f"{type(model).__name__} does not support tensor_parallel_mode={sharder.grid.mode!r}: {found.failure}.",
                 remedy="Use tensor_parallel_mode='1d' or another mode for this model.",
             )
         resolved.samples, resolved.unvalidated = found.samples, found.unproven
@@ -196,10 +194,8 @@ def _validate_layout(sharder: Sharder, resolved: ResolvedPolicy, *, is_user_poli
             learned = validate_context_parallel(model, policy, sizes, allow_full_attention=allow_full_attention)
         if learned.failure is not None:
             raise ConfigError(
-                f"sequence={context.sequence.size} does not work for {type(model).__name__}: {learned.failure}.",
-                rule="A reduced model must produce the same results with a sharded sequence as in one process.",
-                remedy="Remove the sequence axis. To shard only the activations between blocks, use tensor parallelism "
-                "with enable_sequence_parallelism=True.",
+                f"{type(model).__name__} does not support sequence={context.sequence.size}: {learned.failure}.",
+                remedy="Remove the sequence axis, or use tensor parallelism with enable_sequence_parallelism=True.",
             )
         resolved.context = learned.findings
 
@@ -236,7 +232,7 @@ def _is_policy(value: Any) -> bool:
 def _require_shard_config(config: Any) -> ShardConfig:
     if config is not None and not isinstance(config, ShardConfig):
         raise ConfigError(
-            f"The configuration {config!r:.80} is not a ShardConfig.",
+            f"The configuration must be a ShardConfig, but got {config!r:.80}.",
             remedy="Pass an instance, such as ShardConfig(enable_sequence_parallelism=True), or omit the argument.",
         )
     return config or ShardConfig()
@@ -305,13 +301,13 @@ def shard_model(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model={model!r:.80} is not a torch.nn.Module.",
-            remedy="Build the model first, for example with transformers' from_pretrained.",
+            f"model must be a torch.nn.Module, but got {model!r:.80}.",
+            remedy="Build the model first, for example with from_pretrained() of transformers.",
         )
     if config is not None and (options or context is not None):
+        names = ", ".join(options) or "context"
         raise ConfigError(
-            f"shard_model received both config and {', '.join(options) or 'context'}.",
-            remedy="Pass all options in the ShardConfig, or omit config.",
+            f"shard_model received both config and {names}.", remedy=f"Pass {names} in the ShardConfig, or omit config."
         )
     config = config or ShardConfig.from_options({"context": context, **options})
     return cast(M, shard_model_in_place(model, _require_shard_config(config), policy)[0])
@@ -373,7 +369,7 @@ def resolve_policy(
     if policy is not None:
         if not _is_policy(policy):
             raise PolicyError(
-                f"policy={policy!r:.80} is neither an instance nor a subclass of shardformer.policies.Policy.",
+                f"policy must be an instance or subclass of shardformer.policies.Policy, but got {policy!r:.80}.",
                 remedy="Pass a ShardConfig as config=..."
                 if isinstance(policy, ShardConfig)
                 else "Derive your class from shardformer.policies.Policy or shardformer.policies.RolePolicy",

@@ -328,7 +328,9 @@ def release_saved_tensors(nodes: Iterable[Node]) -> None:
 
 
 def raise_saved_tensors_freed_error(_: object) -> Tensor:
-    raise RuntimeError("Trying to backward through a graph whose saved tensors run_input_backward has already freed.")
+    raise RuntimeError(
+        "Trying to backward through a graph whose saved tensors have already been freed. Run the forward pass again."
+    )
 
 
 def get_compile_error_class() -> type[Exception]:

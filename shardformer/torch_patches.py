@@ -103,11 +103,11 @@ def replace_attribute(owner: Any, name: str, new_value: Any) -> Undo:
     setattr(owner, name, new_value)
 
     def undo() -> None:
-        if getattr(owner, name) is not new_value:
+        if (current := getattr(owner, name)) is not new_value:
             where = f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
             raise ConfigError(
-                f"{where} cannot be restored, because another library has patched it later: {getattr(owner, name)!r}.",
-                remedy="Remove the patch of the other library first, then call shardformer.torch_patches.uninstall().",
+                f"{where} cannot be restored, because another library has patched it later: {current!r}.",
+                remedy="Remove the patch of the other library, then call shardformer.torch_patches.uninstall().",
             )
         setattr(owner, name, original)
 

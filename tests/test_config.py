@@ -88,7 +88,7 @@ def test_an_earlier_name_works_with_a_warning(old: str) -> None:
     with pytest.warns(DeprecationWarning, match=rf"ParallelConfig\({old}=\) is now {new}="):
         found = ParallelConfig(**NEEDS.get(new, {}), **{old: value})
     assert found == ParallelConfig(**NEEDS.get(new, {}), **{new: value})
-    with pytest.raises(ConfigError, match=f"both {old}= and {new}="):
+    with pytest.raises(ConfigError, match=f"both {old} and its new name {new}"):
         ParallelConfig(**{old: value, new: value})
 
 

@@ -99,7 +99,7 @@ def test_earlier_argument_names_and_order_still_work(tmp_path: Path) -> None:
     with pytest.warns(DeprecationWarning, match=r"load_checkpoint\(folder=\) is now directory="):
         assert shardformer.load_checkpoint(model=model, folder=tmp_path, optimizer=optimizer).step == 3  # type: ignore[call-arg]
     assert shardformer.load_checkpoint(model, tmp_path, optimizer).step == 3
-    with pytest.raises(shardformer.ConfigError, match="received both folder= and directory="):
+    with pytest.raises(shardformer.ConfigError, match="received both folder and its new name directory"):
         shardformer.load_checkpoint(model, folder=tmp_path, directory=tmp_path)  # type: ignore[call-arg]
 
 

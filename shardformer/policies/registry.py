@@ -86,7 +86,7 @@ def register_policy(model_type: str, policy: type[Policy]) -> None:
     """
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise PolicyError(
-            f"register_policy({model_type!r}, {policy!r:.80}) needs a subclass of shardformer.policies.Policy.",
+            f"The policy for {model_type!r} must be a subclass of shardformer.policies.Policy, but got {policy!r:.80}.",
             remedy="Pass the policy class, not an instance.",
         )
     _REGISTERED[model_type] = policy

@@ -79,11 +79,11 @@ class RolePolicy(Policy):
         super().__init_subclass__(**kwargs)
         known = dir(RolePolicy)
         for name in vars(cls):
-            close = get_close_matches(name, [n for n in known if n[:1] != "_"], cutoff=0.8)
-            if name not in known and close:
+            similar = next(iter(get_close_matches(name, [n for n in known if n[:1] != "_"], cutoff=0.8)), None)
+            if name not in known and similar:
                 raise PolicyError(
                     f"{cls.__name__} defines the unknown attribute {name!r}.",
-                    remedy=f"Rename it to {close[0]!r}. If it is your own attribute, choose a less similar name.",
+                    remedy=f"Rename it to {similar!r}, or use a less similar name if it is your own attribute.",
                 )
 
     def set_model(self, model: nn.Module) -> None:
@@ -96,8 +96,8 @@ class RolePolicy(Policy):
         reason = self.no_sequence_parallel_reason()
         if self.shard_config.enable_sequence_parallelism and reason:
             raise ConfigError(
-                f"enable_sequence_parallelism=True does not support this {type(self.model).__name__}: {reason}.",
-                remedy="Set enable_sequence_parallelism=False. Tensor parallelism works without it.",
+                f"{type(self.model).__name__} does not support enable_sequence_parallelism=True: {reason}.",
+                remedy="Set enable_sequence_parallelism=False.",
             )
         for _, policy in self._find_submodel_policies():
             policy.config_sanity_check()
@@ -169,7 +169,7 @@ class RolePolicy(Policy):
         if (known := find_registered_policy(model)) is not None:
             return known[0]
         raise PolicyError(
-            f"No policy is registered for {path!r}, a {type(model).__name__} inside the model.",
+            f"No policy is registered for the submodel {path!r} of class {type(model).__name__}.",
             remedy="Register a policy with shardformer.register_policy(model_type, policy).",
         )
 
@@ -319,11 +319,11 @@ def get_checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyD
     values = list(found.values()) if isinstance(found, Mapping) else [found]
     wrong = [value for value in values if not isinstance(value, ModulePolicyDescription)]
     if wrong or not isinstance(found, Mapping):
+        wrong_value = wrong[0] if wrong else found
         raise PolicyError(
-            f"{type(policy).__name__}.module_policy() returned {[*wrong, found][0]!r:.80}.",
-            rule="The method must return a dict from classes, class names or paths of modules to "
-            "ModulePolicyDescription objects.",
-            remedy="Correct the return value. See docs/policies.md for an example.",
+            f"{type(policy).__name__}.module_policy() must return a dict of ModulePolicyDescription objects, but got "
+            f"{wrong_value!r:.80}.",
+            remedy="Use classes, class names or paths of modules as keys. See docs/policies.md for an example.",
         )
     for key, description in found.items():
         check_type(f"{type(policy).__name__}.module_policy()", "key", key, ModuleKey)
@@ -355,11 +355,11 @@ def check_no_missing_roles(
         name, p = next(iter(left.items()))
         _, *others = dict.fromkeys(_mask_layer_index(n, inside) for n in left)
         known = ", ".join(dict.fromkeys(_mask_layer_index(n, inside) for n in replicated))
+        more = f", nor for {', '.join(map(repr, others))}" if others else ""
+        share = f"{p.numel() / total:.1%}"
         raise PolicyError(
-            f"The policy has no rule for {name!r} {tuple(p.shape)}, {p.numel() / total:.1%} of all parameters"
-            + (f", nor for {', '.join(map(repr, others))}" if others else ""),
-            rule="Every matrix of a layer, and every large matrix elsewhere, must be sharded or listed as replicated.",
-            remedy="Add a role for the matrix, or add its path to the policy's `keep_replicated` "
+            f"The policy has no rule for {name!r} of shape {tuple(p.shape)}, {share} of all parameters{more}.",
+            remedy="Add a role that shards this matrix, or add its path to `keep_replicated` of the policy "
             f"({known or 'now empty'}).",
         )
 

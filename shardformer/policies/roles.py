@@ -245,11 +245,10 @@ class LayerStack(_TypeCheckedRole):
         object.__setattr__(self, "reads_context", reads)
         name = self.cross_states[1] if self.cross_states and reads else None
         for role in self.blocks:
-            arguments = role.inputs.arguments if isinstance(role, Attention) else ()
+            arguments = list(role.inputs.arguments) if isinstance(role, Attention) else []
             if name in arguments or (arguments and isinstance(role, Attention) and role.inputs.cross_attention):
                 raise PolicyError(
-                    f"The attention {role.at!r} receives the states of another stack twice: through cross_states of "
-                    f"the stack {self.layers!r} and through the arguments {list(arguments)}.",
-                    rule="The gradients of these states would be summed over the ranks twice.",
-                    remedy="Remove `arguments` from attention modules with cross_attention=True.",
+                    f"The attention module {role.at!r} lists arguments={arguments}, but already receives these states "
+                    f"through cross_states of the LayerStack {self.layers!r}.",
+                    remedy="Remove `arguments` from its AttentionInputs.",
                 )

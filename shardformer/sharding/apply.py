@@ -335,7 +335,7 @@ class Sharder:
         axis: Axis,
     ) -> nn.Module:
         target, kwargs = description.target_module, dict(description.kwargs or {})
-        make = target.from_native_module
+        make, class_name = target.from_native_module, get_display_name(target)
         group: Any = axis
         if not getattr(make, "__module__", "").startswith("shardformer."):
             group = axis.group or axis  # user-defined classes take a torch process group; threads have none
@@ -345,19 +345,18 @@ class Sharder:
         try:
             new: nn.Module = make(module, group, **kwargs)
         except UnalignedSliceError as error:
-            raise ConfigError(f"{path}: {error.what}.", rule=error.rule, remedy=error.remedy) from None
+            raise ConfigError(f"Cannot shard {path}. {error.what}.", rule=error.rule, remedy=error.remedy) from None
         except TypeError as error:
             if "argument" not in str(error):
                 raise
             raise PolicyError(
-                f"{get_display_name(target)}.from_native_module failed for {path!r} with "
-                f"kwargs={description.kwargs or {}}: {error}.",
+                f"{class_name}.from_native_module cannot replace {path!r} with kwargs={description.kwargs}: {error}.",
                 remedy="Correct the kwargs in the policy.",
             ) from error
         if not isinstance(new, nn.Module):
             raise PolicyError(
-                f"{get_display_name(target)}.from_native_module returned {new!r:.80} for {path!r}.",
-                remedy="Return the nn.Module that replaces the plain module.",
+                f"{class_name}.from_native_module must return an nn.Module, but returned {new!r:.80} for {path!r}.",
+                remedy="Return the module that replaces the original module.",
             )
         return new
 
@@ -497,7 +496,7 @@ def _temporarily_unwrap_modules(model: nn.Module, *, num_stages: int = 1) -> Ite
                 outer, path = child, join_path(parent, name)
                 while child is not None and (key := get_wrapped_module_attribute_name(child)) is not None:
                     if num_stages > 1 and is_compiled_wrapper(child):
-                        raise _make_compiled_module_error(path, "it is part of a pipeline")
+                        raise _make_compiled_module_error(path)
                     inner = child._modules[key]
                     assert inner is not None
                     found.append((owner, name, path, child, key, inner))
@@ -512,14 +511,13 @@ def _temporarily_unwrap_modules(model: nn.Module, *, num_stages: int = 1) -> Ite
             is_replaced = now is not None and now is not inner and get_wrapped_module_attribute_name(now) is None
             replaced += [path] if is_replaced and is_compiled_wrapper(wrapper) else []
     if replaced:
-        raise _make_compiled_module_error(replaced[0], "sharding replaces it")
+        raise _make_compiled_module_error(replaced[0])
 
 
-def _make_compiled_module_error(path: str, reason: str) -> ConfigError:
+def _make_compiled_module_error(path: str) -> ConfigError:
     return ConfigError(
-        f"{path} was compiled with torch.compile before the model was sharded, but {reason}.",
-        rule="A compiled module would keep running the unsharded module.",
-        remedy="Compile the model after shard_model, or compile in place with module.compile().",
+        f"{path} was compiled with torch.compile before sharding, and would keep running the unsharded module.",
+        remedy="Compile the model after shard_model, or compile the module in place with module.compile().",
     )
 
 

@@ -41,19 +41,19 @@ def check_context_parallel_support(
         notes: the policy's notes about the stacks.
     """
     if not stacks:
+        reason = f". {' '.join(notes).removesuffix('.')}" if notes else ""
         raise ConfigError(
-            f"sequence={context.sequence.size} needs a stack of layers, but the policy of {type(model).__name__} has "
-            "none" + (f". {' '.join(notes).removesuffix('.')}" if notes else ""),
+            f"sequence={context.sequence.size} requires a LayerStack, but the policy of {type(model).__name__} has none"
+            f"{reason}.",
             remedy="Write a RolePolicy with a LayerStack, or remove the sequence axis.",
         )
     if why := explain_unsupported_attention(model):
         if is_explicit_method(context, method):
             raise ConfigError(
-                f"context_parallel={method!r} with sequence={context.sequence.size} does not support "
-                f"{type(model).__name__}, which {why}.",
-                rule="Ring attention, Ulysses and gathered keys use transformers' AttentionInterface.",
-                remedy="To compute this attention in full on every rank, use context_parallel='auto' with one size for "
-                "the axis. Or remove the sequence axis and use enable_sequence_parallelism=True.",
+                f"{type(model).__name__} does not support context_parallel={method!r} with "
+                f"sequence={context.sequence.size}, because it {why}.",
+                remedy="Use context_parallel='auto' with one size for the sequence axis, or use tensor parallelism "
+                "with enable_sequence_parallelism=True instead.",
             )
         return
     choose_ring_sizes(model, context, method)
@@ -161,9 +161,9 @@ def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None
     """Warn on rank 0 that every rank will compute the attention of this model over the full sequence."""
     if context.rank == 0:
         warnings.warn(
-            f"The attention of {type(model).__name__} cannot read positions of other ranks. Each of the "
-            f"{context.sequence.size} ranks of the sequence axis therefore computes the attention for all positions, "
-            "and saves time and memory only in the other layers. shardformer.describe_sharding(model) shows details.",
+            f"The attention of {type(model).__name__} cannot be sharded over the sequence axis, so each of its "
+            f"{context.sequence.size} ranks computes the full attention. Call shardformer.describe_sharding(model) for "
+            "details.",
             stacklevel=5,
         )
 
@@ -181,8 +181,8 @@ def adapt_plan_to_context_parallel(
         return plan
     if has_sequence_parallelism:
         raise ConfigError(
-            f"enable_sequence_parallelism=True with sequence > 1 does not support {type(plan.model).__name__}: every "
-            "rank computes its attention in full.",
+            f"{type(plan.model).__name__} does not support enable_sequence_parallelism=True with sequence > 1, because "
+            "every rank computes the full attention.",
             remedy="Set enable_sequence_parallelism=False, or remove the sequence axis.",
         )
     return replace(plan, blocks=[(path, replace(block, shared_exit=None)) for path, block in plan.blocks])

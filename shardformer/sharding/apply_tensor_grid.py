@@ -58,8 +58,8 @@ def adapt_plan_to_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
     """
     if not plan.stacks:
         raise PolicyError(
-            f"tensor_parallel_mode={grid.mode!r} needs a stack of layers, but the policy of "
-            f"{type(plan.model).__name__} has none.",
+            f"tensor_parallel_mode={grid.mode!r} requires a LayerStack, but the policy of {type(plan.model).__name__} "
+            "has none.",
             remedy="Write a RolePolicy with a LayerStack, or set tensor_parallel_mode='1d'.",
         )
     plan = replace(
@@ -82,10 +82,10 @@ def adapt_plan_to_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
     around = [block.gather_module for _, block in plan.blocks if block.gather_module is not None]
     gathered = [path for path in dict.fromkeys(plan.full_sequence_modules) if path not in around]
     if (gathered or around) and grid.mode == "3d":
+        path = [*gathered, *around][0]
         raise ConfigError(
-            f"tensor_parallel_mode='3d' does not support {type(plan.model).__name__}, because "
-            f"{[*gathered, *around][0]!r} reads all hidden features of a token.",
-            rule="In a 3D grid, the ranks of a grid row have different samples between the blocks.",
+            f"{type(plan.model).__name__} does not support tensor_parallel_mode='3d', because {path!r} needs all "
+            "hidden features of a token.",
             remedy="Use tensor_parallel_mode='2d', '2.5d' or '1d'.",
         )
     inside = tuple(f"{path}." for path in (*gathered, *around))
@@ -106,8 +106,8 @@ def _check_replacements_support_grid(plan: ShardingPlan, stack_prefix: str) -> N
             continue
         if issubclass(target, Linear1D_Col | Linear1D_Row) or not target.__module__.startswith("shardformer."):
             raise PolicyError(
-                f"The replacement class {target.__name__} of {path!r} supports only one tensor axis.",
-                remedy="Use a RolePolicy, which supports every tensor parallel mode, or set tensor_parallel_mode='1d'.",
+                f"The replacement class {target.__name__} of {path!r} supports only tensor_parallel_mode='1d'.",
+                remedy="Use this mode, or write a RolePolicy, which supports every mode.",
             )
 
 
@@ -139,9 +139,8 @@ def _add_rule_for_outer_module(
         plan.full_sequence_modules.append(path if holds_one_end else holder[:-1])
     else:
         raise ConfigError(
-            f"tensor_parallel_mode={grid.mode!r} does not support {type(plan.model).__name__}, because "
-            f"{path!r} has parameters or statistics over all features.",
-            rule="Between the blocks, each rank has a shard of the hidden features.",
+            f"{type(plan.model).__name__} does not support tensor_parallel_mode={grid.mode!r}, because {path!r} has "
+            "parameters or statistics over all hidden features.",
             remedy="Use tensor_parallel_mode='1d' for this model.",
         )
 

@@ -142,10 +142,10 @@ def _check_layers_are_not_blocks(plan: ShardingPlan, activation_layout: Activati
     for _, block in plan.blocks:
         if block.entry.rpartition(".")[0] in sharded and block.gather_module is None:
             raise ConfigError(
-                f"enable_sequence_parallelism=True does not support {block.entry}, a layer that is itself a block.",
-                rule="The hidden states stay sharded between blocks, so residuals must be added inside a layer.",
-                remedy="Set enable_sequence_parallelism=False, or pass the path of modules that add the residual to "
-                "LayerStack(layers=...).",
+                f"The layer {block.entry} is itself a tensor-parallel block, which enable_sequence_parallelism=True "
+                "does not support.",
+                remedy="Set enable_sequence_parallelism=False, or pass the path of modules that contain the residual "
+                "connection to LayerStack(layers=...).",
             )
 
 
@@ -227,7 +227,8 @@ def _get_layer_of_class(model: nn.Module, path: str, layer_class: type[nn.Module
     module = model.get_submodule(path)
     if not isinstance(module, layer_class):
         raise PolicyError(
-            f"{path} is a {type(module).__name__}, but the {role} of a block must be a {layer_class.__name__}.",
+            f"The {role} layer of a tensor-parallel block must be a {layer_class.__name__}, but {path} is a "
+            f"{type(module).__name__}.",
             remedy=f"Replace {path} with a {layer_class.__name__} in sub_module_replacement.",
         )
     return module

@@ -30,7 +30,7 @@ from shardformer.layout.sharding_metadata import (
     PARENT_METADATA_ATTRIBUTE,
     named_sharded_parameters,
 )
-from shardformer.layout.tied_tensors import MemoryRange, OverlapGroup, find_parameter_view
+from shardformer.layout.tied_tensors import OverlapGroup, find_parameter_view
 from shardformer.mesh.init_distributed import ENDED
 from shardformer.mesh.parallel_context import ParallelContext, get_launcher_store
 from shardformer.mesh.rank_failures import LostPeerError
@@ -163,7 +163,7 @@ def check_not_sharded(model: nn.Module) -> None:
     marks = {METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE}
     if any([isinstance(m, ParallelModule) or not marks.isdisjoint(vars(m)) for m in model.modules()]):
         raise ConfigError(
-            f"This {type(model).__name__} is already sharded.",
+            f"The {type(model).__name__} is already sharded.",
             remedy="Use the sharded model that the first call returned, or build the model again.",
         )
 
@@ -172,10 +172,9 @@ def check_no_dtensors(model: nn.Module) -> None:
     """Raise ConfigError if torch or transformers has already sharded the model."""
     if found := next((name for name, p in model.named_parameters() if is_dtensor(p)), None):
         raise ConfigError(
-            f"{found} of this {type(model).__name__} is a DTensor, as created by fully_shard, parallelize_module or a "
-            "DistributedConfig of transformers.",
-            rule="Only one library can shard the model.",
-            remedy="Load the model without distributed_config, and set the layout in ParallelConfig.",
+            f"The parameter {found} of {type(model).__name__} is a DTensor, so the model is already sharded.",
+            remedy="Load the model without distributed_config, fully_shard and parallelize_module, and set the layout "
+            "in ParallelConfig.",
         )
 
 
@@ -185,8 +184,9 @@ def check_can_be_sharded(model: nn.Module) -> None:
     check_no_dtensors(model)
     if made := next(iter([name for name, p in model.named_parameters() if p.is_inference()]), None):
         raise ConfigError(
-            f"{made} of this {type(model).__name__} was created under torch.inference_mode() and cannot be trained.",
-            remedy="Build or load the model outside torch.inference_mode(). torch.no_grad() is allowed.",
+            f"The parameter {made} of {type(model).__name__} was created under torch.inference_mode() and cannot be "
+            "trained.",
+            remedy="Build or load the model outside torch.inference_mode().",
         )
     if has_meta_tensors(model):
         check_init_recipes(model)
@@ -210,7 +210,7 @@ def make_checked_plan(
     policy.set_shard_config(config)
     if config.enable_sequence_parallelism and not policy.stacks():
         raise ConfigError(
-            f"enable_sequence_parallelism=True needs a stack of layers, but {type(policy).__name__} has none.",
+            f"enable_sequence_parallelism=True requires a LayerStack, but {type(policy).__name__} has none.",
             remedy="Write a RolePolicy with a LayerStack, or set enable_sequence_parallelism=False.",
         )
     if config.uses_context_parallel:
@@ -238,8 +238,7 @@ def check_quantized_weights(model: nn.Module, plan: ShardingPlan, context: Paral
     for path, param in owners.items():
         if getattr(getattr(param, "quant_state", None), "packing_format_for_cpu", False):
             raise ConfigError(
-                f"bitsandbytes has changed the 4-bit weight of {path} for evaluation on the CPU.",
-                rule="bitsandbytes rounded the scales of the weight, and the gradients would be incomplete.",
+                f"bitsandbytes converted the 4-bit weight of {path} for inference on the CPU, so it cannot be sharded.",
                 remedy="Load the model again, and shard it before you evaluate it.",
             )
         if context.sequence.size > 1 and getattr(param, "quant_state", None) is None:
@@ -270,8 +269,6 @@ def _make_quantized_error(model: nn.Module, path: str, layout: str) -> ConfigErr
     kind = type(model.get_submodule(path)).__name__
     return ConfigError(
         f"{path} is a quantized {kind}, which does not support {layout}.",
-        rule="The layer may scale its input by the largest value of all features and tokens. A rank with a slice of "
-        "them could therefore compute a different result than one process.",
         remedy="Use data parallelism, ZeRO or a pipeline, or load the model with "
         "BitsAndBytesConfig(load_in_4bit=True), whose layers support all layouts.",
     )
@@ -282,11 +279,11 @@ def check_no_parameter_hooks(model: nn.Module, plan: ShardingPlan) -> None:
     sharded = plan.get_sharded_parameter_ids()
     for p in model.parameters():
         if id(p) in sharded and get_tensor_hooks(p):
+            name = sharded[id(p)]
             raise ConfigError(
-                f"The parameter {sharded[id(p)]!r} of this {type(model).__name__} has a hook and will be sharded.",
-                rule="Each tensor rank replaces the parameter with a shard, and a hook would receive the gradient of "
-                "the shard.",
-                remedy="Remove the hook. If the hook also works for a shard, register it after sharding.",
+                f"The parameter {name!r} of {type(model).__name__} has a hook, which would receive only the gradient "
+                "of a shard.",
+                remedy="Remove the hook, or register it after sharding if it supports shards.",
             )
 
 
@@ -298,9 +295,8 @@ def check_no_parameter_views(model: nn.Module, plan: ShardingPlan, stages: Pipel
     if found := find_parameter_view(model, moved):
         view, name = found
         raise ConfigError(
-            f"{view} of this {type(model).__name__} is a view of the parameter {name}, which will be sharded or moved "
-            "to another pipeline stage.",
-            remedy=f"Read {name} directly, or give {view} its own memory with .clone().",
+            f"{view} of {type(model).__name__} is a view of the parameter {name}, which sharding replaces or moves.",
+            remedy=f"Use {name} directly, or give {view} its own memory with .clone().",
         )
 
 
@@ -355,8 +351,7 @@ def check_params_not_in_optimizer(params: list[nn.Parameter], name_by_id: Mappin
             name = next((name_by_id[id(p)] for p in group["params"] if id(p) in name_by_id), None)
             if name is not None:
                 raise ConfigError(
-                    f"An optimizer already contains {name!r} of this {model_name}.",
-                    rule="Sharding replaces parameters, so this optimizer would train the old parameters.",
+                    f"An optimizer already contains the parameter {name!r} of {model_name}, which sharding replaces.",
                     remedy="Shard the model first, then create the optimizer from model.parameters().",
                 )
 
@@ -366,12 +361,12 @@ def check_shard_layouts(model: nn.Module, coords: Coords) -> None:
     seen: dict[int, tuple[str, ShardSpec]] = {}
     for name, param, spec in named_sharded_parameters(model):
         other, first = seen.setdefault(id(param), (name, spec))
-        if first != spec or tuple(param.shape) != spec.get_local_shape(coords):
+        shape, expected = tuple(param.shape), spec.get_local_shape(coords)
+        if first != spec or shape != expected:
+            tied = f", and it is tied to {other}" if other != name else ""
             raise PolicyError(
-                f"{name} has the shape {tuple(param.shape)} on this rank, but its layout requires "
-                f"{spec.get_local_shape(coords)}" + (f". It is tied to {other}" if other != name else ""),
-                rule="Modules that share a weight must be sharded in the same way.",
-                remedy="Replace both modules with vocabulary-parallel layers, or keep both replicated.",
+                f"{name} has shape {shape} on this rank, but its layout requires {expected}{tied}.",
+                remedy="Replace both modules of a tied weight with vocabulary-parallel layers, or replicate both.",
             )
 
 
@@ -418,13 +413,19 @@ def _replace_entries(target: Any, entries: Any) -> None:
     target.update(entries)
 
 
+TIE_REMEDY = "Tie them with module.weight = other.weight instead of .data, or clone one of them."
+
+
 def check_tied_weights_on_same_stage(
     ties: Sequence[OverlapGroup], find_owner_ranks: Callable[[str], Sequence[int]]
 ) -> None:
     """Raise ConfigError if parameters that share memory are on different pipeline stages."""
     for group in ties:
         if len({tuple(find_owner_ranks(name)) for name in group}) > 1:
-            raise _make_broken_tie_error(group, "are on different pipeline stages")
+            first, second, *_ = group
+            raise ConfigError(
+                f"{first} and {second} share memory, but are on different pipeline stages.", remedy=TIE_REMEDY
+            )
 
 
 def restore_tied_weights(
@@ -445,19 +446,11 @@ def restore_tied_weights(
         if not any(id(part) in spec_by_shard_id for part in parts.values()):
             continue  # replicated, or on another stage
         if len({(str(spec_by_shard_id.get(id(part))), group[name]) for name, part in parts.items()}) > 1:
-            raise _make_broken_tie_error(group, "are sharded in different ways")
+            name, tied, *_ = group
+            raise ConfigError(f"{name} and {tied} share memory, but are sharded in different ways.", remedy=TIE_REMEDY)
         first, *others = parts.values()
         for other in others:
             other.data = first.data
-
-
-def _make_broken_tie_error(group: Mapping[str, MemoryRange], reason: str) -> ConfigError:
-    first, second, *_ = group
-    return ConfigError(
-        f"{first} and {second} share memory, but {reason}.",
-        rule="An update of one parameter would not reach the other.",
-        remedy=f"Tie them with module.weight = other.weight instead of .data, or clone {second}.",
-    )
 
 
 # class names: WRITTEN_OUT use several operations where torch has one kernel; the other activations use one kernel
@@ -468,14 +461,15 @@ ACTIVATIONS = (*WRITTEN_OUT, "GELU", "GELUActivation", "GELUTanh", "PytorchGELUT
 def check_can_fuse_activations(model: nn.Module, device: torch.device) -> None:
     """Raise ConfigError if ``enable_jit_fused`` cannot be used for the model or on this device."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        problem = "enable_jit_fused=True needs triton on a GPU, which is not installed"
-    elif not any(type(module).__name__ in ACTIVATIONS for module in model.modules()):
-        problem = (
-            f"enable_jit_fused=True has no effect, because {type(model).__name__} has no GELU, SiLU or ReLU module"
+        raise ConfigError(
+            "enable_jit_fused=True requires triton on a GPU, but triton is not installed.",
+            remedy="Install triton, or set enable_jit_fused=False.",
         )
-    else:
-        return
-    raise ConfigError(problem, remedy="Set enable_jit_fused=False.")
+    if not any(type(module).__name__ in ACTIVATIONS for module in model.modules()):
+        raise ConfigError(
+            f"enable_jit_fused=True has no effect, because {type(model).__name__} has no GELU, SiLU or ReLU module.",
+            remedy="Set enable_jit_fused=False.",
+        )
 
 
 def check_can_fuse_norms(model: nn.Module) -> None:

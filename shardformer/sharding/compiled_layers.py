@@ -199,9 +199,9 @@ class CompiledLayer:
             return
         reason = torch_compat.get_recompile_reason(lambda: self._call_compiled(args, kwargs))
         warnings.warn(
-            f"{self._path} needs a new graph, but the limit of {len(stack.graphs)} graphs for {stack.path} is reached "
-            f"({reason}). Calls that need a new graph run without compilation. Pad the batches to a few lengths, or "
-            "raise torch._dynamo.config.recompile_limit.",
+            f"{self._path} runs some calls without compilation, because {stack.path} has reached the limit of "
+            f"{len(stack.graphs)} graphs ({reason}). Pad the batches to a few lengths, or raise "
+            "torch._dynamo.config.recompile_limit.",
             stacklevel=2,
         )
 
@@ -226,8 +226,8 @@ def compile_layer_stacks(
     if not found:
         name = torch_compat.get_compile_backend_name(backend)
         raise ConfigError(
-            f"compile={name!r} has no effect, because {type(model).__name__} has no known stack of layers.",
-            remedy="Set compile=False and call torch.compile(model), or pass a policy that describes the layers.",
+            f"compile={name!r} has no effect, because the policy of {type(model).__name__} describes no layers.",
+            remedy="Set compile=False and call torch.compile(model), or pass a policy with a LayerStack.",
         )
     differs = state.context.sizes["tensor"] > 1 or state.context.sizes["sequence"] > 1  # the random state of the ranks
     draws = differs and uses_dropout(model)
@@ -266,16 +266,17 @@ def _find_local_layers(model: nn.Module, stack_path: str) -> dict[str, nn.Module
 def _check_can_be_compiled(model: nn.Module, state: ShardingMetadata, backend: Backend) -> None:
     if isinstance(backend, str):
         check_choice("compile", backend, torch.compiler.list_backends(exclude_tags=()))
-    problem, remedy = "", "Set compile=False"
-    name = torch_compat.get_compile_backend_name(backend)
+    name, device = torch_compat.get_compile_backend_name(backend), state.context.device.type
     if state.context_run is not None and (reason := _explain_context_parallel_conflict(model, state)):
-        problem = f"Context parallelism {reason}"
-    elif name == "inductor" and state.context.device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        problem, remedy = "The backend inductor needs triton on a GPU, which is not installed", "Install triton"
-    elif name == "inductor" and state.context.device.type == "cpu" and not _has_cpp_compiler():
-        problem, remedy = "The backend inductor needs a C++ compiler on a CPU, which is not installed", "Install g++"
-    if problem:
-        raise ConfigError(f"compile={name!r} does not work: {problem}.", remedy=remedy)
+        raise ConfigError(
+            f"compile={name!r} is not supported, because context parallelism {reason}.", remedy="Set compile=False."
+        )
+    if name == "inductor" and device == "cuda" and importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            "compile='inductor' requires triton on a GPU, but triton is not installed.", remedy="Install triton."
+        )
+    if name == "inductor" and device == "cpu" and not _has_cpp_compiler():
+        raise ConfigError("compile='inductor' requires a C++ compiler, but none is installed.", remedy="Install g++.")
 
 
 def _explain_context_parallel_conflict(model: nn.Module, state: ShardingMetadata) -> str:
@@ -308,12 +309,10 @@ def compile_model(
         return
     check_names(options, OPTIONS, "model.compile has no argument", f"Its arguments are backend, {', '.join(OPTIONS)}")
     if options.get("mode") and options.get("options"):
-        raise ConfigError(
-            f"model.compile received both mode={options['mode']!r} and options.", remedy="Pass either mode or options."
-        )
+        raise ConfigError("model.compile received both mode and options.", remedy="Pass either mode or options.")
     if state.stages is not None and state.context.pipe.size > 1:
         raise ConfigError(
-            "model.compile was called on a pipeline stage, whose layers already have a replaced forward method.",
+            f"model.compile is not supported with pipe={state.context.pipe.size}.",
             remedy="Set compile=True in ParallelConfig instead.",
         )
     compile_layer_stacks(self, state, backend, options)

@@ -69,7 +69,7 @@ class KVCacheHeadSelector:
         """
         for cache in self._find_caches(inputs):
             if has_cached_tokens(cache) and LOCAL_HEADS not in vars(cache):
-                self._select_cache_heads(model, cache)
+                self._select_cache_heads(cache)
             vars(cache)[LOCAL_HEADS] = True
 
     def mark_filled_caches(self, outputs: Sequence[Any]) -> None:
@@ -81,10 +81,12 @@ class KVCacheHeadSelector:
         if self._layers:
             yield from (cache for cache in find_kv_caches(values) if hasattr(cache, "__dict__"))
 
-    def _select_cache_heads(self, model: nn.Module, cache: Any) -> None:
+    def _select_cache_heads(self, cache: Any) -> None:
         found = getattr(cache, "layers", None)
         if found is None or hasattr(cache, "self_attention_cache"):
-            raise self._make_unsupported_cache_error(model, f"a {type(cache).__name__}")
+            raise self._make_unsupported_cache_error(
+                f"Tensor parallelism does not support a {type(cache).__name__} as a KV cache."
+            )
         new: list[tuple[Any, str, Tensor]] = []
         for number, layer in enumerate(found):
             for name in ("keys", "values") if number in self._layers else ():
@@ -96,20 +98,18 @@ class KVCacheHeadSelector:
                     full = copy_to_tp_region(x, self._axis) if x.requires_grad and torch.is_grad_enabled() else x
                     new.append((layer, name, full.index_select(1, torch.tensor(own, device=x.device))))
                 elif x.dim() != 4 or x.shape[1] != len(own):
-                    what = f"{name} of the shape {tuple(x.shape)} for layer {number}"
-                    raise self._make_unsupported_cache_error(model, what)
+                    raise self._make_unsupported_cache_error(
+                        f"The KV cache has {name} of shape {tuple(x.shape)} for layer {number}, which tensor "
+                        "parallelism does not support."
+                    )
         for layer, name, x in new:
             setattr(layer, name, x)
 
-    def _make_unsupported_cache_error(self, model: nn.Module, cache_description: str) -> ConfigError:
+    def _make_unsupported_cache_error(self, message: str) -> ConfigError:
         counts = sorted({total for total, _ in self._layers.values()} - {0})
         shape = f"(batch, {' or '.join(map(str, counts))}, length, head dim)" if counts else "unknown"
-        return ConfigError(
-            f"{type(model).__name__}, sharded over {self._axis.size} tensor ranks, does not support "
-            f"{cache_description} as a cache.",
-            rule=f"Keys and values that the model did not compute must have all heads, in the shape {shape}.",
-            remedy="Fill a DynamicCache with keys and values of this shape, or pass the tokens to the model instead.",
-        )
+        remedy = f"Use a DynamicCache with keys and values of shape {shape}, or pass the tokens to the model instead."
+        return ConfigError(message, remedy=remedy)
 
 
 OF_LIBRARIES = ("shardformer", "torch", "transformers", "timm", "accelerate", "peft")
@@ -177,13 +177,12 @@ class ModelStructureSnapshot:
         new = [name for name, p in now.items() if p not in self._params.values()]
         moved = [name for name, p in now.items() if name not in new and self._params.get(name) != p]
         gone = [name for name in self._params if name not in now]
-        what = f"{(new or moved or gone)[0]} of this {type(model).__name__} was "
-        what += "added" if new else "replaced by another parameter" if moved else "removed"
+        name = (new or moved or gone)[0]
+        change = "added" if new else "replaced by another parameter" if moved else "removed"
         raise ConfigError(
-            f"{what} after the model was sharded.",
-            rule="Sharding compares, shards and synchronizes only the parameters that exist at that time.",
-            remedy="Add heads and adapters and tie weights before you shard the model. To add PEFT adapters to a "
-            "sharded model, use shardformer.integrations.peft.get_peft_model.",
+            f"The parameter {name} of {type(model).__name__} was {change} after the model was sharded.",
+            remedy="Add heads and adapters and tie weights before you shard the model, or add PEFT adapters with "
+            "shardformer.integrations.peft.get_peft_model.",
         )
 
     def _check_no_user_hooks(self, model: nn.Module) -> None:
@@ -194,9 +193,8 @@ class ModelStructureSnapshot:
                 if not is_library_hook(hook) and not getattr(hook, "sees_parts", False):
                     name = getattr(hook, "__qualname__", type(hook).__name__)
                     raise ConfigError(
-                        f"The hook {name} on {path} ({type(module).__name__}) would receive local values: {part.why}.",
-                        remedy=f"Remove the hook before you call the model, {part.instead}, or use the plain "
-                        "model. If the hook supports local values, set hook.sees_parts = True.",
+                        f"The hook {name} on {path} would receive only a part of the values, because {part.why}.",
+                        remedy=f"Remove the hook, {part.instead}, or set hook.sees_parts = True if it supports this.",
                     )
 
     def _check_forwards_unchanged(self, model: nn.Module) -> None:
@@ -207,9 +205,8 @@ class ModelStructureSnapshot:
             now = (id(type(module)), _get_instance_forward_id(module))
             if before.get(id(module), now) != now:
                 raise ConfigError(
-                    f"forward of {path} ({type(module).__name__}) was replaced after the model was sharded.",
-                    rule="ShardFormer validates the forward method of a block only when it shards the model.",
-                    remedy="Replace the `forward` method of the plain model before you shard it.",
+                    f"The forward method of {path} ({type(module).__name__}) was replaced after the model was sharded.",
+                    remedy="Replace the `forward` method before you shard the model.",
                 )
 
 
@@ -275,8 +272,8 @@ def _check_shard_shapes(model: nn.Module) -> None:
         part = spec.get_local_shape(coords)
         if tuple(param.shape) != part:
             raise ConfigError(
-                f"{name} of this {type(model).__name__} has the shape {list(param.shape)} since it was sharded, but "
-                f"this rank's shard of {list(spec.shape)} must have the shape {list(part)}.",
+                f"{name} of {type(model).__name__} must have the shape {list(part)} of this rank's shard, but got "
+                f"{list(param.shape)}.",
                 remedy="Set weights before sharding, or load the plain model's state dict with load_state_dict.",
             )
 
@@ -324,8 +321,7 @@ class _CompareGradients(Function):
         if any(abs(a - b) > TOLERANCE * every[0][1] for sums in every for a, b in zip(sums, every[0], strict=True)):
             raise InputError(
                 f"The {ctx.axis.size} tensor ranks computed different gradients for the input {ctx.name}.",
-                rule="Each rank computes the gradient of an input only from its own heads.",
-                remedy=f"Detach {ctx.name}, or use a layout without the tensor axis if {ctx.name} needs a gradient.",
+                remedy=f"Detach {ctx.name}, or, if it needs a gradient, use a layout without the tensor axis.",
             )
         return grad, None, None
 
@@ -443,9 +439,8 @@ class ForwardChecks:
         ):
             return
         raise ConfigError(
-            f"This {type(model).__name__} was called directly on pipeline stage {stages.manager.stage} of "
-            f"{stages.manager.num_stages}.",
-            rule="A stage contains only some of the layers. generate() is not supported either.",
+            f"{type(model).__name__} is split into {stages.manager.num_stages} pipeline stages, which do not support "
+            "direct calls or generate().",
             remedy="Create pipeline = shardformer.Pipeline(model, micro_batches=...), and call pipeline.step(batch), "
             "pipeline.evaluate(batch) or pipeline.forward(batch).",
         )
@@ -454,9 +449,8 @@ class ForwardChecks:
         for name, why in self._state.unproven.items():
             if kwargs.get(name) is not None:
                 raise ConfigError(
-                    f"The input {name} is not supported on a {type(model).__name__} sharded over "
-                    f"{self._state.context}. With this input, {why}.",
-                    rule="A layout supports only inputs with which a reduced model was validated to train correctly.",
+                    f"{type(model).__name__} with the layout {self._state.context} does not support the input {name}: "
+                    f"{why}.",
                     remedy=f"Remove {name} from the batches, or use another layout, such as data parallelism or ZeRO.",
                 )
         if self._state.context.pipe.size > 1:
@@ -467,17 +461,13 @@ class ForwardChecks:
         for name, value in kwargs.items():
             if is_kv_cache(value) and has_cached_tokens(value):
                 raise ConfigError(
-                    f"The input {name} is a {type(value).__name__} with tokens, which a pipeline does not support.",
-                    rule="Each stage has the keys and values of its own layers only.",
-                    remedy="Do not pass a filled KV cache, or use a layout without the pipe axis.",
+                    f"The input {name} is a filled {type(value).__name__}, which a pipeline does not support.",
+                    remedy=f"Remove {name}, or use a layout without the pipe axis.",
                 )
             if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(value)):
                 raise ConfigError(
                     f"The input {name} requires a gradient, which a pipeline does not support.",
-                    rule="A stage computes only the gradients of its own parameters, and most inputs reach only the "
-                    "first stage.",
-                    remedy=f"Detach {name}, use a layout without the pipe axis, or make a trained prompt a parameter "
-                    "of the model.",
+                    remedy=f"Detach {name}, make it a parameter of the model, or use a layout without the pipe axis.",
                 )
 
     def _check_requested_outputs(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
@@ -494,7 +484,7 @@ class ForwardChecks:
             value = kwargs.get(name, False if name == "use_cache" else None)
             if is_refused and (getattr(settings, name, False) if value is None else value):
                 raise ConfigError(
-                    f"{name}=True is not supported on a model sharded over {self._state.context}.",
+                    f"{type(model).__name__} with the layout {self._state.context} does not support {name}=True.",
                     rule=why,
                     remedy=f"Set {name}=False, or use the plain model.",
                 )

@@ -43,7 +43,7 @@ ENTER, LEAVE, SWAP = (
 
 
 def _raise_uncompiled_marker_error(*_: Any) -> None:
-    raise AssertionError("A graph with random state markers was not compiled with compile_with_random_state")
+    raise AssertionError("A graph with random state markers was not compiled with compile_with_random_state.")
 
 
 for _mark in (ENTER, LEAVE, SWAP):

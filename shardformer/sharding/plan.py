@@ -189,9 +189,9 @@ def _add_replacement(
             remedy="Pass the path of a submodule, or change the class of the model with inject_policy().",
         )
     if not callable(getattr(replacement.target_module, "from_native_module", None)):
+        target = get_display_name(replacement.target_module)
         raise PolicyError(
-            f"The replacement class {get_display_name(replacement.target_module)} of {path!r} has no "
-            "from_native_module.",
+            f"The replacement class {target} of {path!r} has no from_native_module method.",
             remedy="Implement from_native_module(module, process_group, **kwargs), or use a parallel layer such as "
             "Linear1D_Col.",
         )
@@ -199,7 +199,7 @@ def _add_replacement(
     for other, known in plan.replacements.items():
         if f"{path}.".startswith(f"{other}.") or other.startswith(f"{path}."):
             raise PolicyError(
-                f"Two rules replace {path!r}" + (f" and {other!r}, which overlap" if path != other else ""),
+                f"Two rules of the policy overlap: one replaces {other!r}, and the other {path!r}.",
                 remedy="Remove one of the two rules.",
             )
         is_same = plan.model.get_submodule(other) is module
@@ -207,11 +207,12 @@ def _add_replacement(
             replacement.target_module,
             replacement.kwargs or {},
         ):
+            first, second = (
+                f"{get_display_name(rule.target_module)} (kwargs={_format_value(rule.kwargs or {})})"
+                for rule in (known, replacement)
+            )
             raise PolicyError(
-                f"{other!r} and {path!r} are the same module, but one rule replaces it with "
-                f"{get_display_name(known.target_module)} (kwargs={_format_value(known.kwargs or {})}) and another "
-                f"with {get_display_name(replacement.target_module)} "
-                f"(kwargs={_format_value(replacement.kwargs or {})}).",
+                f"{other!r} and {path!r} are the same module, but the policy replaces it by {first} and by {second}.",
                 remedy="Use the same class and arguments in both rules, or remove one of the rules.",
             )
     plan.replacements[path] = replacement
@@ -225,21 +226,19 @@ def _add_sharded_parameters(
         owner, path = find_submodule(module, owner_path), join_path(module_path, inner)
         known = {} if owner is None else {**owner._parameters, **owner._buffers}
         if owner is None or known.get(name) is None:
+            near = suggest_similar_names(name if owner else owner_path, known or [n for n, _ in module.named_modules()])
             raise PolicyError(
                 f"The policy names {path!r}, which is not a parameter or buffer of the model.",
-                remedy=suggest_similar_names(
-                    name if owner else owner_path, known or [n for n, _ in module.named_modules()]
-                ),
+                remedy=f"Correct the name in the policy. {near}",
             )
         if name in owner._buffers and name not in owner._non_persistent_buffers_set:
             raise PolicyError(
-                f"The policy shards {path}, a buffer that is saved in the state dict.",
-                rule="Saving does not gather buffers, so only parameters and non-persistent buffers can be sharded.",
+                f"The policy shards {path}, a buffer that is saved in the state dict, which is not supported.",
                 remedy="Keep the buffer replicated, or register it with persistent=False.",
             )
         if (owner_path := join_path(module_path, owner_path)) in plan.replacements:
             raise PolicyError(
-                f"The policy names the parameter {path} and also replaces its module {owner_path!r}.",
+                f"The policy shards the parameter {path}, but also replaces its module {owner_path!r}.",
                 remedy="Remove one of the two rules.",
             )
         plan.parameters[path] = splits
@@ -253,9 +252,7 @@ def _add_block(plan: ShardingPlan, module_path: str, module: nn.Module, block: B
     own = [n for name, _ in entry.named_parameters(recurse=False) if (n := join_path(block.entry, name)) not in named]
     if own and block.entry not in (*block.columns, *block.cross_columns):
         raise PolicyError(
-            f"{own[0]} is a parameter of the module at the entry of a tensor-parallel block, and not of a submodule.",
-            rule="Inside the block each rank computes a partial gradient of such a parameter, and after the block a "
-            "full gradient.",
+            f"The policy has no rule for the parameter {own[0]} of a tensor-parallel block.",
             remedy="Add the parameter to `parameters`, move it into a submodule, or keep this block replicated.",
         )
     plan.blocks.append((module_path, block))
@@ -269,12 +266,12 @@ def _add_attribute_changes(
         owner_path, _, attribute = name.rpartition(".")
         if (owner := get_attribute_by_path(module, owner_path)) is None or not hasattr(owner, attribute):
             known = vars(owner) if owner is not None else [n for n, _ in module.named_modules() if n]
+            wrong = attribute if owner is not None else owner_path
+            near = suggest_similar_names(wrong, [n for n in known if n[:1] != "_"])
+            where = join_path(module_path, owner_path) or "The model"
             raise PolicyError(
-                f"{join_path(module_path, owner_path) or 'The model'} has no attribute {attribute!r}, "
-                "which the policy changes.",
-                remedy=suggest_similar_names(
-                    attribute if owner is not None else owner_path, [n for n in known if n[:1] != "_"]
-                ),
+                f"{where} has no attribute {attribute!r}, which the policy changes.",
+                remedy=f"Correct the name in attribute_replacement. {near}",
             )
         even_submodules = [
             suffix for suffix in default_cut if f"{suffix}.".startswith(f"{owner_path}." if owner_path else "")
@@ -283,10 +280,11 @@ def _add_attribute_changes(
         plan.attributes[join_path(module_path, name)] = value
     for name, method in (description.method_replacement or {}).items():
         if not callable(getattr(module, name, None)):
+            where = module_path or "The model"
+            near = suggest_similar_names(name, [n for n in dir(module) if not n.startswith("_")])
             raise PolicyError(
-                f"{module_path or 'The model'} ({type(module).__name__}) has no method {name!r}, "
-                "which the policy replaces.",
-                remedy=suggest_similar_names(name, [n for n in dir(module) if not n.startswith("_")]),
+                f"{where} ({type(module).__name__}) has no method {name!r}, which the policy replaces.",
+                remedy=f"Correct the name in method_replacement. {near}",
             )
         plan.methods[join_path(module_path, name)] = method
     plan.functions.extend((module_path, function) for function in description.param_replacement or [])
@@ -305,8 +303,7 @@ def _check_count_divisible(
     ):
         fits = ", ".join(str(n) for n in range(1, old_value + 1) if old_value % n == 0)
         raise ConfigError(
-            f"A tensor size of {tensor_size} does not divide {name}={old_value}, but the policy splits "
-            f"{even_submodules[0]!r} evenly.",
+            f"{name}={old_value} is not divisible by the tensor size {tensor_size}.",
             remedy=f"Use a tensor size of {fits}, or a RolePolicy, which supports uneven numbers of heads.",
         )
 
@@ -319,10 +316,11 @@ def _match_modules(
         found = [(path, m, description) for path, m in modules if _is_match(key, path, m)]
         if not found:
             known = {type(m).__name__ for _, m in modules} | {path for path, _ in modules if path}
+            key_name = get_display_name(key)
             raise PolicyError(
-                f"The policy's rule for {get_display_name(key)!r} matches no module of {type(model).__name__}.",
-                rule="A rule selects modules by class, by class name, or by path with * for an index.",
-                remedy=suggest_similar_names(get_display_name(key), known),
+                f"The policy's rule for {key_name!r} matches no module of {type(model).__name__}.",
+                remedy="Use a class, a class name, or a path with * for an index. "
+                + suggest_similar_names(key_name, known),
             )
         yield from found
 
@@ -357,11 +355,10 @@ def _check_tied_weights(plan: ShardingPlan) -> None:
             ):
                 continue
             other = sharded[id(p)]
+            name, owner = join_path(path, name), other.rpartition(".")[0]
             raise PolicyError(
-                f"{join_path(path, name)} is tied to the sharded parameter {other}, but no rule shards it.",
-                rule="Modules that share a weight must either all be sharded or all be replicated.",
-                remedy=f"Add {path!r} as an embedding or head to the policy, or keep {other.rpartition('.')[0]!r} "
-                "replicated.",
+                f"{name} is tied to the sharded parameter {other}, but the policy does not shard it.",
+                remedy=f"Add {path!r} to the policy, for example as the `head`, or keep {owner!r} replicated.",
             )
 
 

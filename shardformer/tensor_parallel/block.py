@@ -77,9 +77,8 @@ class LocalWidthTensor(Tensor):
     def from_tensor(x: Tensor, block: TensorParallelBlock) -> LocalWidthTensor:
         if not has_data(x):
             raise ConfigError(
-                "This model cannot run with fake tensors, because it computes the size of its attention heads from "
-                "the shape of an input.",
-                remedy="To count its collectives, run a real step with shardformer.local_ranks.threads.run_as_threads.",
+                "This model does not support fake tensors: the size of its attention heads depends on an input.",
+                remedy="Run it with real tensors, for example with shardformer.local_ranks.threads.run_as_threads.",
             )
         entered = x.as_subclass(LocalWidthTensor)
         entered.block = block
@@ -258,10 +257,9 @@ class TensorParallelBlock:
     def _check_entry_was_called(self, column: ColumnParallel) -> None:
         if any(c is column for c in self.columns):
             raise PolicyError(
-                f"A column-parallel layer was called without {self._entry}, the entry of its block, because the model "
-                f"replaced {self._entry} after sharding.",
-                remedy="Replace the module before you shard the model. If the model replaces it automatically, as "
-                "BigBird does for short sequences, select the module in the config or pass longer sequences.",
+                f"The model replaced its {self._entry} after it was sharded.",
+                remedy="Replace the module before you shard the model. For BigBird, which replaces its attention for "
+                "short sequences, set attention_type in the config or pass longer sequences.",
             )
 
     def compute_output_by_weight(self, weight: Tensor, x: Tensor) -> Tensor | None:
@@ -296,10 +294,8 @@ class TensorParallelBlock:
                 continue
             if node is entered.grad_fn or (isinstance(entered, DeferredTensor) and entered.is_computed_by(node)):
                 raise PolicyError(
-                    f"{type(module).__name__} adds its input to the output of its tensor-parallel block.",
-                    rule="All paths through a block end in its row-parallel linear layer, so the residual must be "
-                    "added outside the block.",
-                    remedy="In the policy, name the first projection as the entry: inputs=AttentionInputs(entry=...).",
+                    f"The residual connection in {type(module).__name__} must be outside its tensor-parallel block.",
+                    remedy="In the policy, set the entry to the first projection: inputs=AttentionInputs(entry=...).",
                 )
             seen.add(node)
             reached += [following for following, _ in node.next_functions]
@@ -335,9 +331,10 @@ def register_argument_hook(
     """
     names = list(inspect.signature(module.forward).parameters)
     if argument_name not in names and "kwargs" not in names:
+        known = ", ".join(names)
         raise PolicyError(
             f"{type(module).__name__}.forward has no argument {argument_name!r}, which the policy names.",
-            remedy=f"In the policy, use one of the arguments {', '.join(names)}.",
+            remedy=f"In the policy, use one of the arguments {known}.",
         )
     position = names.index(argument_name) if argument_name in names else len(names)
 

@@ -84,7 +84,7 @@ def matmul_reduce_scatter(compute_chunk: Callable[[int, int], Tensor], axis: Axi
         arriving = summand.new_empty(shape)
         kept = [summand.contiguous()]
         works = axis.transport.exchange({next_rank: kept[0]}, {previous_rank: arriving})
-    raise AssertionError("The ring has no steps, although an axis has at least one rank")
+    raise AssertionError(f"The axis must have at least one rank, but has {axis.size}.")
 
 
 # B batch, S sequence, H hidden; s: local slice of the sequence

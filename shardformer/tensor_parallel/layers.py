@@ -33,7 +33,6 @@ from shardformer.tensor_parallel.parallel_module import (
     check_plain_class,
     check_shardable,
     get_embedding_scale,
-    make_wrong_class_error,
     move_hooks,
     select_matmul_dtype,
 )
@@ -110,8 +109,9 @@ class _ParallelLinear(ParallelModule):
             store_quantized_shard(new, module, new.coords)
             return new
         if not is_linear(module):
-            raise make_wrong_class_error(
-                cls, module, "Name the linear layer itself in the policy, not the module that contains it"
+            raise ConfigError(
+                f"{cls.__name__} can only replace a linear layer, but got a {type(module).__name__}.",
+                remedy="In the policy, name the linear layer itself, not the module that contains it.",
             )
         check_plain_class(module, nn.Linear)
         weight = module.weight
@@ -216,8 +216,8 @@ class FusedLinear1D_Col(Linear1D_Col):
     ) -> None:
         if out_features % n_fused:
             raise ConfigError(
-                f"n_fused={n_fused} does not divide out_features={out_features}.",
-                remedy="Pass the number of concatenated projections as n_fused, or pass a split.",
+                f"out_features={out_features} is not divisible by n_fused={n_fused}.",
+                remedy="Set n_fused to the number of concatenated projections, or pass split.",
             )
         axis = Axis.of(kwargs.get("process_group"))
         kwargs.setdefault("split", Split.fused([out_features // n_fused] * n_fused, axis.size))
@@ -400,17 +400,18 @@ class _ParallelEmbedding(ParallelModule):
         sparse).
         """
         if not isinstance(module, nn.Embedding):
-            raise make_wrong_class_error(
-                cls, module, "Name the nn.Embedding itself in the policy, not a module around it"
+            raise ConfigError(
+                f"{cls.__name__} can only replace an nn.Embedding, but got a {type(module).__name__}.",
+                remedy="In the policy, name the nn.Embedding itself, not the module that contains it.",
             )
         factor = get_embedding_scale(module)
         if factor is None or factor == 1:
             check_plain_class(module, nn.Embedding)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-            if getattr(module, option):
+            if value := getattr(module, option):
                 raise ConfigError(
-                    f"The embedding has {option}={getattr(module, option)}, which needs the full weight on one rank.",
-                    remedy=f"Build the model without {option}, or do not shard this embedding.",
+                    f"An nn.Embedding with {option}={value} cannot be sharded.",
+                    remedy=f"Build the model without {option}, or keep this embedding replicated.",
                 )
         new = cls(module.num_embeddings, module.embedding_dim, process_group=process_group, native=module, **kwargs)
         new.factor = factor or 1.0
@@ -536,7 +537,7 @@ class ShardedNorm(ParallelModule):
         shapes = {tuple(p.shape) for p in norm.parameters()}
         if shapes - {(full,)}:
             raise ConfigError(
-                f"ShardedNorm cannot replace a norm over {shapes}, because the sharded dim has {full} features.",
+                f"ShardedNorm can only replace a norm over {full} features, but the parameters have shape {shapes}.",
                 remedy="Remove this norm from the policy if it normalizes each attention head separately.",
             )
         return cls(norm, process_group=process_group, **kwargs)
@@ -603,7 +604,7 @@ def _check_plain_dropout(cls: type[nn.Module], module: nn.Module, options: dict[
     if not isinstance(module, nn.Dropout) or options:
         arguments = f" with {', '.join(f'{k}={v!r}' for k, v in options.items())}" if options else ""
         raise ConfigError(
-            f"{cls.__name__} cannot replace a {type(module).__name__}{arguments}.",
-            remedy="In the policy, name the nn.Dropout module itself, and pass no kwargs.",
+            f"{cls.__name__} can only replace nn.Dropout, without kwargs, but got {type(module).__name__}{arguments}.",
+            remedy="In the policy, name the nn.Dropout itself, and remove the kwargs.",
         )
     return module

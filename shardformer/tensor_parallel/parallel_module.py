@@ -114,7 +114,7 @@ class ParallelModule(nn.Module, ABC):
         super().__init__()
         if isinstance(axis, dist.ProcessGroup):
             raise ConfigError(
-                f"{type(self).__name__} received the process group {axis} instead of an Axis.",
+                f"axis of {type(self).__name__} must be an Axis, but got the process group {axis}.",
                 remedy="Pass Axis.of(process_group).",
             )
         self.axis = axis or Axis("tensor")
@@ -182,19 +182,20 @@ def check_plain_class(module: nn.Module, *kinds: type[nn.Module]) -> None:
     Reasons are a custom `forward`, a computed weight (weight norm), and hooks.
     """
     found = None
+    name = f"{type(module).__module__}.{type(module).__name__}"
     if module._parameters.get("weight") is None:
         found = "a weight that is computed from other parameters"
     elif type(module).forward not in [kind.forward for kind in kinds] or "forward" in vars(module):
         found = None if _computes_plain_product(module) else "a custom `forward`"
-    if found is None and is_linear(module) and any(attrgetter(*MODULE_HOOK_TABLES)(module)):
-        found = "hooks"
     if found is not None:
         raise ConfigError(
-            f"{type(module).__module__}.{type(module).__name__} has {found}, so a parallel layer cannot replace it.",
-            rule=f"Parallel layers can only replace a plain {' or '.join(kind.__name__ for kind in kinds)}.",
-            remedy="Remove the hooks, or register them on the attention or MLP"
-            if found == "hooks"
-            else "Do not shard this module, or write a ParallelModule for it with its own from_native_module",
+            f"{name} has {found}, so a parallel layer cannot replace it.",
+            remedy="Do not shard this module, or write a ParallelModule for it with its own from_native_module.",
+        )
+    if is_linear(module) and any(attrgetter(*MODULE_HOOK_TABLES)(module)):
+        raise ConfigError(
+            f"{name} has hooks, so a parallel layer cannot replace it.",
+            remedy="Remove the hooks, or register them on the attention or MLP.",
         )
 
 
@@ -271,16 +272,12 @@ def _make_test_values(reference: Tensor) -> Tensor:
     return torch.sin(torch.arange(1, num + 1) * 0.7).to(reference.dtype).as_strided(reference.shape, strides)
 
 
-def make_wrong_class_error(expected_class: type[nn.Module], module: nn.Module, remedy: str) -> ConfigError:
-    return ConfigError(f"{expected_class.__name__} cannot replace a {type(module).__name__}.", remedy=remedy)
-
-
 def check_shardable(dim_name: str, size: int, axis: Axis) -> None:
     """Raise ConfigError if a dim is so small that a rank would have no element of it."""
     if size < axis.size:
         raise ConfigError(
             f"{dim_name}={size} cannot be sharded over {axis.size} ranks.",
-            remedy=f"Use a tensor size of {size} or less" if size > 1 else "Do not shard this layer",
+            remedy=f"Use a tensor size of at most {size}, or do not shard this layer.",
         )
 
 

@@ -178,13 +178,12 @@ def slice_4bit_weight(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
     if block is None:
         columns = ", ".join(f"{a}-{b}" for a, b in slices)
         raise UnalignedSliceError(
-            f"a row of its 4-bit weight of shape {tuple(state.shape)} is not a whole number of blocks"
+            f"The 4-bit weight has {width} columns, which is not a multiple of the quantization block size "
+            f"{state.blocksize}"
             if width % state.blocksize
-            else f"the columns {columns} of its 4-bit weight of shape {tuple(state.shape)} divide a block",
-            rule=f"All values of a quantization block share one scale. Blocks have {state.blocksize} values, and can "
-            f"only be divided into blocks of at least {MIN_BLOCK}.",
-            remedy="Use fewer tensor-parallel ranks, use data parallelism or ZeRO instead of tensor parallelism, or "
-            "list the layer in llm_int8_skip_modules of the BitsAndBytesConfig.",
+            else f"The columns {columns} of the 4-bit weight do not start and end at a multiple of {MIN_BLOCK}",
+            remedy="Use fewer tensor ranks, use data parallelism or ZeRO instead of tensor parallelism, or list the "
+            "layer in llm_int8_skip_modules of the BitsAndBytesConfig.",
         )
     packed = weight.data.as_subclass(Tensor).reshape(-1).view(torch.uint8).view(rows, -1)
     scales = get_fp32_block_scales(state).repeat_interleave(state.blocksize // block).view(rows, -1)
@@ -211,9 +210,8 @@ def slice_4bit_weight(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
     expected = torch.cat([full.narrow(dim, a, b - a) for a, b in slices], dim)
     if not torch.equal(dequantize_4bit(local.data, local.quant_state), expected):
         raise ConfigError(
-            "The values of a 4-bit weight would change when it is sharded.",
-            rule="This release of bitsandbytes stores 4-bit weights in an unknown order.",
-            remedy="Install the newest bitsandbytes, or use data parallelism or ZeRO instead of tensor parallelism.",
+            "Cannot shard a 4-bit weight, because this release of bitsandbytes stores the values in an unknown order.",
+            remedy="Upgrade bitsandbytes, or use data parallelism or ZeRO instead of tensor parallelism.",
         )
     return local
 

@@ -160,9 +160,8 @@ def prepare_extra_block_input(x: Tensor, axis: Axis) -> Tensor:
     while node is not None:
         if get_autograd_function_class(node) is CopyToTpRegion:
             raise PolicyError(
-                f"A tensor of shape {tuple(x.shape)} enters a tensor-parallel block for the second time, so its "
-                "gradient would be summed twice over the ranks.",
-                remedy="Name this tensor only once in the policy: in `cross_states` of the stack, or in `inputs` "
+                f"A tensor of shape {tuple(x.shape)} is an input of the tensor-parallel blocks twice.",
+                remedy="Name this tensor only once in the policy: in `cross_states` of the LayerStack, or in `inputs` "
                 "of the attention modules.",
             )
         before = node.next_functions

@@ -56,9 +56,9 @@ class ActivationSharding:
         self.layout, self.axis, self.overlap = layout, axis, overlap
         shard = layout.get_stack_shard(axis.name) if axis.size > 1 else None
         if shard is not None and (shard.dim not in REGIONS_BY_DIM or shard.order is not IndexOrder.CONTIGUOUS):
+            dims = ", ".join(d for d in REGIONS_BY_DIM if d)
             raise ConfigError(
-                f"The activations in a stack of layers cannot be sharded by {shard}.",
-                rule=f"Only the {', '.join(d for d in REGIONS_BY_DIM if d)} dim can be sharded, in contiguous slices.",
+                f"Activations between layers must be contiguous slices of the {dims} dim, but got {shard}.",
                 remedy="Shard this dim at the inputs of the model, or define its region in tensor_parallel/region.py.",
             )
         self._dim: Dim | None = None if shard is None else shard.dim
@@ -206,10 +206,9 @@ class ActivationSharding:
         length = get_even_split_length(self.full, self.axis)
         if x_BsH.dim() < 3 or x_BsH.shape[SEQUENCE] != length:
             raise ConfigError(
-                f"A block with sequence parallelism received a tensor of shape {tuple(x_BsH.shape)} instead of "
-                f"(batch, {length}, hidden), this rank's shard of a sequence of {self.full} tokens.",
-                remedy="Disable sequence parallelism, or the model option that splits the sequence "
-                "(chunk_size_feed_forward).",
+                f"The hidden states must have shape (batch, {length}, hidden), this rank's shard of a sequence of "
+                f"{self.full} tokens, but got {tuple(x_BsH.shape)}.",
+                remedy="Disable sequence parallelism, or options that split it, such as chunk_size_feed_forward.",
             )
 
     def view_as_local_tokens(self, x: Tensor) -> Tensor | None:
@@ -316,7 +315,7 @@ def get_first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor
 def _get_first_tensor_name(kwargs: Mapping[str, Any]) -> str:
     tensors = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     if not tensors:
-        raise InputError("A layer was called without a tensor argument.", remedy="Pass the hidden states to the layer.")
+        raise InputError("A layer was called without a tensor.", remedy="Pass the hidden states to the layer.")
     return "hidden_states" if "hidden_states" in tensors else tensors[0]
 
 

@@ -84,7 +84,7 @@ def vocab_parallel_cross_entropy(
     check_choice("reduction", reduction, REDUCTIONS)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ConfigError(
-            f"label_smoothing={label_smoothing} is not between 0.0 and 1.0.",
+            f"label_smoothing must be between 0.0 and 1.0, but got {label_smoothing}.",
             remedy="Use 0.0 for no smoothing, or a value such as 0.1.",
         )
     _check_targets(logits_Tv, targets_T, bounds[-1], ignore_index)
@@ -219,9 +219,9 @@ def iter_row_chunks(logits_Tv: Tensor, dtype: torch.dtype) -> Iterator[slice]:
 def _check_targets(logits_Tv: Tensor, targets_T: Tensor, vocab_size: int, ignore_index: int) -> None:
     if logits_Tv.dim() != 2 or targets_T.shape != logits_Tv.shape[:1]:
         raise InputError(
-            f"The loss received logits of shape {tuple(logits_Tv.shape)} and labels of shape {tuple(targets_T.shape)}, "
-            "but it needs shapes (tokens, vocabulary) and (tokens,).",
-            remedy="Flatten both: logits.view(-1, vocab_size) and labels.view(-1).",
+            f"logits and labels must have shapes (tokens, vocabulary) and (tokens,), but got "
+            f"{tuple(logits_Tv.shape)} and {tuple(targets_T.shape)}.",
+            remedy="Flatten both with logits.view(-1, vocab_size) and labels.view(-1).",
         )
     if targets_T.numel() == 0:
         return
@@ -233,11 +233,11 @@ def _check_targets(logits_Tv: Tensor, targets_T: Tensor, vocab_size: int, ignore
         return
     lowest, highest = (int(x) for x in torch.aminmax(checked_T))
     if lowest < 0 or highest >= vocab_size:
+        label = highest if highest >= vocab_size else lowest
         raise InputError(
-            f"The label {highest if highest >= vocab_size else lowest} is neither in the vocabulary, 0 to "
-            f"{vocab_size - 1}, nor ignore_index={ignore_index}.",
-            remedy="Use the tokenizer of the model, call resize_token_embeddings before you shard the model, "
-            f"or set the labels of padding tokens to {ignore_index}.",
+            f"The label {label} is neither in the vocabulary, 0 to {vocab_size - 1}, nor ignore_index={ignore_index}.",
+            remedy="Use the tokenizer of the model, resize its embeddings before you shard it, or set the labels of "
+            f"padding tokens to {ignore_index}.",
         )
 
 
@@ -265,8 +265,8 @@ def cross_entropy_1d(
     expected = bounds[axis.rank + 1] - bounds[axis.rank]
     if width != expected:
         raise InputError(
-            f"The logits on rank {axis.rank} of {axis.size} have {width} columns, but this rank's shard of "
-            f"vocab_size={vocab_size} must have {expected} columns.",
+            f"The logits on rank {axis.rank} of {axis.size} must have {expected} columns for vocab_size={vocab_size}, "
+            f"but got {width}.",
             remedy="Shard the vocabulary evenly. If its size is not divisible, the first ranks have one more column.",
         )
     return vocab_parallel_cross_entropy(

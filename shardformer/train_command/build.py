@@ -70,9 +70,9 @@ def build_optimizer_factory(options: OptimizerOptions) -> MakeOptimizer:
     }
     known = {name: kind for name, kind in {**known, **PACKAGE_OPTIMIZERS}.items() if name != "Optimizer"}
     if options.name not in known:
+        names = ", ".join(PACKAGE_OPTIMIZERS)
         raise ConfigError(
-            f"optimizer.name = {options.name!r} is neither a class of torch.optim nor one of "
-            f"{', '.join(PACKAGE_OPTIMIZERS)}.",
+            f"optimizer.name must be a class of torch.optim or one of {names}, but got {options.name!r}.",
             remedy=suggest_similar_names(options.name, known),
         )
     kind = known[options.name]
@@ -152,9 +152,10 @@ def get_parameter_lr_factors(options: OptimizerOptions, model: nn.Module) -> dic
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for pattern in options.lr_factors:
         if not fnmatch.filter(names, pattern):
+            near = suggest_similar_names(pattern, names)
             raise ConfigError(
                 f"The pattern {pattern!r} in optimizer.lr_factors matches no parameter.",
-                remedy=suggest_similar_names(pattern, names),
+                remedy=f"Correct the pattern. {near}",
             )
     depths = _count_later_layers(model, names) if options.layer_decay != 1 else dict.fromkeys(names, 0)
     found = {name: options.layer_decay ** depths[name] for name in names}
@@ -211,13 +212,15 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
             near = suggest_similar_names(
                 pattern.removesuffix(".*"), {name.rpartition(".")[0] for name in names} | {*names}
             )
-            raise ConfigError(f"The pattern {pattern!r} in model.freeze matches no parameter.", remedy=near)
+            raise ConfigError(
+                f"The pattern {pattern!r} in model.freeze matches no parameter.", remedy=f"Correct the pattern. {near}"
+            )
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            f"model.freeze = {list(patterns)} matches all parameters of the model, so nothing would be trained.",
+            f"model.freeze = {list(patterns)} freezes all parameters, so nothing would be trained.",
             remedy="Remove at least one pattern.",
         )
 
@@ -258,8 +261,9 @@ def add_lora_adapters(options: LoraOptions, model: nn.Module, task: str) -> nn.M
             adapted: nn.Module = peft.get_peft_model(model, settings)
             return adapted
     except (ValueError, TypeError, RuntimeError) as error:
+        reason = get_first_message_line(error)
         raise ConfigError(
-            f"PEFT cannot add adapters to {type(model).__name__}: {get_first_message_line(error)}.",
+            f"PEFT cannot add adapters to {type(model).__name__}: {reason}.",
             remedy="Correct lora.target_modules or lora.modules_to_save.",
         ) from error
 
@@ -284,10 +288,10 @@ def check_constructor_arguments(
     """Raise ConfigError if a class does not accept one of the arguments, or if a required argument is missing."""
     parameters = inspect.signature(cls).parameters
     known = [name for name in parameters if name not in ignored]
-    for name in arguments:
+    for name, value in arguments.items():
         if name not in known:
             raise ConfigError(
-                f"{config_section}.{name} = {arguments[name]!r} is set, but {cls.__name__} has no argument {name!r}.",
+                f"{config_section}.{name} = {value!r} is not valid, because {cls.__name__} has no argument {name!r}.",
                 remedy=suggest_config_key(name, known),
             )
     for name in known:
@@ -443,9 +447,9 @@ def _validate_argument_types(hook_class: Any, arguments: dict[str, Any], config_
         except ValidationError as error:
             messages = "; or ".join(dict.fromkeys(each["msg"] for each in error.errors()))
             raise ConfigError(
-                f"{config_section}.{name} = {value!r:.80} has the wrong type.",
-                rule=". ".join(filter(None, (messages, known[name].description.replace("`", "'").rstrip(".")))),
-                remedy="Correct the value.",
+                f"{config_section}.{name} = {value!r:.80} has the wrong type. {messages}.",
+                rule=known[name].description.replace("`", "'"),
+                remedy=f"Correct the value of {config_section}.{name}.",
             ) from error
     return found
 
@@ -475,7 +479,7 @@ def _import_hook_file(file: str, hook_name: str) -> Any:
     if spec is None or spec.loader is None:
         raise ConfigError(
             f"The file {file!r} in hooks.{hook_name!r} does not exist.",
-            remedy='Correct the path. Specify a hook as in "my_hooks.py:MyHook".',
+            remedy='Correct the path. A hook has the form "my_hooks.py:MyHook".',
         )
     module = importlib.util.module_from_spec(spec)
     try:
@@ -483,8 +487,9 @@ def _import_hook_file(file: str, hook_name: str) -> Any:
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
         where = f" in line {lines[-1]}" if lines else ""
+        reason = get_first_message_line(error)
         raise ConfigError(
-            f"Importing {file} failed{where}: {type(error).__name__}: {get_first_message_line(error)}.",
+            f"Importing {file} raised {type(error).__name__}{where}: {reason}.",
             remedy=f"Fix the file, or remove hooks.{hook_name!r}.",
         ) from error
     return module
@@ -518,7 +523,8 @@ def get_transformers_model_class(config: TrainConfig) -> Any:
     if not is_model or not hasattr(kind, "from_pretrained"):
         known = [n for n in dir(transformers) if re.search(r"For[A-Z]|Model$", n)]
         raise ConfigError(
-            f"model.head = {name!r} is not a transformers model class.", remedy=suggest_similar_names(name, known)
+            f"model.head must be a transformers model class, but got {name!r}.",
+            remedy=suggest_similar_names(name, known),
         )
     return kind
 
@@ -553,9 +559,9 @@ def build_model(
     except ShardFormerError:
         raise
     except Exception as error:  # model code may raise any error
+        reason = f"{type(error).__name__}: {get_first_message_line(error)}"
         raise ConfigError(
-            f"transformers cannot build a {kind.__name__} from {config.model.name!r}: {type(error).__name__}: "
-            f"{get_first_message_line(error)}.",
+            f"transformers cannot build a {kind.__name__} from {config.model.name!r}. {reason}.",
             remedy=suggest_trust_remote_code("Correct model.task, model.head or model.config", error),
         ) from error
     kind = type(model)
@@ -598,11 +604,12 @@ def _check_task_support(config: TrainConfig, model_config: Any, model_class: Any
         for task, name in AUTO_CLASSES.items()
         if type(model_config) in (get_config_classes(getattr(transformers, name)) or ())
     ]
+    key, value = ("head", config.model.head) if config.model.head else ("task", config.model.task)
+    alternative = f", or set model.task = {' or '.join(map(repr, tasks))}" if tasks else ""
     raise ConfigError(
-        f"model.{'head' if config.model.head else 'task'} = {config.model.head or config.model.task!r} does not "
-        f"support {config.model.name!r}, because {model_class.__name__} has no class for the model type "
-        f"{model_config.model_type!r}.",
-        remedy=f"Set model.task = {' or '.join(map(repr, tasks))}" if tasks else "Use another model",
+        f"model.{key} = {value!r} does not support the model type {model_config.model_type!r} of "
+        f"{config.model.name!r}.",
+        remedy=f"Use another model{alternative}.",
     )
 
 
@@ -620,13 +627,12 @@ def _check_data_fits_model(config: TrainConfig, data: TrainingData, model_config
     if size is not None and data.tokens.size > size:
         raise ConfigError(
             f"The tokenizer {data.tokens.name!r} has {data.tokens.size} tokens, but the model has vocab_size={size}.",
-            remedy="Use the tokenizer of the model. For a model with random weights, you can also set "
-            f"model.config.vocab_size = {data.tokens.size}.",
+            remedy="Use the tokenizer of the model, or set model.config.vocab_size = "
+            f"{data.tokens.size} if the weights are random.",
         )
     most = get_max_sequence_length(model_config)
     if most is not None and config.data.sequence_length > most:
         raise ConfigError(
             f"data.sequence_length = {config.data.sequence_length} exceeds the model's maximum of {most} positions.",
-            remedy=f"Use {most} or less. If the model has rotary position embeddings (RoPE), you can also increase the "
-            "limit in model.config.",
+            remedy=f"Use {most} or less, or increase the limit in model.config for rotary embeddings (RoPE).",
         )

@@ -38,7 +38,7 @@ class ConfigSection(BaseModel):
     def _reject_empty_and_expand_path(cls, value: Any, info: ValidationInfo) -> Any:
         """Reject empty strings and empty lists, and expand ~ in paths."""
         if value == "" or (value == [] and info.field_name != "freeze") or (isinstance(value, list) and "" in value):
-            raise ValueError("The value is empty. Write a value, or remove the key")
+            raise ValueError(f"{info.field_name} must not be empty. Set a value, or remove the key")
         if info.field_name not in PATHS:
             return value
         if isinstance(value, list):
@@ -264,12 +264,12 @@ class TrainConfig(ConfigSection):
         if training.steps is not None and training.epochs is not None:
             raise ConfigError(
                 f"training.steps = {training.steps} and training.epochs = {training.epochs:g} cannot both be set.",
-                remedy="Remove one of them. On the command line, --set training.epochs= removes a key.",
+                remedy="Remove one of them, on the command line with --set training.epochs=.",
             )
         if training.validate_every is not None and not data.has_validation_data:
             raise ConfigError(
                 f"training.validate_every = {training.validate_every} requires validation data.",
-                remedy="Set data.validation, or remove validate_every.",
+                remedy="Set data.validation, or remove training.validate_every.",
             )
         self._check_data_options()
         self._check_no_unused_keys()
@@ -280,8 +280,8 @@ class TrainConfig(ConfigSection):
         count = 1 if isinstance(data.train, str) else len(data.train)
         if data.weights is not None and (len(data.weights) != count or min(data.weights) <= 0):
             raise ConfigError(
-                f"data.weights = {data.weights} does not match data.train, which has {count} item{'s' * (count > 1)}.",
-                remedy="Specify one positive weight per item.",
+                f"data.weights must be one positive number per item of data.train ({count}), but got {data.weights}.",
+                remedy="Correct the list, or remove data.weights.",
             )
         if data.validation_fraction is not None and (data.validation or data.validation_split):
             raise ConfigError(
@@ -296,9 +296,9 @@ class TrainConfig(ConfigSection):
         }  # fmt: skip
         for key, value in conflicts.items():
             if value:
+                text = str(value).lower()
                 raise ConfigError(
-                    f"data.streaming = true and {key} = {str(value).lower()} cannot both be set.",
-                    remedy="Remove one of them.",
+                    f"data.streaming = true and {key} = {text} cannot both be set.", remedy="Remove one of them."
                 )
         if self.training.steps is None:
             raise ConfigError(
@@ -434,19 +434,19 @@ def load_train_config(file: str | Path, overrides: Sequence[str] = ()) -> TrainC
     path = Path(file)
     try:
         if path.exists() and not path.is_file() and not path.is_dir():  # only one process could read a pipe
-            raise OSError("it is not a regular file")
+            raise ConfigError(f"{path} must be a regular file.", remedy="Pass the path of a TOML file.")
         tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         near = suggest_similar_names(path.name, (other.name for other in path.absolute().parent.glob("*.toml")))
+        reason = error.strerror or error
         raise ConfigError(
-            f"The configuration file {str(file)!r} cannot be read: {error.strerror or error}.",
+            f"The configuration file {str(file)!r} cannot be read: {reason}.",
             remedy=near if near.startswith("Did") else "Pass the path of a TOML file",
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"The configuration file {str(file)!r} is not valid TOML: {error}.",
-            rule='A table starts with its name in brackets, followed by lines such as steps = 100 or name = "gpt2".',
-            remedy="Correct the line.",
+            remedy="Correct the line. A table is a line such as [training], and a key a line such as steps = 100.",
         ) from error
     for change in overrides:
         apply_command_line_override(tables, change)
@@ -487,7 +487,8 @@ def apply_command_line_override(tables: dict[str, Any], override: str) -> None:
         *parents, name = _split_key(key) if equals else []
     except ValueError as error:  # also without a key, or if the key is not valid TOML
         raise ConfigError(
-            f"--set {override} does not have the form key=value.", remedy="For example, write --set parallel.tensor=2."
+            f"--set requires the form key=value, but got {override!r}.",
+            remedy="Use a form such as --set parallel.tensor=2.",
         ) from error
     try:
         value = tomllib.loads(f"value = {text}")["value"]
@@ -499,7 +500,7 @@ def apply_command_line_override(tables: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise ConfigError(
                 f"--set {override} cannot be applied, because {part!r} is not a table in the file.",
-                remedy=f"Replace {part!r} in the file by a table [{part}].",
+                remedy=f"Replace {part!r} in the file with a table [{part}].",
             )
     if text.strip():
         table[name] = value

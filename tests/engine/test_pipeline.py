@@ -512,7 +512,7 @@ EXPECTED = {
     "a model without a stack": ("Error", "Sequential"),
     "layers dropped at random": ("ConfigError", "layerdrop=0.1", "layerdrop=0"),
     "a model that was not sharded": ("ConfigError", "is not sharded", "shard_model"),
-    "a stage called alone": ("ConfigError", "was called directly on pipeline stage", "Pipeline(model"),
+    "a stage called alone": ("ConfigError", "pipeline stages, which do not support direct calls", "Pipeline(model"),
     "text generated over stages": ("ConfigError", "generate()"),
     "stages with other shapes": ("InputError", "different batch shapes", "data rank"),
     "stages with other tokens": ("InputError", "different batches", "data rank"),

@@ -106,8 +106,8 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             "of a rank are not a multiple of 32",
             "All values of a block share one scale. Use a smaller axis, or list the layer in `llm_int8_skip_modules`",
             {
-                "rows": ("self_attn.q_proj: a row", "(48, 48)", "llm_int8_skip_modules"),
-                "columns": ("self_attn.o_proj: the columns 0-16", "(64, 64)", "32"),
+                "rows": ("self_attn.q_proj", "has 48 columns", "llm_int8_skip_modules"),
+                "columns": ("self_attn.o_proj", "The columns 0-16", "32"),
             },
         ),
         Refusal(
@@ -151,7 +151,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             "Load the same model on all ranks, and shard it before the first evaluation",
             {
                 "different weights": ("model.layers.1.mlp.up_proj.weight",),
-                "after evaluation": ("changed the 4-bit weight of model.layers.0.mlp.up_proj",),
+                "after evaluation": ("converted the 4-bit weight of model.layers.0.mlp.up_proj",),
             },
         ),
     ),
@@ -164,7 +164,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
                 "fsdp": ("fsdp", "zero_stage"),
                 "deepspeed": ("deepspeed", "zero_stage"),
                 "parallelism_config": ("parallelism_config", "Set the sizes of the axes in ParallelConfig"),
-                "fully_shard": ("is a DTensor", "DistributedConfig of transformers"),
+                "fully_shard": ("is a DTensor", "Load the model without distributed_config"),
             },
         ),
         Refusal(

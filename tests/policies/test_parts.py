@@ -134,7 +134,7 @@ def test_direct_parameters_train_as_in_one_process(ranks: int, mode: str) -> Non
         ({"local_attrs": {**ATTENTION.local_attrs, "scale": "inside"}}, "must match the size of tensor"),
         (
             {"local_attrs": {n: k for n, k in ATTENTION.local_attrs.items() if n != "shift"}},
-            "shift is a parameter of",
+            "attn.shift of a tensor-parallel block",
         ),
     ],
 )
@@ -197,13 +197,13 @@ def saved() -> nn.Module:
     [
         (Model, {"q_bia": "width"}, r"names layers\.\*\.attn\.q_bia, which does not exist.*'q_bias'"),
         (Model, {"q_bia": ("width", 0)}, r"unknown kind 'width' for an argument. Use 'heads'"),
-        (Model, {"q_bia": ("heads", 0)}, r"attn\.q_bias is a parameter of"),
+        (Model, {"q_bia": ("heads", 0)}, r"attn\.q_bias of a tensor-parallel block"),
         (
             Model,
             {"num_heads": "inside"},
             r"unknown kind 'inside' for an attribute. Use 'heads' or 'kv_heads' or 'groups' or 'width'",
         ),
-        (Model, {"qkv": "heads"}, r"Two rules replace 'layers\.0\.attn\.qkv'"),
+        (Model, {"qkv": "heads"}, r"one replaces 'layers\.0\.attn\.qkv'"),
         (Model, {"q_bias": "heads"}, r"exactly one dimension of size 5, but .*attn\.q_bias has the shape \(30,\)"),
         (Model, {"table": ("heads", 0)}, r"attn\.table has the shape \(13, 5\).*pass \('heads', dim\)"),
         (square, {"scale": "heads"}, r"attn\.scale has the shape \(5, 5, 1\).*\('heads', dim\)"),
@@ -211,7 +211,7 @@ def saved() -> nn.Module:
         (
             Model,
             {**ATTENTION.local_attrs, "qkv.weight": "inside"},
-            r"names the parameter .*qkv\.weight and also replaces its module",
+            r"shards the parameter .*qkv\.weight, but also replaces its module",
         ),
     ],
 )

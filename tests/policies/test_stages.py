@@ -114,7 +114,7 @@ def test_wildcard_matches_every_stage() -> None:
 
 
 def test_sequence_parallelism_is_refused() -> None:
-    with pytest.raises(ConfigError, match="does not support this Staged: windows"):
+    with pytest.raises(ConfigError, match="Staged does not support enable_sequence_parallelism=True: windows"):
         run_as_threads(
             lambda context: shard_model(Staged(), StagedPolicy, context=context, enable_sequence_parallelism=True),
             tensor=2,

@@ -143,13 +143,15 @@ def test_stack_with_a_missing_path_is_refused(stack: StackDescription) -> None:
 
 
 def test_two_rules_for_one_module_are_refused() -> None:
-    refused(Written({"Layer": cut("attn.q"), ToyLayer: cut("attn.q")}), "Two rules replace 'layers.0.attn.q'")
-    refused(Written({"Layer": cut("attn.q", "attn.q")}), "Two rules replace 'layers.0.attn.q'")
-    refused(Written({"Layer": cut("attn.q"), "SelfAttention": cut("q")}), "Two rules replace 'layers.0.attn.q'")
+    refused(Written({"Layer": cut("attn.q"), ToyLayer: cut("attn.q")}), "one replaces 'layers.0.attn.q'")
+    refused(Written({"Layer": cut("attn.q", "attn.q")}), "one replaces 'layers.0.attn.q'")
+    refused(Written({"Layer": cut("attn.q"), "SelfAttention": cut("q")}), "one replaces 'layers.0.attn.q'")
 
 
 def test_overlapping_rules_are_refused() -> None:
-    refused(Written({"Layer": cut("attn"), "SelfAttention": cut("q")}), "'layers.0.attn'", "which overlap")
+    refused(
+        Written({"Layer": cut("attn"), "SelfAttention": cut("q")}), "'layers.0.attn'", "Two rules of the policy overlap"
+    )
 
 
 def test_rule_for_the_full_model_is_refused() -> None:
@@ -161,10 +163,10 @@ def test_target_without_from_native_module_is_refused() -> None:
 
 
 def test_policy_that_returns_no_descriptions_is_refused() -> None:
-    refused(Written(None), "module_policy() returned None", "docs/policies.md")
-    refused(Written({"Layer": {"attn.q": Linear1D_Col}}), "module_policy() returned {'attn.q'")
-    refused(Written({"Layer": None}), "module_policy() returned None")
-    refused(Written(ModulePolicyDescription()), "module_policy() returned ModulePolicyDescription(")
+    refused(Written(None), "ModulePolicyDescription objects, but got None", "docs/policies.md")
+    refused(Written({"Layer": {"attn.q": Linear1D_Col}}), "module_policy() must return", "but got {'attn.q'")
+    refused(Written({"Layer": None}), "ModulePolicyDescription objects, but got None")
+    refused(Written(ModulePolicyDescription()), "objects, but got ModulePolicyDescription(")
 
 
 class SaysNothing(Policy):
@@ -181,7 +183,7 @@ def test_tied_weight_with_an_unnamed_owner_is_refused() -> None:
     refused(
         Written({"": table}),
         "head.weight is tied to the sharded parameter embed.weight",
-        "Add 'head' as an embedding or head",
+        "Add 'head' to the policy",
         model=tied,
     )
     assert table.sub_module_replacement is not None
@@ -244,10 +246,10 @@ GOOD_ATTENTION, GOOD_MLP = ToyPolicy.stack.blocks
         ),
         (
             {"stack": block(GOOD_ATTENTION)},
-            ("The policy has no rule for 'layers.0.mlp.fc1.weight' (41, 30)", "`keep_replicated`"),
+            ("The policy has no rule for 'layers.0.mlp.fc1.weight' of shape (41, 30)", "`keep_replicated`"),
         ),
-        ({"embeddings": ()}, ("The policy has no rule for 'embed.weight' (101, 30)", "%")),
-        ({"head": ()}, ("The policy has no rule for 'head.weight' (101, 30)",)),
+        ({"embeddings": ()}, ("The policy has no rule for 'embed.weight' of shape (101, 30)", "%")),
+        ({"head": ()}, ("The policy has no rule for 'head.weight' of shape (101, 30)",)),
     ],
 )
 def test_table_that_does_not_match_the_model_is_refused(changes: dict[str, Any], words: tuple[str, ...]) -> None:

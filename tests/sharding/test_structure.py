@@ -83,17 +83,17 @@ def whole(model: Any) -> None:
 
 
 CHANGES: list[tuple[Callable[[Any], None], str]] = [
-    (other_head, "lm_head.weight of this LlamaForCausalLM was added after the model was sharded"),
-    (other_linear, "model.layers.0.mlp.up_proj.weight of this"),
-    (other_mlp, "model.layers.1.mlp.gate_proj.weight of this"),
-    (other_norm, "model.norm.weight of this"),
-    (tied, "lm_head.weight of this LlamaForCausalLM was replaced by another parameter after"),
-    (gone, "model.norm.weight of this LlamaForCausalLM was removed after"),
-    (patched, "forward of .*mlp.up_proj .Linear1D_Col. was replaced after the model was sharded"),
-    (other_class, "forward of lm_head .Mine. was replaced after the model was sharded"),
-    (pruned, "down_proj.weight_orig of this LlamaForCausalLM was replaced by another parameter after"),
-    (whole, r"gate_proj.weight of this LlamaForCausalLM has the shape \[70, 48\] since it was sharded"),
-    (more, "adapter.weight of this LlamaForCausalLM was added after the model was sharded"),
+    (other_head, "lm_head.weight of LlamaForCausalLM was added after the model was sharded"),
+    (other_linear, "model.layers.0.mlp.up_proj.weight of LlamaForCausalLM"),
+    (other_mlp, "model.layers.1.mlp.gate_proj.weight of LlamaForCausalLM"),
+    (other_norm, "model.norm.weight of LlamaForCausalLM"),
+    (tied, "lm_head.weight of LlamaForCausalLM was replaced by another parameter after"),
+    (gone, "model.norm.weight of LlamaForCausalLM was removed after"),
+    (patched, "forward method of .*mlp.up_proj .Linear1D_Col. was replaced after the model was sharded"),
+    (other_class, "forward method of lm_head .Mine. was replaced after the model was sharded"),
+    (pruned, "down_proj.weight_orig of LlamaForCausalLM was replaced by another parameter after"),
+    (whole, r"gate_proj.weight of LlamaForCausalLM must have the shape .* but got \[70, 48\]"),
+    (more, "adapter.weight of LlamaForCausalLM was added after the model was sharded"),
 ]
 
 
@@ -118,7 +118,7 @@ def test_parameters_added_to_a_model_without_any_are_detected() -> None:
     model = nn.Sequential(nn.ReLU())
     fingerprint = ModelStructureSnapshot(model, [])
     model.append(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match=r"1\.weight of this Sequential was added after the model was sharded"):
+    with pytest.raises(ConfigError, match=r"1\.weight of Sequential was added after the model was sharded"):
         fingerprint.check_unchanged(model)
 
 
@@ -199,7 +199,7 @@ def test_hook_on_a_sharded_parameter_is_refused(register: str) -> None:
     def do(context: ParallelContext) -> None:
         model = plain()
         getattr(model.model.layers[0].mlp.up_proj.weight, register)(lambda x: None)
-        with pytest.raises(ConfigError, match=r"up_proj.weight' of this .* has a hook"):
+        with pytest.raises(ConfigError, match=r"up_proj.weight' of .* has a hook"):
             shardformer.shard_model(model, context=context)
 
     run_as_threads(do, tensor=2)
@@ -213,7 +213,7 @@ def test_hook_on_the_input_of_an_exit_module_is_refused() -> None:
         given = RandomBatchFactory(DEFAULT_HEAD["bert"])(0)
         model(**given)
         output.register_forward_pre_hook(see)
-        with pytest.raises(ConfigError, match=r"The hook .* on bert.encoder.layer.0.output \(BertOutput\)"):
+        with pytest.raises(ConfigError, match=r"The hook .* on bert.encoder.layer.0.output would"):
             model(**given)
 
     run_as_threads(do, tensor=2)
@@ -239,7 +239,7 @@ def test_stage_can_be_compiled_per_layer() -> None:
         for layer in layers:
             layer.mlp.compile(backend="eager")
         assert float(pipeline.step(batch())) == pytest.approx(expected, rel=1e-5)
-        with pytest.raises(ConfigError, match=r"model.compile was called on a pipeline stage.*compile=True"):
+        with pytest.raises(ConfigError, match=r"model.compile is not supported with pipe=.*compile=True"):
             model.compile(backend="eager")
         layers[0].compile(backend="eager")
         with pytest.raises(ConfigError, match="is compiled, which pipeline parallelism does not support"):

@@ -89,7 +89,7 @@ def check(
     if _runs(sample, mode):
         assert_nobody_can_tell(report(), mode)
         return None
-    with pytest.raises(ConfigError, match="does not support this") as refused:
+    with pytest.raises(ConfigError, match="does not support enable_sequence_parallelism=True") as refused:
         report()
     return "refused: " + refused.value.what.partition(": ")[2]
 

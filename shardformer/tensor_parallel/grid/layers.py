@@ -342,7 +342,7 @@ def get_hidden_splits(hidden_size: int, grid: TensorGrid) -> list[AnySplit]:
     size = grid.contraction.size * grid.row.size
     if hidden_size < size:
         raise ConfigError(
-            f"{hidden_size} hidden features cannot be sharded over {size} ranks of the tensor grid {grid}.",
+            f"The hidden size {hidden_size} cannot be sharded over {size} ranks of the tensor grid {grid}.",
             remedy="Use a tensor grid with fewer rows.",
         )
     contraction = grid.contraction

@@ -78,8 +78,8 @@ class GridActivationSharding(ActivationSharding):
         self._is_open = is_training or not (caches or kwargs.get("use_cache"))
         if is_training and any(map(has_cached_tokens, caches)) and current_graph_task_id() < 0:
             raise InputError(
-                "The model received cached keys and values in training, which a tensor grid does not support.",
-                remedy="Do not pass a cache in training. Prefix tuning needs tensor_parallel_mode='1d'.",
+                "A tensor grid does not support a KV cache in training.",
+                remedy="Train without a cache. For prefix tuning, use tensor_parallel_mode='1d'.",
             )
         return map_first_tensor(
             args, kwargs, lambda x: self.shard_stack_input(resolve_deferred_tensors(x), module.training)

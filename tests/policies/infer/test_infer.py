@@ -363,7 +363,9 @@ def test_sequence_parallelism_that_failed_validation_is_refused() -> None:
     policy = DerivedPolicy()
     policy.set_model(ToyLM())
     policy.no_sequence_parallel = "the output differs"
-    with pytest.raises(ConfigError, match="does not support this ToyLM: the output differs"):
+    with pytest.raises(
+        ConfigError, match="ToyLM does not support enable_sequence_parallelism=True: the output differs"
+    ):
         policy.set_shard_config(
             ShardConfig(enable_sequence_parallelism=True, context=ParallelContext.from_sizes({"tensor": 2}))
         )
