@@ -97,7 +97,11 @@ def gather_model_changes(
     for key, (description, value) in [pair for items in by_rank for pair in items.items()]:
         is_same = all(items[key][0] == description for items in by_rank if key in items)
         if not is_same or (value is None and key not in local):
-            raise _make_reshard_error(f"The {_describe_item(key)} was modified differently on different ranks.")
+            item = _describe_item(key)
+            raise ConfigError(
+                f"The {item} was modified differently on different ranks.",
+                remedy="Make the same change on all ranks, or undo it before engine.reshard.",
+            )
         changes[key] = local[key].value if key in local else value[0]
     return changes
 
@@ -139,8 +143,10 @@ def _diff_snapshots(
             continue
         if key not in after or not after[key].is_copyable:
             item = _describe_item(key)
-            raise _make_reshard_error(
-                f"The {item} was modified after initialize, which engine.reshard does not support."
+            raise ConfigError(
+                f"The {item} was modified after initialize, which engine.reshard does not support.",
+                remedy="Undo the change before engine.reshard and repeat it afterwards, or load a checkpoint with the "
+                "new layout.",
             )
         found[key] = after[key]
     return found
@@ -254,10 +260,3 @@ def _get_package_name(cls: type) -> str:
 def _describe_item(key: ItemKey) -> str:
     kind, path, name = key
     return f"{kind} {path or 'of the model'}{f' ({name})' if name else ''}"
-
-
-def _make_reshard_error(message: str) -> ConfigError:
-    return ConfigError(
-        message,
-        remedy="Undo the change before reshard and repeat it afterwards, or load a checkpoint with the new layout.",
-    )

@@ -225,22 +225,17 @@ def _make_reduced_model(factory: ReducedModelFactory) -> ReducedModel:
 
 
 def _make_example_batch_error(model: nn.Module, error: Exception) -> ConfigError:
-    is_own = isinstance(error, ShardFormerError)
-    reason = error.what if is_own else f"{type(error).__name__}: {get_first_message_line(error)}"
+    text = get_first_message_line(error)
+    reason = error.what if isinstance(error, ShardFormerError) else f"{type(error).__name__}: {text}"
     needed, optional = find_unknown_inputs(model)
     inputs = ", ".join(needed or optional)
     return ConfigError(
         f"Cannot create an example batch for {type(model).__name__} from its config: {reason:.400}.",
         rule=f"The values of the inputs {inputs} are unknown." if inputs else "",
-        remedy=BATCH_FUNCTION,
+        remedy="Pass FILE.py:function, where the function returns (model_fn, batch_fn), or call "
+        "verify(model_fn, batch_fn) in Python (docs/add-a-model.md).",
     )
 
-
-BATCH_FUNCTION = (
-    "Pass FILE.py:function, where the function returns (model_fn, batch_fn), and batch_fn(step) returns a batch such "
-    'as {"features": tensor}. In Python, pass batch_fn as the second argument of verify (docs/add-a-model.md)'
-)
-"""Remedy for a model whose inputs are unknown."""
 
 HUB_TIMEOUT_S = 5.0
 
@@ -264,12 +259,6 @@ def is_hub_reachable() -> bool:
         return True  # the server answered
     except OSError:
         return False
-
-
-MODULE_SPEC_FORMS = (
-    "MODEL is a family, a model type of transformers, a folder, a config.json, a name on the Hugging Face hub, or "
-    "module:function"
-)
 
 
 MAX_ERROR_LENGTH = 600  # maximum number of characters of an error in user code
@@ -516,7 +505,7 @@ class ModelSource:
         if isinstance(self.model_fn, PretrainedModelFactory) and not sizes and is_multimodal(self.head):
             if sequence != TOKENS:
                 raise ConfigError(
-                    f"sequence={sequence} has no effect on {self.title}, whose sequence length depends on its media.",
+                    f"sequence={sequence} has no effect on {self.title}: its media determine the number of tokens.",
                     remedy="Remove the option.",
                 )
             return ExampleBatchFactory(self.model_fn, batch_size)
@@ -524,7 +513,8 @@ class ModelSource:
         if vocab_size is None:
             raise ConfigError(
                 f"The inputs of {self.title} are unknown, because it has no config with a vocab_size.",
-                remedy=BATCH_FUNCTION,
+                remedy="Pass FILE.py:function, where the function returns (model_fn, batch_fn), or call "
+                "verify(model_fn, batch_fn) in Python (docs/add-a-model.md).",
             )
         longest = getattr(self.config, "max_position_embeddings", None)
         if isinstance(longest, int) and sequence > longest:
@@ -567,8 +557,7 @@ def find_model_source(name: str, *, dropout: bool = True) -> ModelSource:
         directory = str(Path.cwd())
         raise ConfigError(
             f"There is no file or folder {name!r} (current directory: {directory!r}).",
-            rule=MODULE_SPEC_FORMS,
-            remedy="Correct the path.",
+            remedy="Correct the path, or pass a model family, a name on the Hugging Face hub, or module:function.",
         )
     return _make_pretrained_source(
         name, PretrainedModelFactory(name, "", dropout=dropout, local=not is_hub_reachable())
@@ -611,7 +600,7 @@ def load_hf_config(name_or_path: str, local: bool = True) -> Any:
             ) from error
         reason, hint = f"{get_hub_url()} cannot be reached" if local else reason, _suggest_names(name_or_path)
         raise ConfigError(
-            f"There is no model {name_or_path!r} among the families, local paths and models of the hub: {reason}.",
+            f"There is no model family, local path or Hugging Face model named {name_or_path!r}: {reason}.",
             remedy=f"{hint}Correct the name, or pass a folder DIR from `hf download {name_or_path} --local-dir DIR`.",
         ) from error
     layers = getattr(config, "num_hidden_layers", None)
@@ -695,10 +684,10 @@ def _make_source_from_function(name: str) -> ModelSource:
     if isinstance(returned, tuple) and len(returned) == 2:
         own = dict(zip(_FUNCTION_KEYS, returned))
     if not callable(own.get("model_fn")) or not set(own) <= set(_FUNCTION_KEYS):
-        value, keys = _describe_returned_value(returned), ", ".join(_FUNCTION_KEYS)
+        value, keys = _describe_returned_value(returned), ", ".join(_FUNCTION_KEYS[1:])
         raise ConfigError(
             f"The function {name} returned {value}, which is not supported.",
-            remedy=f"Return a model, a tuple (model_fn, batch_fn), or a dict with model_fn and other keys of {keys}.",
+            remedy=f"Return a model, a tuple (model_fn, batch_fn), or a dict with model_fn and optionally {keys}.",
         )
     model_fn = own.pop("model_fn")
     if "batch_fn" in own:

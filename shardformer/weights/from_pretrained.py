@@ -29,7 +29,6 @@ HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder
 SINGLE, WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
 MAX_LISTED = 8
-CONSENT = "A model with its own Python code requires trust_remote_code=True"
 
 _one_at_a_time = Lock()  # transformers changes process-wide state while it loads
 
@@ -127,7 +126,7 @@ def _load_config_and_class(
             reason = get_first_message_line(error)
             raise ConfigError(
                 f"transformers cannot read the config of {path_or_name!r}: {reason}.",
-                rule=CONSENT if auto else "",
+                rule="A model with its own Python code requires trust_remote_code=True." if auto else "",
                 remedy="Correct the path or name, or pass a config.",
             ) from error
     else:
@@ -136,7 +135,7 @@ def _load_config_and_class(
         option, hub_names = next(iter(unknown)), ", ".join(HUB)
         raise ConfigError(
             f"from_pretrained has no option {option!r}.",
-            remedy=f"Use the fields of {type(config).__name__} and the options {hub_names}.",
+            remedy=f"Valid options are the fields of {type(config).__name__}, and {hub_names}.",
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
@@ -152,7 +151,7 @@ def _load_config_and_class(
             reason = get_first_message_line(error)
             raise ConfigError(
                 f"transformers cannot create a {model_class.__name__} from the config of {path_or_name!r}: {reason}.",
-                rule=f"{CONSENT}.",
+                rule="A model with its own Python code requires trust_remote_code=True.",
                 remedy="Correct config.json, or pass the class of the model.",
             ) from error
 
@@ -171,8 +170,14 @@ def _find_weights_files(path_or_name: str, hub_options: Mapping[str, Any]) -> li
             return list(get_checkpoint_shard_files(path_or_name, index, **hub_options)[0])
     except (OSError, ValueError, KeyError) as error:
         reason = get_first_message_line(error)
-        raise _make_no_weights_error(f"The weights of {path_or_name!r} cannot be read: {reason}.") from error
-    raise _make_no_weights_error(f"{path_or_name!r} contains neither {SINGLE} nor {WEIGHTS_INDEX_NAME}.")
+        raise ConfigError(
+            f"The weights of {path_or_name!r} cannot be read: {reason}.",
+            remedy="Correct the path, or save the model again with save_pretrained.",
+        ) from error
+    raise ConfigError(
+        f"{path_or_name!r} contains neither {SINGLE} nor {WEIGHTS_INDEX_NAME}.",
+        remedy="Correct the path. To convert the weights, load the model with transformers and call save_pretrained.",
+    )
 
 
 def _check_safetensors_index(path_or_name: str, index_path: str) -> None:
@@ -183,22 +188,18 @@ def _check_safetensors_index(path_or_name: str, index_path: str) -> None:
         names = list(index["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {get_first_message_line(error)}"
-        raise _make_no_weights_error(f"{WEIGHTS_INDEX_NAME} in {path_or_name!r} is not valid: {reason}.") from error
+        raise ConfigError(
+            f"{WEIGHTS_INDEX_NAME} in {path_or_name!r} is not valid: {reason}.",
+            remedy="Save the model again with save_pretrained.",
+        ) from error
     for name in names:
         inside = isinstance(name, str) and not os.path.isabs(name) and ".." not in re.split(r"[/\\]", name)
         if not inside or not name.endswith(".safetensors"):
-            raise _make_no_weights_error(
+            raise ConfigError(
                 f"{WEIGHTS_INDEX_NAME} in {path_or_name!r} lists {name!r:.80}, which is not a safetensors file in "
                 "this folder.",
+                remedy="Save the model again with save_pretrained.",
             )
-
-
-def _make_no_weights_error(message: str) -> ConfigError:
-    return ConfigError(
-        message,
-        rule="ShardFormer reads safetensors files, as written by save_pretrained.",
-        remedy="Correct the path, or load the model with transformers and save it again with save_pretrained.",
-    )
 
 
 def _load_generation_config(path_or_name: str, hub_options: Mapping[str, Any]) -> Any:
@@ -264,7 +265,7 @@ def _check_loaded_weights(model: Any, path_or_name: str, loading_info: Mapping[s
     if lacking:
         names = _abbreviate_names(lacking)
         raise ConfigError(
-            f"{path_or_name!r} has no weights for the layers of {names}.",
+            f"{path_or_name!r} has no weights for these parameters of the layers: {names}.",
             remedy="Pass a config with as many layers as the files. For random weights, use LazyInit instead.",
         )
 

@@ -39,9 +39,9 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool
     is_full = {n: _is_full_tensor(n, own[n], t, specs[n]) for n, t in here.items() if isinstance(own.get(n), Tensor)}
     sharded = {name: full for name, full in is_full.items() if full is not None}
     if len(set(sharded.values())) > 1:
-        a, b = (next(name for name, full in sharded.items() if full is kind) for kind in (True, False))
+        full_name, shard_name = (next(name for name, full in sharded.items() if full is kind) for kind in (True, False))
         raise ConfigError(
-            f"The state dict contains the full tensor {a}, but only a shard of {b}.",
+            f"The state dict contains the full tensor {full_name}, but only a shard of {shard_name}.",
             remedy="Pass the result of full_state_dict(model), or the state dict of the unsharded model.",
         )
     _check_state_dict_keys(type(self).__name__, own, here, state_dict, strict=strict)

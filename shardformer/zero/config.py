@@ -62,10 +62,3 @@ def as_optimizer_list(optimizer: Any) -> list[Optimizer]:
     rule = "It must be an optimizer or a list of optimizers of the model's parameters"
     check_argument("optimizer", optimizer, are_right, rule, "Pass torch.optim.AdamW(model.parameters(), lr=1e-4)")
     return found
-
-
-def make_offload_directory_error(message: str) -> ConfigError:
-    return ConfigError(
-        message,
-        remedy="Use an existing directory with enough free space, which shardformer.estimate_memory computes.",
-    )

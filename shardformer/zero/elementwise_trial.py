@@ -41,17 +41,20 @@ def _group_needs_full_matrices(optimizer: Optimizer, group: dict[str, Any]) -> b
         again = _run_trial_steps(optimizer, group, [first, second])
         alone = _run_trial_steps(optimizer, group, [first]) + _run_trial_steps(optimizer, group, [second])
     except Exception as error:
-        raise _make_failed_trial_error(
-            f"{name} cannot be sharded: a test on small matrices raised {type(error).__name__}: {error!s:.120}."
+        raise ConfigError(
+            f"{name} cannot be sharded: a test on small matrices raised {type(error).__name__}: {error!s:.120}.",
+            remedy="Use another optimizer, such as AdamW, or train without ZeRO.",
         ) from error
     if (difference := _max_difference_of_lists(together, again)) >= BOUND:
-        raise _make_failed_trial_error(
-            f"{name} cannot be sharded, because its updates are random (two identical runs differ by {difference:.1e})."
+        raise ConfigError(
+            f"{name} cannot be sharded, because its updates are random (two runs differ by {difference:.1e}).",
+            remedy="Use another optimizer, such as AdamW, or train without ZeRO.",
         )
     if (difference := _max_difference_of_lists(together, alone)) >= BOUND:
-        raise _make_failed_trial_error(
+        raise ConfigError(
             f"{name} cannot be sharded, because its update of one parameter depends on other parameters (difference: "
-            f"{difference:.1e})."
+            f"{difference:.1e}).",
+            remedy="Use another optimizer, such as AdamW, or train without ZeRO.",
         )
     try:
         slices = _run_trial_steps(
@@ -154,11 +157,3 @@ def estimate_state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Ten
         full = [n if have == part else have for n, part, have in zip(param.shape, small, x.shape, strict=False)]
         found += prod(full) * ((itemsize or param.element_size()) if x.is_floating_point() else x.element_size())
     return found
-
-
-def _make_failed_trial_error(message: str) -> ConfigError:
-    return ConfigError(
-        message,
-        remedy="Use an optimizer that updates each parameter independently, such as SGD, AdamW, Muon or Adafactor, or "
-        "train without ZeRO.",
-    )

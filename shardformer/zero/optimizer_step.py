@@ -266,5 +266,5 @@ def make_nonfinite_gradient_error(shards: Sequence[FlatShard], metadata: Shardin
     _, rank, name = min(found, default=(0, 0, "some parameter"))
     return InputError(
         f"The gradient of {name} on rank {rank} is not finite (gradient norm {norm}), so the weights were not updated.",
-        remedy="Check the loss and the batch, or set on_nonfinite='skip' to skip such steps.",
+        remedy="Check the loss and the batch, and call optimizer.zero_grad(), or set on_nonfinite='skip'.",
     )

@@ -39,7 +39,7 @@ from shardformer.offload.host import OffloadConfig
 from shardformer.public_names import deprecate_renamed_parameters
 from shardformer.torch_compat import has_data
 from shardformer.torch_patches import install_patches
-from shardformer.zero.config import ZeroOptions, as_optimizer_list, make_offload_directory_error
+from shardformer.zero.config import ZeroOptions, as_optimizer_list
 from shardformer.zero.elementwise_trial import can_step_params_separately, estimate_state_bytes
 from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.partial_offload import check_free_memory_option
@@ -127,8 +127,9 @@ def check_file_offload(settings: ZeroOptions, optimizers: Sequence[Optimizer], m
         check_disk_space(folder, 2 * round(size))
     except OSError as error:
         rank = metadata.context.rank
-        raise make_offload_directory_error(
-            f"Optimizer states cannot be offloaded to files in {folder!r} on rank {rank}: {error}."
+        raise ConfigError(
+            f"Optimizer states cannot be offloaded to files in {folder!r} on rank {rank}: {error}.",
+            remedy="Use an existing directory with enough free space. shardformer.estimate_memory returns the size.",
         ) from error
 
 

@@ -271,8 +271,8 @@ class GatherScheduler:
             self._begin_backward(None)
         elif self._kind is None or self._is_backward:
             raise ConfigError(
-                f"A parameter of {units[0].name} was read outside a forward or backward pass, and ZeRO stage 3 has not "
-                "gathered it.",
+                f"A parameter of {units[0].name} was read outside a forward or backward pass, where ZeRO stage 3 does "
+                "not gather parameters.",
                 remedy="Call model(...) instead of model.forward(...), or read shardformer.full_state_dict(model).",
             )
         self._keep = {unit.index for unit in units}
@@ -301,9 +301,9 @@ class GatherScheduler:
             return
         if leaves and not plan.is_open:
             raise InputError(
-                f"{self.units[index].name} ran in a different order than in the first step. ZeRO stage 3 requires the "
-                "same order in every step.",
-                remedy="Run the layers in the same order, or use stage=2.",
+                f"{self.units[index].name} ran in a different order than in the first step, which ZeRO stage 3 does "
+                "not support.",
+                remedy="Run the layers in the same order in every step, or use stage=2.",
             )
         while self._position < (len(plan.units) - 1 if leaves else end):
             self._gather_next(plan.units[self._position + 1], plan.units[self._position + 2 : self._position + 4])

@@ -212,7 +212,7 @@ class Stage3ParamGroup:
         before, self._versions = self._versions, [param._version for param in self.params]
         if before != self._versions:
             raise ConfigError(
-                f"A parameter of {self.name} was modified in place, but ZeRO stage 3 would lose the change.",
+                f"A parameter of {self.name} was modified in place, which ZeRO stage 3 does not support.",
                 remedy="Let only the optimizer change parameters, or use stage=2.",
             )
         memories = [get_storage_id(values) for values in self.bases]

@@ -28,7 +28,7 @@ from shardformer.offload.disk import FileOffloadManager, FileShard
 from shardformer.offload.host import HostOffloadManager
 from shardformer.tensor_parallel.parallel_module import accept_fp32_inputs
 from shardformer.torch_compat import call_with_load_state_dict_hooks, call_with_state_dict_hooks, is_true_or_unknown
-from shardformer.zero.config import ZeroOptions, make_offload_directory_error
+from shardformer.zero.config import ZeroOptions
 from shardformer.zero.elementwise_trial import estimate_state_bytes, needs_full_matrices
 from shardformer.zero.flat_shards import FlatShard, ParamSlice, make_assigned_gradient_error
 from shardformer.zero.memory_estimate import MemoryEstimate, format_memory_report, measure_memory
@@ -149,7 +149,10 @@ class ZeroOptimizer(Optimizer):
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         if self._is_initialized:
-            raise _make_unsupported_error("optimizer.param_groups cannot be assigned after shard_optimizer.")
+            raise ConfigError(
+                "optimizer.param_groups cannot be assigned after shard_optimizer was called.",
+                remedy="Change the existing groups in place, or change your optimizer before you call shard_optimizer.",
+            )
         self._groups = groups
 
     @property  # type: ignore[override]  # torch has an attribute
@@ -165,7 +168,10 @@ class ZeroOptimizer(Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         if self._is_initialized and state:
-            raise _make_unsupported_error("optimizer.state cannot be assigned after shard_optimizer.")
+            raise ConfigError(
+                "optimizer.state cannot be assigned after shard_optimizer was called.",
+                remedy="Use optimizer.load_state_dict to load a state.",
+            )
         if self._is_initialized:
             self.state.clear()
 
@@ -213,8 +219,9 @@ class ZeroOptimizer(Optimizer):
             )
             part.set_slices([(p.value, p.shard_range) for p in shard.slices], states, round(expected))
         if failure := files.commit_or_roll_back([part for _, part in parts], self.table.context):
-            raise make_offload_directory_error(
-                f"Optimizer states cannot be offloaded to files in {files.disk.folder!r}: {failure}."
+            raise ConfigError(
+                f"Optimizer states cannot be offloaded to files in {files.disk.folder!r}: {failure}.",
+                remedy="Use a directory with enough free space. shardformer.estimate_memory returns the size.",
             )
 
     def _accumulate_reduced_gradients(self, bucket: GradientBucket, reduced: Tensor, gradient_counts: Tensor) -> None:
@@ -591,7 +598,10 @@ class ZeroOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ConfigError, because parameter groups cannot be added after ``shard_optimizer``."""
         if self._is_initialized:
-            raise _make_unsupported_error("add_param_group() cannot be called after shard_optimizer.")
+            raise ConfigError(
+                "add_param_group cannot be called on the optimizer that shard_optimizer returned.",
+                remedy="Add the group to your optimizer before you call shard_optimizer.",
+            )
         super().add_param_group(param_group)
 
 
@@ -600,10 +610,3 @@ def _get_saved_state_signature(state_dict: dict[str, Any]) -> tuple[Any, ...]:
     shapes = [tuple(master.shape) for master in state_dict["masters"]]
     groups = [[len(group["params"]) for group in each["param_groups"]] for each in state_dict["optimizers"]]
     return shapes, groups, sorted(state_dict["loss_scale"]), len(state_dict["rounds"])
-
-
-def _make_unsupported_error(message: str) -> ConfigError:
-    return ConfigError(
-        message,
-        remedy="Change your optimizer before you call shard_optimizer, and use load_state_dict to load a state.",
-    )

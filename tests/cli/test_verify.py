@@ -260,7 +260,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["bert", "--tensor", "99999999999999999999"], "ranks per axis"),
         (["nowhere:model"], "The module 'nowhere' was not found"),
         ([":model"], "The module '' was not found"),
-        (["bret"], "There is no model 'bret'"),
+        (["bret"], "Hugging Face model named 'bret'"),
         (["bret"], ".\n  Did you mean 'bert' or 'beit'?"),
     ],
 )

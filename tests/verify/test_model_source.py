@@ -143,7 +143,7 @@ def test_a_function_may_return_a_tuple_or_a_dict(user_module: Path, monkeypatch:
         ("size", r"has no function 'size'"),
         ("model_of_size", r"has the parameters \(size\).*default value"),
         ("number", r"returned a int.*\(model_fn, batch_fn\)"),
-        ("misspelt", r"returned a dict of model_fn, bach_fn.*model_fn, batch_fn, loss_fn, policy"),
+        ("misspelt", r"returned a dict of model_fn, bach_fn.*model_fn and optionally batch_fn, loss_fn, policy"),
     ],
 )
 def test_a_function_that_returns_no_model_raises(user_module: Path, name: str, message: str) -> None:
@@ -160,7 +160,7 @@ def test_a_function_that_returns_no_model_raises(user_module: Path, name: str, m
         ("a/b/c", r"There is no file or folder 'a/b/c'"),
         (
             "berd",
-            r"There is no model 'berd'.*cannot be reached.*Did you mean 'bert'.*hf download berd",
+            r"Hugging Face model named 'berd'.*cannot be reached.*Did you mean 'bert'.*hf download berd",
         ),
     ],
 )
