@@ -614,9 +614,9 @@ def _use(how: str) -> Refusal:
         ("different shapes", InputError, ("2 tensor ranks received different batches", "context.data.rank")),
         ("attentions", ConfigError, ("output_attentions=True", "Set output_attentions=False")),
         ("hidden states", ConfigError, ("output_hidden_states=True", "each rank has a shard of the sequence")),
-        ("resize", ConfigError, ("resize_token_embeddings", "Resize the embeddings of the plain model")),
-        ("resize inside", ConfigError, ("resize_token_embeddings", "Resize the embeddings of the plain model")),
-        ("save inside", ConfigError, ("save_pretrained is not supported on a GPT2Model", "Save the full model")),
+        ("resize", ConfigError, ("resize_token_embeddings", "Resize the embeddings before you shard the model")),
+        ("resize inside", ConfigError, ("resize_token_embeddings", "Resize the embeddings before you shard the model")),
+        ("save inside", ConfigError, ("save_pretrained is not supported on GPT2Model, a part", "Save the full model")),
     ],
 )
 def test_an_invalid_batch_or_call_raises(pool2: WorkerPool, how: str, kind: Any, words: tuple[str, ...]) -> None:

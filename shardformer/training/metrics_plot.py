@@ -59,8 +59,8 @@ def read_runs(paths: Sequence[str | Path]) -> Runs:
     """
     files = [find_metrics_file(path) for path in paths]
     real = [file.resolve() for file in files]
-    if twice := [file for file, name in zip(files, real) if real.count(name) > 1]:
-        raise ConfigError(f"The run {str(twice[0])!r} was passed twice.", remedy="Pass each run once.")
+    if duplicate := next((str(file) for file, name in zip(files, real) if real.count(name) > 1), None):
+        raise ConfigError(f"The run {duplicate!r} was passed twice.", remedy="Pass each run only once.")
     return dict(zip(make_unique_run_names([Path(path) for path in paths]), map(read_records, files)))
 
 
@@ -260,9 +260,9 @@ def make_metrics_figure(runs: Runs, names: Sequence[str] | None = None) -> Figur
     """
     names = list(names) if names is not None else list_default_metrics(runs)
     if not names:
-        where = ", ".join(runs) or "no run"
+        run_names = ", ".join(runs) or "any run"
         raise ConfigError(
-            f"There are no metrics to draw in {where}.", remedy="Record at least one metric, such as loss."
+            f"No metrics to plot were found in {run_names}.", remedy="Record at least one metric, such as loss."
         )
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg

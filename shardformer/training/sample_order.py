@@ -102,9 +102,8 @@ class StreamedDataSource:
             self._reader = _StreamReader(self._source, epoch, seed)
         elif self._reader.count > start:
             raise InputError(
-                f"The iterator {self.name} cannot restart at sample {start}, because {self._reader.count} "
-                "samples have already been read.",
-                remedy="Pass a list, or an object whose __iter__ restarts.",
+                f"The iterator {self.name} is at sample {self._reader.count} and cannot go back to sample {start}.",
+                remedy="Pass a list, or an iterable that can be read more than once.",
             )
         return self._reader
 
@@ -169,8 +168,8 @@ def check_batch_size(num_samples: int, shard: ShardPosition) -> None:
     """Raise InputError if a global batch has fewer samples than there are data-parallel ranks."""
     if num_samples < shard.size:
         raise InputError(
-            f"A batch of {num_samples} samples is too small for {shard.size} data-parallel ranks.",
-            remedy="Pass drop_last=True (data.drop_last = true in a run configuration), or change batch_size.",
+            f"A batch of {num_samples} samples cannot be split across {shard.size} data-parallel ranks.",
+            remedy="Increase batch_size, or drop the last batch with drop_last=True (data.drop_last = true in TOML).",
         )
 
 
@@ -331,9 +330,9 @@ def make_data_source(
     is_unsupported = isinstance(data, (Mapping, str, bytes, Tensor, type, set, frozenset))
     if is_unsupported or not (_is_indexed(data) or hasattr(data, "__iter__")):
         raise ConfigError(
-            f"Training data of type {type(data).__name__} is not supported.",
-            rule="The supported types are Dataset, list, Hugging Face data set, DataLoader, and ordered iterables.",
-            remedy="Pass a list with one dict per sample, or torch.utils.data.TensorDataset(inputs, targets).",
+            "Training data must be a Dataset, a Hugging Face dataset, a DataLoader, a list or an ordered iterable, but "
+            f"got {type(data).__name__}.",
+            remedy="For example, pass a list with one dict per sample, or TensorDataset(inputs, targets).",
         )
     assert collate is not None  # only a DataLoader has its own
     if _is_indexed(data):
@@ -342,8 +341,8 @@ def make_data_source(
     if shuffle or num_workers:
         option = "shuffle=True" if shuffle else f"num_workers={num_workers}"
         raise ConfigError(
-            f"{option} is not supported for streamed data ({type(data).__name__}).",
-            remedy="Shuffle the samples in the stream itself. For worker processes, pass a DataLoader.",
+            f"{option} is not supported for streamed data of type {type(data).__name__}.",
+            remedy="Remove it, and shuffle the stream itself or pass a DataLoader with num_workers.",
         )
     return StreamedDataSource(data, collate)
 
@@ -359,18 +358,18 @@ def _make_source_from_dataloader(
     loader: Any, collate: Collate | None, shuffle: bool | None
 ) -> IndexedDataSource | StreamedDataSource:
     if collate is not None:
-        raise ConfigError("collate_fn has no effect on a DataLoader.", remedy="Create the DataLoader with collate_fn.")
+        raise ConfigError("collate_fn has no effect on a DataLoader.", remedy="Pass it to the DataLoader instead.")
     batches = loader.batch_sampler
     sampler = batches.sampler if type(batches) is torch_data.BatchSampler else loader.sampler
     for each in (sampler, batches, getattr(batches, "sampler", None)):
         if each is not None and hasattr(each, "num_replicas"):
             raise ConfigError(
-                f"The DataLoader uses a {type(each).__name__}, which would shard the batches a second time.",
-                remedy="Create the DataLoader without this sampler, with shuffle=True and with the global batch size.",
+                f"The DataLoader uses a {type(each).__name__}, but ShardFormer already shards the batches.",
+                remedy="Create the DataLoader without this sampler, with shuffle=True and the global batch size.",
             )
     if shuffle and not isinstance(sampler, torch_data.RandomSampler):
         raise ConfigError(
-            "shuffle=True conflicts with the DataLoader, which does not shuffle.",
+            "shuffle=True has no effect on a DataLoader that does not shuffle.",
             remedy="Create the DataLoader with shuffle=True.",
         )
     if not _is_indexed(loader.dataset) or batches is None:
@@ -378,8 +377,8 @@ def _make_source_from_dataloader(
     _check_not_empty(len(loader.dataset), loader.dataset)
     if type(batches) is torch_data.BatchSampler and length_or_none(sampler) is None:
         raise ConfigError(
-            f"The sampler of the DataLoader, {type(sampler).__name__}, has no length.",
-            remedy="Implement __len__ in the sampler, or pass an IterableDataset.",
+            f"The sampler {type(sampler).__name__} of the DataLoader has no length.",
+            remedy="Add a __len__ method to the sampler, or use an IterableDataset.",
         )
     data, collate_fn = loader.dataset, loader.collate_fn
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
@@ -396,5 +395,5 @@ def _make_source_from_dataloader(
 def _check_not_empty(length: int, data: Any) -> None:
     if length < 1:
         raise ConfigError(
-            f"The training data ({type(data).__name__}) is empty.", remedy="Check the files that contain the data."
+            f"The training data is an empty {type(data).__name__}.", remedy="Check the data files and any filters."
         )

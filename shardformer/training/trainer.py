@@ -63,8 +63,8 @@ class Trainer:
         not_a_hook = next((hook for hook in self.hooks if not isinstance(hook, Hook)), None)
         if not_a_hook is not None:
             raise ConfigError(
-                f"hooks contains {not_a_hook!r:.80}, which is not a Hook.",
-                remedy="Pass an instance of a class that is derived from shardformer.hooks.Hook.",
+                f"hooks must contain instances of shardformer.hooks.Hook, but got {not_a_hook!r:.80}.",
+                remedy="Pass instances of subclasses of Hook, such as Throughput().",
             )
         self.batch: Any = None
         self.loss: Tensor | None = None
@@ -187,8 +187,8 @@ class Trainer:
         total = steps if epochs is None else epochs
         if (steps is None) == (epochs is None) or isinstance(total, bool) or not isinstance(total, int) or total < 0:
             raise ConfigError(
-                f"fit requires either steps or epochs, but received steps={steps!r} and epochs={epochs!r}.",
-                remedy="For example, call fit(epochs=3) or fit(steps=1000).",
+                f"fit() requires either steps or epochs, but got steps={steps!r} and epochs={epochs!r}.",
+                remedy="Pass one of them as an integer, for example fit(epochs=3) or fit(steps=1000).",
             )
         self._set_data_loaders(train, validation, validate_every, batch_size)
         self.last_step, self.last_epoch = steps, epochs
@@ -395,8 +395,8 @@ class Trainer:
         self.extra = saved.get(TRAINER_USER_KEY, self.extra)
         left = [name for name, state in saved.get(HOOKS, {}).items() if state is not None and name not in hooks]
         if left and self.is_first:
-            text = f"The checkpoint has states of hooks that the trainer lacks: {', '.join(left)}"
-            warnings.warn(text, stacklevel=2)
+            text = f"The checkpoint has states of hooks that the trainer does not have: {', '.join(left)}. "
+            warnings.warn(text + "Pass these hooks to Trainer to restore their states.", stacklevel=2)
         return loaded
 
     def _get_hooks_by_name(self) -> dict[str, Hook]:
@@ -444,13 +444,15 @@ class Trainer:
         if validation is not None:
             validation = self._make_data_loader(validation, batch_size, previous, shuffle=False, merge_last=True)
         self._validation = validation
-        if validate_every is not None and (
-            validation is None or isinstance(validate_every, bool) or validate_every < 1
-        ):
-            problem = "requires validation data" if validation is None else "is not a positive number of steps"
+        if validate_every is not None and validation is None:
             raise ConfigError(
-                f"validate_every={validate_every!r} {problem}.",
-                remedy="For example, call fit(..., validation=data, validate_every=100), or remove validate_every.",
+                f"validate_every={validate_every!r} requires validation data.",
+                remedy="Pass fit(..., validation=data), or remove validate_every.",
+            )
+        if validate_every is not None and (isinstance(validate_every, bool) or validate_every < 1):
+            raise ConfigError(
+                f"validate_every must be a positive number of steps, but got {validate_every!r}.",
+                remedy="For example, pass validate_every=100, or remove it.",
             )
 
     def _make_data_loader(

@@ -97,7 +97,11 @@ def gather_model_changes(
     for key, (description, value) in [pair for items in by_rank for pair in items.items()]:
         is_same = all(items[key][0] == description for items in by_rank if key in items)
         if not is_same or (value is None and key not in local):
-            raise _make_reshard_error(key, "differs between ranks")
+            item = _describe_item(key)
+            raise ConfigError(
+                f"The {item} was modified differently on different ranks.",
+                remedy="Make the same change on all ranks, or undo it before engine.reshard.",
+            )
         changes[key] = local[key].value if key in local else value[0]
     return changes
 
@@ -138,7 +142,12 @@ def _diff_snapshots(
         if key in after and after[key].is_computed:
             continue
         if key not in after or not after[key].is_copyable:
-            raise _make_reshard_error(key)
+            item = _describe_item(key)
+            raise ConfigError(
+                f"The {item} was modified after initialize, which engine.reshard does not support.",
+                remedy="Undo the change before engine.reshard and repeat it afterwards, or load a checkpoint with the "
+                "new layout.",
+            )
         found[key] = after[key]
     return found
 
@@ -248,13 +257,6 @@ def _get_package_name(cls: type) -> str:
     return cls.__module__.partition(".")[0]
 
 
-def _make_reshard_error(key: ItemKey, problem: str = "cannot be carried over to another layout") -> ConfigError:
+def _describe_item(key: ItemKey) -> str:
     kind, path, name = key
-    what = f"{kind} {path or 'of the model'}{f' ({name})' if name else ''}"
-    return ConfigError(
-        f"The {what} was modified after initialize, and this change {problem}.",
-        rule="engine.reshard preserves requires_grad, training modes, functions, modules without weights, and "
-        "plain values in modules and configs.",
-        remedy="Undo the change before reshard and repeat it afterwards, or save a checkpoint and load it in an engine "
-        "with the other layout.",
-    )
+    return f"{kind} {path or 'of the model'}{f' ({name})' if name else ''}"

@@ -204,7 +204,7 @@ def _make_example_batch(model_fn: Callable[[], nn.Module]) -> ExampleBatch:
     try:
         return ExampleBatch.from_model(model, find_accepted_batch(model))
     except Exception as error:
-        raise _make_example_batch_error(model, f"{type(error).__name__}: {get_first_message_line(error)}") from error
+        raise _make_example_batch_error(model, error) from error
 
 
 @lru_cache(maxsize=1)
@@ -214,31 +214,28 @@ def _make_reduced_model(factory: ReducedModelFactory) -> ReducedModel:
         config = transformers.CONFIG_MAPPING[factory.model_type](architectures=[factory.head_class])
     except Exception as error:  # some default configs fail in their own class
         raise ConfigError(
-            f"transformers cannot build the default config of {factory.model_type}: {error!s:.200}.",
-            remedy="Pass a folder, a config.json, or module:function.",
+            f"transformers cannot create the default config of {factory.model_type}: {error!s:.200}.",
+            remedy="Pass a folder with a config.json, or module:function for your own model.",
         ) from error
     model = build_meta_model(config)
     try:
         return reduce_model(model, media_in_text=True)
     except PolicyError as error:
-        raise _make_example_batch_error(model, error.what) from error
+        raise _make_example_batch_error(model, error) from error
 
 
-def _make_example_batch_error(model: nn.Module, reason: str) -> ConfigError:
+def _make_example_batch_error(model: nn.Module, error: Exception) -> ConfigError:
+    text = get_first_message_line(error)
+    reason = error.what if isinstance(error, ShardFormerError) else f"{type(error).__name__}: {text}"
     needed, optional = find_unknown_inputs(model)
-    unknown = f". Its forward pass needs {', '.join(needed)}, whose values are unknown" if needed else ""
-    unknown += f". The values of {', '.join(optional)} are unknown" if optional and not needed else ""
+    inputs = ", ".join(needed or optional)
     return ConfigError(
-        f"{type(model).__name__} failed on every batch that was derived from its config ({reason:.400}){unknown}.",
-        remedy=BATCH_FUNCTION,
+        f"Cannot create an example batch for {type(model).__name__} from its config: {reason:.400}.",
+        rule=f"The values of the inputs {inputs} are unknown." if inputs else "",
+        remedy="Pass FILE.py:function, where the function returns (model_fn, batch_fn), or call "
+        "verify(model_fn, batch_fn) in Python (docs/add-a-model.md).",
     )
 
-
-BATCH_FUNCTION = (
-    "Pass FILE.py:function, where the function returns (model_fn, batch_fn), and batch_fn(step) returns the batch of a "
-    'step, such as {"features": tensor} (docs/add-a-model.md). In Python, batch_fn is the second argument of verify'
-)
-"""Remedy for a model whose inputs are unknown."""
 
 HUB_TIMEOUT_S = 5.0
 
@@ -264,12 +261,6 @@ def is_hub_reachable() -> bool:
         return False
 
 
-MODULE_SPEC_FORMS = (
-    "MODEL is a family, a model type of transformers, a folder, a config.json, a name on the Hugging Face hub, or "
-    "module:function"
-)
-
-
 MAX_ERROR_LENGTH = 600  # maximum number of characters of an error in user code
 
 
@@ -287,11 +278,11 @@ def _import_by_name(name: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         if name and (missing is None or not f"{name}.".startswith(f"{missing}.")):
-            raise _make_import_error(f"The module {name!r}", error) from error
+            raise _make_import_error(name, error) from error
+        directory = str(Path.cwd())
         raise ConfigError(
-            f"There is no module {name!r}: {error}.",
-            rule=f"{MODULE_SPEC_FORMS}. Modules are searched in {str(Path.cwd())!r} and the installed packages.",
-            remedy="Correct the name, or pass a file, as in path/to/file.py:function.",
+            f"The module {name!r} was not found in {directory!r} or in the installed packages ({error}).",
+            remedy="Correct the name, or pass a file and a function, such as path/to/file.py:function.",
         ) from error
 
 
@@ -303,8 +294,9 @@ def call_user_function(function: Callable[[], Any], name: str) -> Any:
     except ShardFormerError:
         raise
     except (Exception, SystemExit) as error:
+        reason = _format_error_with_location(error)
         raise ConfigError(
-            f"The function {name} failed: {_format_error_with_location(error)}.",
+            f"The function {name} failed: {reason}.",
             remedy=f"Fix the function. To see the traceback, set {TRACEBACK_VARIABLE}=1.",
         ) from error
 
@@ -332,9 +324,10 @@ def _format_error_with_location(error: BaseException) -> str:
 
 
 def _make_import_error(name: str, error: BaseException) -> ConfigError:
+    reason = _format_error_with_location(error)
     return ConfigError(
-        f"{name} cannot be imported: {_format_error_with_location(error)}.",
-        remedy="Fix the module. To see the traceback, run `python -c 'import ...'`.",
+        f"The module {name!r} cannot be imported: {reason}.",
+        remedy=f"Fix the module. To see the traceback, set {TRACEBACK_VARIABLE}=1.",
     )
 
 
@@ -342,7 +335,7 @@ def _import_from_file(path: Path) -> ModuleType:
     spec = spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise ConfigError(
-            f"There is no file {str(path)!r}.", rule=MODULE_SPEC_FORMS, remedy="Correct the path before the colon."
+            f"There is no Python file '{path}'.", remedy="Pass the path of a file, such as path/to/file.py:function."
         )
     loaded = sys.modules.get(path.stem)
     if loaded is not None and getattr(loaded, "__file__", None) != str(path):
@@ -412,13 +405,15 @@ class PretrainedModelFactory:
                 else kind.from_pretrained(self.where, config=config, local_files_only=self.local)
             )
         except OSError as error:
+            reason = get_first_message_line(error)
             raise ConfigError(
-                f"{self.where!r} has no weights for {self.head}: {get_first_message_line(error)}.",
-                remedy="For random weights, pass the path of the config.json. Otherwise, save the weights next to it.",
+                f"The weights of {self.head} cannot be loaded from {self.where!r}: {reason}.",
+                remedy="Save the weights in this folder, or pass the path of its config.json to use random weights.",
             ) from error
         except Exception as error:  # inconsistent sizes raise errors of any type
+            reason = get_first_message_line(error)
             raise ConfigError(
-                f"transformers cannot build {self.head} from {self.where!r}: {get_first_message_line(error)}.",
+                f"transformers cannot create a {self.head} from {self.where!r}: {reason}.",
                 remedy="Correct the config.json of the model.",
             ) from error
         return model
@@ -453,10 +448,10 @@ class ModelSource:
         if self.model_type not in HEAD_CLASSES or not isinstance(
             self.model_fn, SmallModelFactory | PretrainedModelFactory
         ):
+            families = ", ".join(HEAD_CLASSES)
             raise ConfigError(
-                f"The head classes of {self.title} are unknown.",
-                rule=f"They are known for the families {', '.join(HEAD_CLASSES)}, unless a function builds the model.",
-                remedy="Select one head class with --head, or pass a model of one of these families.",
+                f"The head classes of {self.title} cannot be listed.",
+                remedy=f"Select one with --head, or pass a model of one of the families {families}.",
             )
         return HEAD_CLASSES[self.model_type]
 
@@ -467,14 +462,16 @@ class ModelSource:
             return _make_source_from_model_type(self.model_type, head_class)
         if not isinstance(self.model_fn, SmallModelFactory | PretrainedModelFactory):
             raise ConfigError(
-                f"head={head_class!r} has no effect on {self.title}, because a function builds this model.",
-                remedy="Remove the option, and build the head in the function.",
+                f"head={head_class!r} has no effect on {self.title}, because your own function creates this model.",
+                remedy="Remove the option, and add the head in the function.",
             )
-        if self.model_type in HEAD_CLASSES and head_class not in HEAD_CLASSES[self.model_type]:
+        known = HEAD_CLASSES.get(self.model_type)
+        if known is not None and head_class not in known:
+            head_classes = ", ".join(known)
             raise ConfigError(
                 f"{self.model_type} has no head class {head_class!r}.",
-                rule=f"The head classes are {', '.join(HEAD_CLASSES[self.model_type])}.",
-                remedy=suggest_similar_names(head_class, HEAD_CLASSES[self.model_type]),
+                rule=f"Use one of {head_classes}.",
+                remedy=suggest_similar_names(head_class, known),
             )
         _check_class_exists(head_class, self.title)
         model_fn = replace(self.model_fn, head=head_class)
@@ -486,8 +483,7 @@ class ModelSource:
             return self
         if min_layers > MAX_STAGE_LAYERS:
             raise ConfigError(
-                f"A small model of {self.title} cannot have {min_layers} layers.",
-                rule=f"The maximum is {MAX_STAGE_LAYERS} layers.",
+                f"The small model of {self.title} can have at most {MAX_STAGE_LAYERS} layers, but needs {min_layers}.",
                 remedy="Use fewer pipeline stages, or decrease --num-model-chunks.",
             )
         model_fn = self.model_fn.with_min_layers(min_layers)
@@ -509,23 +505,22 @@ class ModelSource:
         if isinstance(self.model_fn, PretrainedModelFactory) and not sizes and is_multimodal(self.head):
             if sequence != TOKENS:
                 raise ConfigError(
-                    f"sequence={sequence} has no effect on {self.title}.",
-                    rule="The number of tokens depends on the images or sounds in the text.",
+                    f"sequence={sequence} has no effect on {self.title}: its media determine the number of tokens.",
                     remedy="Remove the option.",
                 )
             return ExampleBatchFactory(self.model_fn, batch_size)
         vocab_size = _get_min_vocab_size(self.config)
         if vocab_size is None:
             raise ConfigError(
-                f"The inputs of {self.title} are unknown: "
-                + ("it has no config" if self.config is None else "its config has no vocab_size"),
-                remedy=BATCH_FUNCTION,
+                f"The inputs of {self.title} are unknown, because it has no config with a vocab_size.",
+                remedy="Pass FILE.py:function, where the function returns (model_fn, batch_fn), or call "
+                "verify(model_fn, batch_fn) in Python (docs/add-a-model.md).",
             )
         longest = getattr(self.config, "max_position_embeddings", None)
         if isinstance(longest, int) and sequence > longest:
             raise ConfigError(
-                f"sequence={sequence} exceeds the maximum of {longest} positions of {self.title}.",
-                remedy=f"Use a sequence of {longest} tokens or fewer.",
+                f"sequence={sequence} exceeds max_position_embeddings={longest} of {self.title}.",
+                remedy=f"Use a sequence of at most {longest} tokens.",
             )
         eos = get_first_token_id(getattr(self.config, "eos_token_id", None), 2)
         return RandomBatchFactory(self.head, vocab_size, batch_size, sequence, self.config.num_labels, eos, sizes)
@@ -559,10 +554,10 @@ def find_model_source(name: str, *, dropout: bool = True) -> ModelSource:
     if ":" in name:
         return _make_source_from_function(name)
     if name.startswith((".", "/", "~")) or name.endswith(".json") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        directory = str(Path.cwd())
         raise ConfigError(
-            f"There is no folder or file {name!r} in {str(Path.cwd())!r}.",
-            rule=MODULE_SPEC_FORMS,
-            remedy="Correct the path.",
+            f"There is no file or folder {name!r} (current directory: {directory!r}).",
+            remedy="Correct the path, or pass a model family, a name on the Hugging Face hub, or module:function.",
         )
     return _make_pretrained_source(
         name, PretrainedModelFactory(name, "", dropout=dropout, local=not is_hub_reachable())
@@ -577,13 +572,16 @@ def import_policy_class(name: str) -> type[Policy]:
     own = [n for n, kind in kinds.items() if kind.__module__ == module.__name__]
     if not class_name and len(own) == 1:
         class_name = own[0]
+    source, count, suggestion = where or name, len(own), suggest_similar_names(class_name, own)
+    if not class_name:
+        raise ConfigError(
+            f"{source!r} must contain exactly one policy (a subclass of shardformer.policies.Policy), but has {count}.",
+            remedy=f"Select a class with FILE:CLASS. {suggestion}",
+        )
     if class_name not in kinds:
         raise ConfigError(
-            f"{where or name!r} has no policy {class_name!r}"
-            if class_name
-            else f"{where or name!r} has {len(own) or 'no'} policies, so a class name is needed",
-            rule="A policy is a subclass of shardformer.policies.Policy. Use FILE:CLASS to select one of several.",
-            remedy=suggest_similar_names(class_name, own),
+            f"{source!r} has no policy {class_name!r}.",
+            remedy=f"Pass the name of a subclass of shardformer.policies.Policy. {suggestion}",
         )
     return kinds[class_name]
 
@@ -594,28 +592,22 @@ def load_hf_config(name_or_path: str, local: bool = True) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(name_or_path, trust_remote_code=False, local_files_only=local)
     except Exception as error:  # invalid files raise errors of any type
+        reason = get_first_message_line(error)
         if Path(name_or_path).exists():
             raise ConfigError(
-                f"{name_or_path!r} has no config that transformers can read: {get_first_message_line(error)}.",
-                remedy="Pass a folder written by save_pretrained, or module:function for your own model.",
+                f"transformers cannot read the config in {name_or_path!r}: {reason}.",
+                remedy="Pass a folder that was written by save_pretrained, or module:function for your own model.",
             ) from error
+        reason, hint = f"{get_hub_url()} cannot be reached" if local else reason, _suggest_names(name_or_path)
         raise ConfigError(
-            f"There is no model {name_or_path!r}: it is not a family, nor a folder or file in {str(Path.cwd())!r}, "
-            + (
-                f"it is not in the local cache of the hub, and {get_hub_url()} cannot be reached"
-                if local
-                else f"and {get_hub_url()} reports: {get_first_message_line(error)}"
-            ),
-            rule=f"{MODULE_SPEC_FORMS}. The families are {', '.join(SMALL_CONFIGS)}.",
-            remedy=f"{_suggest_names(name_or_path)}Correct the name. Without a network, download the model on another "
-            f"machine with `hf download {name_or_path} --local-dir DIR` and pass DIR.",
+            f"There is no model family, local path or Hugging Face model named {name_or_path!r}: {reason}.",
+            remedy=f"{hint}Correct the name, or pass a folder DIR from `hf download {name_or_path} --local-dir DIR`.",
         ) from error
     layers = getattr(config, "num_hidden_layers", None)
     if type(layers) is int and layers > MAX_SMALL_LAYERS:
         raise ConfigError(
-            f"The config {name_or_path!r} has {layers} layers, which is too many for a small model.",
-            rule=f"The maximum is {MAX_SMALL_LAYERS} layers.",
-            remedy="Decrease num_hidden_layers, or the corresponding field of this model family.",
+            f"The config {name_or_path!r} has {layers} layers, but a small model can have at most {MAX_SMALL_LAYERS}.",
+            remedy="Decrease the number of layers in the config, such as num_hidden_layers.",
         )
     return config
 
@@ -649,12 +641,12 @@ def _get_min_vocab_size(config: Any) -> int | None:
 
 
 def _check_class_exists(class_name: str, title: str) -> None:
+    if not class_name:
+        raise ConfigError(f"{title} specifies no model class.", remedy="Set architectures in the config.")
     if get_model_class(class_name) is None:
         hint = _suggest_names(class_name, {*dir(load_transformers())} - {class_name})
         raise ConfigError(
-            f"transformers has no class {class_name!r}, which {title} specifies"
-            if class_name
-            else f"{title} specifies no class",
+            f"transformers has no model class {class_name!r}, which {title} specifies.",
             remedy=f"{hint}To use your own class, pass module:function.",
         )
 
@@ -671,16 +663,17 @@ def _make_source_from_function(name: str) -> ModelSource:
     if not callable(function):
         known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise ConfigError(
-            f"{where!r} has no function {function_name!r}.",
-            rule="The function in module:function must be defined at the top level of the module.",
+            f"The module {where!r} has no function {function_name!r}.",
+            rule="Define the function at the top level of the module.",
             remedy=suggest_similar_names(function_name, known),
         )
+    parameters = signature(function)
     try:
-        signature(function).bind()
+        parameters.bind()
     except TypeError as error:
         raise ConfigError(
-            f"The function {name} requires arguments, {signature(function)}, but is called without arguments.",
-            remedy="Add default values to its parameters, or wrap it in a function without arguments.",
+            f"The function {name} is called without arguments, but has the parameters {parameters}.",
+            remedy="Give each parameter a default value, or pass a function without parameters.",
         ) from error
     except ValueError:  # a function written in C may have no signature
         pass
@@ -691,10 +684,10 @@ def _make_source_from_function(name: str) -> ModelSource:
     if isinstance(returned, tuple) and len(returned) == 2:
         own = dict(zip(_FUNCTION_KEYS, returned))
     if not callable(own.get("model_fn")) or not set(own) <= set(_FUNCTION_KEYS):
+        value, keys = _describe_returned_value(returned), ", ".join(_FUNCTION_KEYS[1:])
         raise ConfigError(
-            f"The function {name} returned {_describe_returned_value(returned)}.",
-            remedy=f"Return a model, a tuple (model_fn, batch_fn), or a dict of {', '.join(_FUNCTION_KEYS)}. Define "
-            "these functions at the top level of the module.",
+            f"The function {name} returned {value}, which is not supported.",
+            remedy=f"Return a model, a tuple (model_fn, batch_fn), or a dict with model_fn and optionally {keys}.",
         )
     model_fn = own.pop("model_fn")
     if "batch_fn" in own:

@@ -433,8 +433,8 @@ def compute_model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     distances = losses or [_compute_mse_to_cosine(x) for x in _remove_duplicate_tensors(outputs)]
     if not distances:
         raise ConfigError(
-            f"{type(model).__name__} returned no loss: its output, a {type(output).__name__}, has no field 'loss'.",
-            remedy="Pass loss_fn=, a function that is called as loss_fn(output, batch).",
+            f"{type(model).__name__} returned no loss: its output of type {type(output).__name__} has no field 'loss'.",
+            remedy="Pass a function loss_fn(output, batch) that computes the loss.",
         )
     return torch.stack([x.double() for x in distances]).sum()
 

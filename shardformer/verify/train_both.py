@@ -153,15 +153,16 @@ def check_batch_is_splittable(job: VerifyJob) -> None:
 def get_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, num_shards: int) -> dict[str, Any]:
     """Return the shard of a global batch for one data-parallel rank, in the dtype of the models."""
     if not any(x.dim() for _, x in iterate_named_tensors(batch)):
+        keys = ", ".join(batch) or "none"
         raise ConfigError(
-            f"The batch has no tensor with a batch dimension (keys: {', '.join(batch) or 'none'}).",
-            remedy="Return the arguments of the model's forward method from batch_fn.",
+            f"The batch from batch_fn has no tensor with a batch dimension (keys: {keys}).",
+            remedy="Return a dict with the arguments of the model's forward method.",
         )
     size = get_batch_size(batch)
     if size % num_shards:
         raise ConfigError(
-            f"data={num_shards} does not divide the batch of {size} samples.",
-            remedy=f"Return a multiple of {num_shards} samples from batch_fn.",
+            f"The batch size {size} is not divisible by data={num_shards}.",
+            remedy=f"Return batches with a multiple of {num_shards} samples from batch_fn.",
         )
     part = split_batch(batch, [size // num_shards] * num_shards, media_token_ids=job.ids)[rank]
     floats = {name: x for name, x in part.items() if isinstance(x, Tensor) and x.is_floating_point()}
@@ -172,21 +173,17 @@ def check_samples_are_independent(job: VerifyJob, model: nn.Module) -> None:
     """Raise ConfigError if a batch is split although the model compares the samples of a batch with each other."""
     reference = get_rank_batch(job, job.batch_fn(0), 0, job.num_reference_shards)
     part = get_rank_batch(job, job.batch_fn(0), 0, job.data)
-    for larger, smaller, remedy in (
-        (reference, part, "Set average_loss_over='ranks' (--average-loss-over ranks), or use one data rank"),
-        (
-            part,
-            _split_into_micro_batches(job, part)[0],
-            "Use one micro-batch (--micro-batches 1), or data ranks (--data 2)",
-        ),
+    micro_batch = _split_into_micro_batches(job, part)[0]
+    for larger, smaller, option, alternative in (
+        (reference, part, "average_loss_over='ranks' (--average-loss-over ranks)", "one data rank"),
+        (part, micro_batch, "one micro-batch (--micro-batches 1)", "data ranks (--data 2)"),
     ):
         if get_batch_size(smaller) < get_batch_size(larger):
             for name in _find_pairwise_outputs(model, larger, smaller):
                 raise ConfigError(
-                    f"{type(model).__name__} compares the samples of a batch with each other: its output {name} for "
-                    f"{get_batch_size(larger)} samples has one row and one column per sample.",
-                    rule="If a batch is split, the loss of each shard is computed without the other samples.",
-                    remedy=remedy,
+                    f"The batch cannot be split, because the output {name} of {type(model).__name__} compares all "
+                    "samples of a batch with each other.",
+                    remedy=f"Use {option} or {alternative}.",
                 )
 
 
@@ -228,8 +225,7 @@ class PrecomputedForward(nn.Module):
         for name, value in [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]:
             if isinstance(value, Tensor) and id(value) not in self.__dict__["given"]:
                 raise ConfigError(
-                    f"loss_fn calls the model with {name}, a tensor that is not in the batch.",
-                    rule="A pipeline computes the loss after it has run the model on the batch.",
+                    f"loss_fn passes {name} to the model, but this tensor is not in the batch.",
                     remedy="Return all inputs of the model from batch_fn, and call model(**batch) in loss_fn.",
                 )
         return self.__dict__["replayed"][1]
@@ -271,18 +267,17 @@ class UserLossFunction:
             except ShardFormerError:
                 raise
             except Exception as other:
+                output_error, model_error = _describe_error(other), _describe_error(error)
                 raise InputError(
-                    f"loss_fn(output, batch) raised {_describe_error(other)}, and loss_fn(model, batch) raised "
-                    f"{_describe_error(error)}.",
-                    rule="The argument output is what the model returns for the batch.",
-                    remedy="Correct loss_fn so that it works with one of these arguments.",
+                    f"loss_fn(output, batch) raised {output_error}, and loss_fn(model, batch) raised {model_error}.",
+                    remedy="Correct loss_fn so that one of these calls returns the loss.",
                 ) from other
         return loss
 
     def _call_function(self, model_or_output: Any, batch: Mapping[str, Any]) -> Tensor:
         loss = self.function(model_or_output, batch)
         if not isinstance(loss, Tensor):
-            raise TypeError(f"the function returned a {type(loss).__name__} instead of a tensor")
+            raise TypeError(f"loss_fn must return a tensor, but returned {type(loss).__name__}.")
         return loss
 
 
@@ -358,7 +353,7 @@ class VerifyJob:
             object.__setattr__(self, "loss_fn", UserLossFunction(self.loss_fn))
         if self.pipe > 1 and (count := self.training.gradient_accumulation_steps) > 1:
             raise ConfigError(
-                f"gradient_accumulation_steps={count} does not work with pipe={self.pipe}.",
+                f"gradient_accumulation_steps={count} is not supported with pipe={self.pipe}.",
                 remedy="Set micro_batches (--micro-batches) instead.",
             )
         for name in ("tensor", "pipe", "data", "steps"):
@@ -443,15 +438,15 @@ def _compute_loss(job: VerifyJob, model: nn.Module, batch: Mapping[str, Any]) ->
         return job.loss_fn(model, batch)
     output = model(**batch)
     loss = find_loss_in_output(output)
-    if loss is None:
-        needs_labels = hasattr(output, "loss")  # outputs with this field have a loss if the batch has labels
-        field = "" if needs_labels else f": its output, a {type(output).__name__}, has no field 'loss'"
-        remedy = (
-            "Add labels to the batch, or pass loss_fn="
-            if needs_labels
-            else "Pass loss_fn=, a function of (output, batch)"
+    if loss is None and hasattr(output, "loss"):  # outputs with this field have a loss if the batch has labels
+        raise ConfigError(
+            f"{type(model).__name__} returned no loss.", remedy="Add labels to the batch, or pass a loss_fn."
         )
-        raise ConfigError(f"{type(model).__name__} returned no loss{field}.", remedy=remedy)
+    if loss is None:
+        raise ConfigError(
+            f"{type(model).__name__} returned no loss: its output of type {type(output).__name__} has no field 'loss'.",
+            remedy="Pass a function loss_fn(output, batch) that computes the loss.",
+        )
     return loss
 
 
@@ -519,11 +514,9 @@ def _check_loss_is_reproducible(job: VerifyJob, model: nn.Module) -> None:
     with torch.no_grad(), _get_precision_context(job):
         first, second = (float(_compute_unsharded_loss(job, model, 0, seed)) for seed in (0, int(draws_anew)))
     if abs(first - second) > job.tolerances.loss * abs(first):
+        seed = "another random seed" if draws_anew else "the same random seed"
         raise ConfigError(
-            f"The loss of the first batch is {first:.6g}, but {second:.6g} when it is computed again.",
-            rule="Micro-batches, and data ranks with a reference over the full batch, draw different random numbers"
-            if draws_anew
-            else "With the same seeds of torch, NumPy and Python the loss must be the same",
+            f"The loss of the first batch is {first:.6g}, but {second:.6g} when it is computed again with {seed}.",
             remedy="Disable the randomness in the model.",
         )
 

@@ -76,17 +76,16 @@ class VerifyTraining:
             re.compile(self.frozen_pattern)
         except re.error as error:
             raise ConfigError(
-                f"frozen={self.frozen_pattern!r} is not a regular expression: {error}.",
-                remedy="Write an expression that matches full parameter names, for example embeddings.*.",
+                f"frozen={self.frozen_pattern!r} is not a valid regular expression: {error}.",
+                remedy="Use an expression that matches full parameter names, such as embeddings.*.",
             ) from error
         rule = "Use an optimizer of torch.optim for dense gradients that takes no closure, or LAMB or LARS"
         check_choice("optimizer", self.optimizer, _get_optimizer_classes(), rule)
         for name, default in (("optimizer", "SGD"), ("precision", "fp32"), ("offload", None)):
             if self.zero_stage is None and (value := getattr(self, name)) != default:
                 raise ConfigError(
-                    f"{name}={value!r} requires a ZeRO stage.",
-                    rule="Without ZeRO, verify trains with SGD, so that the weights can be compared exactly.",
-                    remedy="Set zero_stage to 0, 1, 2 or 3 (--zero-stage).",
+                    f"{name}={value!r} requires ZeRO, but zero_stage is not set.",
+                    remedy="Set zero_stage (--zero-stage) to 0, 1, 2 or 3.",
                 )
         check_int("gradient_accumulation_steps", self.gradient_accumulation_steps)
 

@@ -76,7 +76,7 @@ def check_policy_can_shard(
             return None
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model_fn returned a {type(model).__name__} instead of a model.", remedy="Return an nn.Module."
+            f"model_fn must return an nn.Module, but returned {type(model).__name__}.", remedy="Return the model."
         )
     check_can_be_sharded(model)
     ranks = count_ranks_on_axis(tensor, "tensor")
@@ -336,8 +336,8 @@ def _get_non_default_options(config: Mapping[str, Any] | ShardConfig | None) -> 
         config = ShardConfig.from_options(config or {})
     if config.context is not None or config.tensor_parallel_process_group is not None:
         raise ConfigError(
-            "The config passed to verify has a context or a process group.",
-            remedy="Set the layout with tensor= and data= instead of context and tensor_parallel_process_group.",
+            "verify does not support a config with context or tensor_parallel_process_group.",
+            remedy="Remove them, and set the layout with the arguments tensor= and data= of verify.",
         )
     usual = vars(ShardConfig())
     return {name: value for name, value in vars(config).items() if value != usual[name]}

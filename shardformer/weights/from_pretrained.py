@@ -29,7 +29,6 @@ HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder
 SINGLE, WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
 MAX_LISTED = 8
-CONSENT = "trust_remote_code=True runs Python code from the model's folder"
 
 _one_at_a_time = Lock()  # transformers changes process-wide state while it loads
 
@@ -101,7 +100,7 @@ def _load_model(model_class: Any, path_or_name: str, **options: Any) -> tuple[An
     except Exception as error:  # mismatched sizes raise errors of any type
         raise ConfigError(
             f"transformers cannot load the weights of {path_or_name!r} into a {model_class.__name__}: {error}.",
-            remedy="Pass a model class for which from_pretrained of transformers can load these weights.",
+            remedy="Pass a model class that matches these weights.",
         ) from error
 
 
@@ -124,23 +123,24 @@ def _load_config_and_class(
                 path_or_name, return_unused_kwargs=True, **auto, **hub_options, **options
             )
         except Exception as error:  # the file and its fields may contain any value
+            reason = get_first_message_line(error)
             raise ConfigError(
-                f"transformers cannot read the config of {path_or_name!r}: {get_first_message_line(error)}.",
-                remedy=f"Correct the path or name, or pass a config. {CONSENT}"
-                if auto
-                else "Correct the path or name, or pass a config",
+                f"transformers cannot read the config of {path_or_name!r}: {reason}.",
+                rule="A model with its own Python code requires trust_remote_code=True." if auto else "",
+                remedy="Correct the path or name, or pass a config.",
             ) from error
     else:
         unknown = dict(options)
     if unknown:
+        option, hub_names = next(iter(unknown)), ", ".join(HUB)
         raise ConfigError(
-            f"from_pretrained has no option {next(iter(unknown))!r}.",
-            rule=f"The options are the fields of {type(config).__name__}, and {', '.join(HUB)}.",
-            remedy="Remove it" if not options.keys() - unknown.keys() else "Correct its name",
+            f"from_pretrained has no option {option!r}.",
+            remedy=f"Valid options are the fields of {type(config).__name__}, and {hub_names}.",
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
-            f"The weights in {path_or_name!r} are quantized.", remedy="Load the unquantized weights instead."
+            f"The weights in {path_or_name!r} are quantized, which from_pretrained does not support.",
+            remedy="Load the unquantized weights instead.",
         )
     if issubclass(model_class, nn.Module):
         return config, model_class
@@ -148,10 +148,11 @@ def _load_config_and_class(
         try:
             return config, type(model_class.from_config(config, trust_remote_code=trust))
         except Exception as error:
+            reason = get_first_message_line(error)
             raise ConfigError(
-                f"transformers cannot build a {model_class.__name__} from the config of {path_or_name!r}: "
-                f"{get_first_message_line(error)}.",
-                remedy=f"Correct config.json, or pass the class of the model. {CONSENT}.",
+                f"transformers cannot create a {model_class.__name__} from the config of {path_or_name!r}: {reason}.",
+                rule="A model with its own Python code requires trust_remote_code=True.",
+                remedy="Correct config.json, or pass the class of the model.",
             ) from error
 
 
@@ -168,8 +169,15 @@ def _find_weights_files(path_or_name: str, hub_options: Mapping[str, Any]) -> li
             _check_safetensors_index(path_or_name, index)
             return list(get_checkpoint_shard_files(path_or_name, index, **hub_options)[0])
     except (OSError, ValueError, KeyError) as error:
-        raise _make_no_weights_error(path_or_name, get_first_message_line(error)) from error
-    raise _make_no_weights_error(path_or_name, f"it has neither {SINGLE} nor {WEIGHTS_INDEX_NAME}")
+        reason = get_first_message_line(error)
+        raise ConfigError(
+            f"The weights of {path_or_name!r} cannot be read: {reason}.",
+            remedy="Correct the path, or save the model again with save_pretrained.",
+        ) from error
+    raise ConfigError(
+        f"{path_or_name!r} contains neither {SINGLE} nor {WEIGHTS_INDEX_NAME}.",
+        remedy="Correct the path. To convert the weights, load the model with transformers and call save_pretrained.",
+    )
 
 
 def _check_safetensors_index(path_or_name: str, index_path: str) -> None:
@@ -179,25 +187,19 @@ def _check_safetensors_index(path_or_name: str, index_path: str) -> None:
             index = json.load(file)
         names = list(index["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _make_no_weights_error(
-            path_or_name,
-            f"{WEIGHTS_INDEX_NAME} is not a valid index ({type(error).__name__}: {get_first_message_line(error)})",
+        reason = f"{type(error).__name__}: {get_first_message_line(error)}"
+        raise ConfigError(
+            f"{WEIGHTS_INDEX_NAME} in {path_or_name!r} is not valid: {reason}.",
+            remedy="Save the model again with save_pretrained.",
         ) from error
     for name in names:
         inside = isinstance(name, str) and not os.path.isabs(name) and ".." not in re.split(r"[/\\]", name)
         if not inside or not name.endswith(".safetensors"):
-            raise _make_no_weights_error(
-                path_or_name,
-                f"{WEIGHTS_INDEX_NAME} names {name!r:.80}, which is not a safetensors file in the same folder",
+            raise ConfigError(
+                f"{WEIGHTS_INDEX_NAME} in {path_or_name!r} lists {name!r:.80}, which is not a safetensors file in "
+                "this folder.",
+                remedy="Save the model again with save_pretrained.",
             )
-
-
-def _make_no_weights_error(path_or_name: str, reason: str) -> ConfigError:
-    return ConfigError(
-        f"{path_or_name!r} has no weights: {reason}.",
-        rule="ShardFormer reads safetensors files, as written by save_pretrained.",
-        remedy="Correct the path, or load the model with transformers and call save_pretrained once.",
-    )
 
 
 def _load_generation_config(path_or_name: str, hub_options: Mapping[str, Any]) -> Any:
@@ -243,33 +245,28 @@ def _silence_transformers_logging() -> Iterator[None]:
 
 def _check_loaded_weights(model: Any, path_or_name: str, loading_info: Mapping[str, Any]) -> None:
     if loading_info["mismatched_keys"]:
-        name, saved, own = sorted(loading_info["mismatched_keys"])[0]
+        name, *shapes = sorted(loading_info["mismatched_keys"])[0]
+        saved_shape, shape = map(tuple, shapes)
         raise ConfigError(
-            f"{name!r} has the shape {tuple(saved)} in {path_or_name!r}, but {tuple(own)} in this "
-            f"{type(model).__name__}"
-            + (
-                f". {len(loading_info['mismatched_keys']) - 1} more shapes differ"
-                if len(loading_info["mismatched_keys"]) > 1
-                else ""
-            ),
-            remedy="Pass the config with which the weights were saved, or ignore_mismatched_sizes=True to initialize "
-            "these weights randomly.",
+            f"{name!r} has shape {saved_shape} in {path_or_name!r}, but {shape} in {type(model).__name__}.",
+            remedy="Pass the config that the weights were saved with. To initialize them randomly, pass "
+            "ignore_mismatched_sizes=True.",
         )
     missing = set(loading_info["missing_keys"])
     if not set(dict(model.named_parameters(remove_duplicate=False))) - missing:
+        expected, found = min(missing), min(loading_info["unexpected_keys"], default="nothing")
         raise ConfigError(
-            f"{path_or_name!r} has no weights for {type(model).__name__}: the model has {sorted(missing)[0]!r}, "
-            f"but the files have {min(loading_info['unexpected_keys'], default='nothing')!r}.",
-            remedy="Pass the model class with which the weights were saved.",
+            f"{path_or_name!r} has no weights for {type(model).__name__}: the model has {expected!r}, but the files "
+            f"have {found!r}.",
+            remedy="Pass the model class that the weights were saved with.",
         )
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix or " ") else ""
     lacking = [key for key in sorted(missing) if key.startswith(prefix) and re.search(r"\.\d+\.", key)]
     if lacking:
+        names = _abbreviate_names(lacking)
         raise ConfigError(
-            f"{path_or_name!r} has no weights for {_abbreviate_names(lacking)}.",
-            rule="Only modules outside the layers, such as a new head, can be initialized randomly.",
-            remedy="Pass a config with the number of layers in the files. For random weights, build the model under "
-            "LazyInit.",
+            f"{path_or_name!r} has no weights for these parameters of the layers: {names}.",
+            remedy="Pass a config with as many layers as the files. For random weights, use LazyInit instead.",
         )
 
 

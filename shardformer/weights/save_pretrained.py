@@ -124,15 +124,13 @@ def _resolve_export_directory(folder: Any, tensors: ModelTensors, max_file_bytes
     check_no_packed_weights(tensors.model, "export_pretrained")
     if get_or_build_metadata(tensors.model).adapters is not None:
         raise ConfigError(
-            f"This {type(tensors.model).__name__} has PEFT adapters, which from_pretrained cannot load.",
-            remedy="Save the adapters with save_pretrained of the PEFT model, or export the result of "
-            "merge_and_unload().",
+            f"{type(tensors.model).__name__} cannot be exported, because it has PEFT adapters.",
+            remedy="Save them with save_pretrained of the PEFT model, or export the model from merge_and_unload().",
         )
-    if unknown := [name for name, x in tensors.tensors.items() if x.dtype == torch.complex128]:
+    if name := next((name for name, x in tensors.tensors.items() if x.dtype == torch.complex128), None):
         raise ConfigError(
-            f"The tensor {unknown[0]} has the dtype complex128, which safetensors does not support.",
-            remedy="Convert it to complex64 before training, or store it as float64 with torch.view_as_real. "
-            "save_checkpoint supports complex128.",
+            f"{name} has the dtype complex128, which safetensors does not support.",
+            remedy="Convert it to complex64, or use save_checkpoint, which supports complex128.",
         )
     target = to_absolute_path(folder)
     check_export_directory(target, tensors.model)
@@ -153,12 +151,14 @@ def check_export_directory(target: Path, model: Any = None) -> None:
         return
     if not target.is_dir() or (any(target.iterdir()) and not _is_exported_model(target)):
         raise ConfigError(
-            f"The export directory {target} is {'not an export of ShardFormer' if target.is_dir() else 'a file'}.",
-            remedy="Pass another directory, or move this one away.",
+            f"The export directory {target} is a file, or contains files that are not an export of ShardFormer.",
+            remedy="Pass another directory, such as an empty one.",
         )
     source = getattr(model, "name_or_path", None)
     if isinstance(source, str) and source and os.path.exists(source) and os.path.samefile(source, target):
-        raise ConfigError(f"The model was loaded from {target}.", remedy="Pass another directory for the export.")
+        raise ConfigError(
+            f"The model cannot be exported to {target}, from which it was loaded.", remedy="Pass another directory."
+        )
 
 
 def _is_exported_model(folder: Path) -> bool:
@@ -215,7 +215,7 @@ def _read_full_tensor(reader: ChunkReader, name: str, entry: IndexEntry) -> Tens
         view = full[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
         reader.read_chunk_part(f"{WEIGHTS}/{name}", box, (box.start, box.size), view)
         if compute_chunk_checksum(view, box.start) != box.sum:
-            raise make_corruption_error(f"The checksum of {name} differs from the checksum when it was written")
+            raise make_corruption_error(f"The tensor {name} is damaged: its checksum differs from the saved checksum.")
     return full
 
 
@@ -264,10 +264,10 @@ def check_model_is_exportable(model: Any, tokenizer: Any = None) -> None:
         except OSError:
             raise
         except Exception as error:  # transformers raises errors of any type
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise ConfigError(
-                f"{type(model).__name__} cannot be exported: {' '.join(lines)}.",
-                remedy="Correct the config, or disable the export.",
+                f"The config or tokenizer of {type(model).__name__} cannot be exported: {reason}.",
+                remedy="Correct it, or disable the export.",
             ) from error
 
 
@@ -280,8 +280,8 @@ def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: 
     if state.stages is not None and state.context.pipe.size > 1:
         if only_trainable or exclude_embeddings:
             raise ConfigError(
-                "num_parameters with only_trainable or exclude_embeddings is not available on a pipeline stage.",
-                remedy="Call num_parameters on the plain model before sharding.",
+                "num_parameters does not support only_trainable or exclude_embeddings on a pipeline stage.",
+                remedy="Call num_parameters before you shard the model.",
             )
         return int(state.stages.num_parameters)
     embeddings = {id(p) for m in self.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters()}
@@ -325,21 +325,20 @@ def save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
 def _check_save_arguments(metadata: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any]) -> None:
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise ConfigError(
-            f"save_pretrained requires a directory, but received the path of a file: {os.fspath(folder)!r}.",
-            remedy="Pass the path of a directory.",
+            f"save_pretrained requires a directory, but '{folder}' is a file.", remedy="Pass the path of a directory."
         )
     is_first = all(axis.rank == 0 for axis in metadata.context.axes.values())
     if is_first and not kwargs.get("is_main_process", True):
         raise ConfigError(
-            "save_pretrained(is_main_process=False) was called on the first rank, which writes the files.",
+            "save_pretrained does not support is_main_process=False on the first rank, which writes the files.",
             remedy="Remove is_main_process.",
         )
     entries = {e.name: e.spec for e in metadata.entries}
     for name, value in (kwargs.get("state_dict") or {}).items():
         if (spec := entries.get(name)) is not None and tuple(value.shape) != spec.shape:
             raise ConfigError(
-                f"save_pretrained received a state_dict with {name} of shape {tuple(value.shape)} instead of the full "
-                f"shape {spec.shape}.",
+                f"The state_dict must contain full tensors, but {name} has shape {tuple(value.shape)} instead of "
+                f"{spec.shape}.",
                 remedy="Omit state_dict, or pass shardformer.full_state_dict(model).",
             )
 
@@ -348,22 +347,21 @@ def raise_resize_error(self: Any, *args: Any, **kwargs: Any) -> None:
     """Raise ConfigError for ``resize_token_embeddings`` on a sharded model, because new rows would not be sharded."""
     raise ConfigError(
         "resize_token_embeddings is not supported on a sharded model.",
-        remedy="Resize the embeddings of the plain model, then shard the model.",
+        remedy="Resize the embeddings before you shard the model.",
     )
 
 
 def raise_load_adapter_error(self: Any, *args: Any, **kwargs: Any) -> None:
     """Raise ConfigError, because ``load_adapter`` of transformers does not work on a sharded model."""
     raise ConfigError(
-        "load_adapter of transformers is not supported on a sharded model.",
-        rule="It assigns full tensors to adapter parameters that are sharded.",
-        remedy="Use PeftModel.from_pretrained(model, folder), or load the adapter before shard_model.",
+        "load_adapter is not supported on a sharded model.",
+        remedy="Use PeftModel.from_pretrained(model, folder), or load the adapter before you call shard_model.",
     )
 
 
 def raise_submodule_save_error(self: Any, *args: Any, **kwargs: Any) -> None:
     """Raise ConfigError for ``save_pretrained`` on a submodule of a sharded model."""
     raise ConfigError(
-        f"save_pretrained is not supported on a {type(self).__name__} inside a sharded model.",
+        f"save_pretrained is not supported on {type(self).__name__}, a part of a sharded model.",
         remedy="Save the full model, or gather its weights with shardformer.full_state_dict(model).",
     )

@@ -39,10 +39,10 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool
     is_full = {n: _is_full_tensor(n, own[n], t, specs[n]) for n, t in here.items() if isinstance(own.get(n), Tensor)}
     sharded = {name: full for name, full in is_full.items() if full is not None}
     if len(set(sharded.values())) > 1:
-        a, b = (next(name for name, full in sharded.items() if full is kind) for kind in (True, False))
+        full_name, shard_name = (next(name for name, full in sharded.items() if full is kind) for kind in (True, False))
         raise ConfigError(
-            f"The state dict contains the full tensor {a}, but only a shard of {b}.",
-            remedy="Pass the result of full_state_dict(model), or the state dict of the plain model.",
+            f"The state dict contains the full tensor {full_name}, but only a shard of {shard_name}.",
+            remedy="Pass the result of full_state_dict(model), or the state dict of the unsharded model.",
         )
     _check_state_dict_keys(type(self).__name__, own, here, state_dict, strict=strict)
     local = {n: specs[n].slice_full_tensor(v, state.coords) if sharded.get(n) else v for n, v in own.items()}
@@ -81,9 +81,9 @@ def _load_stage3_state_dict(
         for name, value in own.items():
             if name in shapes and tuple(value.shape) != shapes[name]:
                 raise ConfigError(
-                    f"{name} has the shape {tuple(value.shape)} in the state dict, but {shapes[name]} in this model.",
-                    rule="Under ZeRO stage 3, load_state_dict requires full tensors.",
-                    remedy="Pass the result of full_state_dict(model), or the state dict of the plain model.",
+                    f"ZeRO stage 3 requires full tensors in the state dict, but {name} has shape {tuple(value.shape)} "
+                    f"instead of {shapes[name]}.",
+                    remedy="Pass the result of full_state_dict(model), or the state dict of the unsharded model.",
                 )
 
     run_and_compare_across_ranks(metadata.context, check, action="load a state dict")
@@ -94,8 +94,7 @@ def _check_load_arguments(assign: bool) -> None:
     if assign:
         raise ConfigError(
             "load_state_dict(assign=True) is not supported on a sharded model.",
-            rule="It would replace parameters whose gradients are synchronized between ranks.",
-            remedy="Remove assign=True, so that the values are copied.",
+            remedy="Remove assign=True, so that the values are copied into the parameters.",
         )
 
 
@@ -103,10 +102,10 @@ def _check_tensor_types(state_dict: Mapping[str, Any]) -> None:
     for name, value in state_dict.items():
         if not isinstance(value, Tensor) or value.is_meta or value.layout != torch.strided:
             is_tensor = isinstance(value, Tensor)
-            what = ("meta tensor" if value.is_meta else "sparse tensor") if is_tensor else type(value).__name__
+            kind = ("meta tensor" if value.is_meta else "sparse tensor") if is_tensor else type(value).__name__
             raise ConfigError(
-                f"The value of {name} in the state dict is a {what}.",
-                remedy="Pass regular tensors. Convert other values with tensor.to_dense() or torch.from_numpy.",
+                f"{name} in the state dict must be a dense tensor, but got a {kind}.",
+                remedy="Convert it, for example with tensor.to_dense() or torch.from_numpy().",
             )
 
 
@@ -117,8 +116,8 @@ def _is_full_tensor(name: str, value: Tensor, local: Tensor, spec: ShardSpec) ->
     if tuple(value.shape) == spec.shape:
         return True
     raise ConfigError(
-        f"{name} has the shape {tuple(value.shape)} in the state dict, but {spec.shape} in this model.",
-        remedy="Build the model from the config with which the state dict was saved.",
+        f"{name} has shape {tuple(value.shape)} in the state dict, but {spec.shape} in this model.",
+        remedy="Create the model with the config that the state dict was saved with.",
     )
 
 
@@ -134,13 +133,11 @@ def _check_state_dict_keys(
     more = [name for name in passed_state if name not in local_state]
     if not strict or not (missing or more):
         return
-    name = (missing or more)[0]
+    name, problem = (missing or more)[0], "missing" if missing else "unexpected"
+    suggestion = suggest_similar_names(name, full_state if missing else local_state)
     raise ConfigError(
-        f"The state dict has no {name}, which this {model_name} has"
-        if missing
-        else f"The state dict has {name}, but this {model_name} has no {name}",
-        remedy=f"{suggest_similar_names(name, full_state if missing else local_state)} Use strict=False to ignore "
-        "other keys.",
+        f"The state dict does not match {model_name}: the key {name} is {problem}.",
+        remedy=f"{suggestion} Use strict=False to ignore missing and unexpected keys.",
     )
 
 

@@ -39,8 +39,7 @@ class ZeroOptions:
         reshard = self.reshard_after_forward
         if not (reshard is None or reshard == FREE_MEMORY or (isinstance(reshard, int) and reshard >= 0)):
             raise ConfigError(
-                f"reshard_after_forward={reshard!r} is not supported.",
-                rule="It must be True, False, 'free', or a number of bytes to keep gathered for the backward pass.",
+                f"reshard_after_forward must be True, False, 'free', or a number of bytes, but got {reshard!r}.",
                 remedy="Omit reshard_after_forward to free each layer after its forward pass.",
             )
         if self.offload.to is not None and self.precision.rounding is not None:
@@ -52,8 +51,7 @@ class ZeroOptions:
         if self.offload.parameters and (self.stage < 3 or self.offload.to is None):
             raise ConfigError(
                 f"OffloadConfig({self.offload.to!r}, parameters=True) cannot be used with stage={self.stage}.",
-                rule="Parameters can be offloaded to host memory only with ZeRO stage 3.",
-                remedy="Use stage=3 with offload=OffloadConfig('cpu', parameters=True).",
+                remedy="To offload parameters, use stage=3 with offload=OffloadConfig('cpu', parameters=True).",
             )
 
 
@@ -64,10 +62,3 @@ def as_optimizer_list(optimizer: Any) -> list[Optimizer]:
     rule = "It must be an optimizer or a list of optimizers of the model's parameters"
     check_argument("optimizer", optimizer, are_right, rule, "Pass torch.optim.AdamW(model.parameters(), lr=1e-4)")
     return found
-
-
-def make_offload_directory_error(folder: str, failure: str) -> ConfigError:
-    return ConfigError(
-        f"The optimizer state cannot be offloaded to files in {folder!r} (offload='nvme:{folder}'): {failure}.",
-        remedy="Use an existing directory with enough free space. shardformer.estimate_memory returns the size.",
-    )

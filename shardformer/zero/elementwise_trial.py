@@ -35,20 +35,26 @@ def needs_full_matrices(optimizer: Optimizer) -> bool:
 
 
 def _group_needs_full_matrices(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    first, second = _create_test_matrices()
+    (first, second), name = _create_test_matrices(), type(optimizer).__name__
     try:
         together = _run_trial_steps(optimizer, group, [first, second])
         again = _run_trial_steps(optimizer, group, [first, second])
         alone = _run_trial_steps(optimizer, group, [first]) + _run_trial_steps(optimizer, group, [second])
     except Exception as error:
-        raise _make_failed_trial_error(optimizer, f"it raised {type(error).__name__}: {error!s:.120}") from error
+        raise ConfigError(
+            f"{name} cannot be sharded: a test on small matrices raised {type(error).__name__}: {error!s:.120}.",
+            remedy="Use another optimizer, such as AdamW, or train without ZeRO.",
+        ) from error
     if (difference := _max_difference_of_lists(together, again)) >= BOUND:
-        raise _make_failed_trial_error(
-            optimizer, f"its update is random, as two identical runs differ by {difference:.1e}"
+        raise ConfigError(
+            f"{name} cannot be sharded, because its updates are random (two runs differ by {difference:.1e}).",
+            remedy="Use another optimizer, such as AdamW, or train without ZeRO.",
         )
     if (difference := _max_difference_of_lists(together, alone)) >= BOUND:
-        raise _make_failed_trial_error(
-            optimizer, f"its update of one matrix changes by {difference:.1e} if it also updates another matrix"
+        raise ConfigError(
+            f"{name} cannot be sharded, because its update of one parameter depends on other parameters (difference: "
+            f"{difference:.1e}).",
+            remedy="Use another optimizer, such as AdamW, or train without ZeRO.",
         )
     try:
         slices = _run_trial_steps(
@@ -151,13 +157,3 @@ def estimate_state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Ten
         full = [n if have == part else have for n, part, have in zip(param.shape, small, x.shape, strict=False)]
         found += prod(full) * ((itemsize or param.element_size()) if x.is_floating_point() else x.element_size())
     return found
-
-
-def _make_failed_trial_error(optimizer: Optimizer, reason: str) -> ConfigError:
-    return ConfigError(
-        f"ZeRO cannot shard {type(optimizer).__name__}, which failed a test on small matrices: {reason}.",
-        rule="ZeRO passes only some parameters to the optimizer of each rank, so the update of one parameter "
-        "must not depend on the others.",
-        remedy="Use SGD, AdamW, Muon, Adafactor or another optimizer with independent updates, or "
-        "train with data parallelism but without ZeRO.",
-    )

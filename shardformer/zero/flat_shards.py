@@ -354,9 +354,9 @@ class FlatShard:
     def get_local_gradient(self, param_index: int) -> Tensor:
         """Return this rank's slice of the gradient of a parameter, as a flat tensor."""
         if (total := self.reduced_gradients) is None:
+            name = self.gradient_slots[param_index].entry.name
             raise ConfigError(
-                f"The gradient of {self.gradient_slots[param_index].entry.name} was accessed after zero_grad had "
-                "cleared it.",
+                f"The gradient of {name} was accessed after zero_grad had cleared it.",
                 remedy="Clone the gradient before you call zero_grad, or read p.grad after the next backward pass.",
             )
         param_slice = self._slice_of.get(param_index)
@@ -372,7 +372,6 @@ class FlatShard:
         if gradient.is_shared:
             raise ConfigError(
                 f"The gradient of {gradient.entry.name} cannot be combined with another tensor under ZeRO.",
-                rule="One rank has the gradient in its full shape, but each rank has only a shard of the other tensor.",
                 remedy="Use a scalar instead, or change the gradient in a hook of the parameter (register_hook).",
             )
         return x.reshape(-1)[self._get_local_range(param_index)]
@@ -491,11 +490,8 @@ class FlatShard:
 
 def make_assigned_gradient_error(name: str) -> ConfigError:
     return ConfigError(
-        f"The .grad of parameter {name} was not computed by a backward pass under ZeRO.",
-        rule="Under ZeRO, p.grad is a view of the reduced gradient. You can assign None, or a tensor computed from the "
-        "parameter's gradients with element-wise functions.",
-        remedy="Change p.grad in place (p.grad.mul_(0.5)), or change the local gradient in a hook of the parameter "
-        "(register_hook).",
+        f"ZeRO does not support the tensor that was assigned to the .grad of parameter {name}.",
+        remedy="Change p.grad in place, as in p.grad.mul_(0.5), or use a hook of the parameter (register_hook).",
     )
 
 

@@ -97,12 +97,13 @@ class ShardedGradient(Tensor):
         local = self.local_gradient
         if isinstance(x, ShardedGradient):
             if not x.is_gradient_of(self.gradient_storage, self.param_index):
-                raise _make_unsupported_function_error(self, f"{func} with the gradient of another parameter")
+                raise _make_unsupported_function_error(self, f"{func} cannot combine gradients of two parameters.")
             return x.local_gradient
         if x.dim() == 0:
             return x.to(local.device) if x.device != local.device else x
         if torch.broadcast_shapes(x.shape, self.shape) != self.shape:
-            raise _make_unsupported_function_error(self, f"{func} with a tensor of shape {tuple(x.shape)}")
+            message = f"{func} cannot combine a sharded gradient with a tensor of shape {tuple(x.shape)}."
+            raise _make_unsupported_function_error(self, message)
         return self.gradient_storage.slice_like_local_gradient(self.param_index, x.expand(self.shape)).to(local.device)
 
     @classmethod
@@ -125,7 +126,7 @@ class ShardedGradient(Tensor):
             return _call_with_replaced_tensors(
                 func, args, kwargs, lambda x: x.local_gradient.view(x.shape) if isinstance(x, ShardedGradient) else x
             )
-        raise _make_unsupported_function_error(first, name)
+        raise _make_unsupported_function_error(first, f"{name} cannot be applied to a sharded gradient.")
 
 
 def _is_elementwise(op_packet: Any) -> bool:
@@ -185,10 +186,10 @@ def _empty_like(x: Tensor) -> Tensor:
     return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape) if isinstance(x, ShardedGradient) else x
 
 
-def _make_unsupported_function_error(gradient: ShardedGradient, operation: str) -> ConfigError:
+def _make_unsupported_function_error(gradient: ShardedGradient, message: str) -> ConfigError:
     name = gradient.gradient_storage.gradient_slots[gradient.param_index].entry.name
     return ConfigError(
-        f"{operation} cannot be applied to the gradient of {name}, because this rank has only a shard of the gradient.",
-        rule="Under ZeRO, p.grad supports element-wise functions such as mul_, clamp_ and add_.",
+        message,
+        rule="Under ZeRO, p.grad supports only element-wise functions such as mul_, clamp_ and add_.",
         remedy=f"Call optimizer.full_gradient({name!r}) on all ranks, or grad_norm(model) for the gradient norm.",
     )

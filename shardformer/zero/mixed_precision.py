@@ -95,9 +95,9 @@ class MixedPrecision:
         check_argument("MixedPrecision.loss_scale", self.loss_scale, is_scale, rule, remedy)
         supported = MASTER_WEIGHT_KINDS if self.parameters == "bf16" else ("fp32",)
         if self.master_weights not in supported:
+            choices = " or ".join(map(repr, supported))
             raise ConfigError(
-                f"MixedPrecision({self.parameters!r}, master_weights={self.master_weights!r}) is not supported.",
-                rule=f"{self.parameters} supports master_weights={' or '.join(map(repr, supported))}.",
+                f"master_weights must be {choices} with {self.parameters}, but got {self.master_weights!r}.",
                 remedy="Omit master_weights to use fp32 master weights.",
             )
 

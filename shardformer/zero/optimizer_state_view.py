@@ -219,28 +219,25 @@ def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], metadata:
         state_dict = _shard_optimizer_state(optimizer, state_dict, metadata)
         saved = state_dict.get(COORDINATES_KEY)
         if saved is not None and saved != own:
-            problem = f"The {kind} state was saved by the rank with mesh coordinates {_describe_coordinates(saved)}"
+            problem = f"the state was saved by the rank with mesh coordinates {_describe_coordinates(saved)}"
             problem += f", but this rank has {_describe_coordinates(own)}"
         elif [len(group["params"]) for group in state_dict["param_groups"]] != counts:
-            problem = f"The parameter groups of the loaded state differ in size from those of this {kind}"
+            problem = "its parameter groups differ in size from those of the optimizer"
         elif saved is None and own:
             sums = _compute_state_norms(optimizer, state_dict, metadata)
     except (AttributeError, KeyError, TypeError) as error:
-        what = f"{type(error).__name__}: {error}"
-        problem = f"The object passed to load_state_dict of this {kind} is not an optimizer state ({what})"
+        problem = f"it is not an optimizer state ({type(error).__name__}: {error})"
     found = all_gather_from_mesh((problem, own, sums), metadata.context)
     if problem is None:
-        problem = next((f"Rank {rank}: {theirs}" for rank, (theirs, *_) in found if theirs is not None), None)
+        problem = next((f"rank {rank}: {theirs}" for rank, (theirs, *_) in found if theirs is not None), None)
     if problem is None and any(
         any(a) and a == b and one != other for n, (_, (_, one, a)) in enumerate(found) for _, (_, other, b) in found[:n]
     ):
-        problem = f"Ranks with different shards of the parameters tried to load the same state into {kind}"
+        problem = "ranks with different shards of the parameters loaded the same state"
     if problem is not None:
         raise ConfigError(
-            problem,
-            rule="Each rank has different shards of the parameters, so it must load the state that it saved itself.",
-            remedy="On each rank, load the state that this rank saved with state_dict(). Or use "
-            "shardformer.save_checkpoint, whose checkpoints can be loaded under any layout.",
+            f"The state passed to {kind}.load_state_dict cannot be loaded: {problem}.",
+            remedy="Load the state that the same rank saved, or use save_checkpoint, which supports any layout.",
         )
     return state_dict
 

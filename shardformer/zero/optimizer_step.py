@@ -95,12 +95,16 @@ class OptimizerUpdate:
             all_gather.add_shards([shard])
             shard.master_weight_store.discard()
         all_gather.finish()
-        what = f"The files with optimizer states in {files.disk.folder} could not be read or written: {failure}"
+        folder = files.disk.folder
         if files.commit_or_roll_back([], self._context) is not None:
-            rule = "The previous optimizer states could not be read either, so the weights of some buckets are lost"
-            raise InputError(what, rule=rule, remedy="Resume from a checkpoint, and offload to another disk.")
-        rule = "The weights and optimizer states of the previous step were restored"
-        raise InputError(what, rule=rule, remedy="Free disk space and continue with the next batch, or save the model.")
+            raise InputError(
+                f"Optimizer states in {folder} could not be read or written, and some weights are lost: {failure}.",
+                remedy="Resume from a checkpoint, and offload to another disk.",
+            )
+        raise InputError(
+            f"Optimizer states in {folder} could not be read or written, so the step was undone: {failure}.",
+            remedy="Free disk space and continue with the next batch, or save the model.",
+        )
 
     def _step_optimizers(self, shards: Sequence[FlatShard] | None) -> None:
         """Step the optimizers for the parameters in ``shards``, or for all parameters if it is None."""
@@ -211,14 +215,13 @@ def compute_sharded_grad_norm(
     total, problems = total[0], total[1]
     if has_data(problems) and bool(problems >= EDITS_DIFFER):
         raise ConfigError(
-            "The gradients were edited differently on different ranks since the last zero_grad.",
-            remedy="Apply the same edits to p.grad on all ranks. Look for edits under `if rank == 0:`, and for edits "
-            "that depend on the rank's loss or batch.",
+            "p.grad was modified differently on different ranks since the last zero_grad.",
+            remedy="Apply the same changes to p.grad on all ranks, independent of the rank, its batch and its loss.",
         )
     if has_data(problems) and bool(problems):
         raise ConfigError(
-            "The optimizer step was skipped on all ranks, because another rank rejected its gradients or parameters.",
-            remedy="See the error message of that rank for the reason.",
+            "This rank stopped, because another rank raised an error about its gradients or parameters.",
+            remedy="See the error message of the other rank.",
         )
     is_wide = any(entry.param.dtype in (torch.float64, torch.complex128) for entry in metadata.entries)
     return total.sqrt() if is_wide else total.sqrt().float()
@@ -262,7 +265,6 @@ def make_nonfinite_gradient_error(shards: Sequence[FlatShard], metadata: Shardin
         found = [item for found_by_rank in all_gather_objects(found, axis) for item in found_by_rank]
     _, rank, name = min(found, default=(0, 0, "some parameter"))
     return InputError(
-        f"The gradient of {name} is not finite on rank {rank}, and the gradient norm is {norm}.",
-        rule="The weights were not changed, because the step would make them NaN.",
-        remedy="Check the loss and the batch, and call optimizer.zero_grad(). Or set on_nonfinite='skip'.",
+        f"The gradient of {name} on rank {rank} is not finite (gradient norm {norm}), so the weights were not updated.",
+        remedy="Check the loss and the batch, and call optimizer.zero_grad(), or set on_nonfinite='skip'.",
     )

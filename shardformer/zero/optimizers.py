@@ -150,6 +150,5 @@ def _check_positive(**values: float) -> None:
     for name, value in values.items():
         if not value > 0:
             raise ConfigError(
-                f"{name}={value} must be greater than 0.",
-                remedy=f"Pass a positive value, or omit {name} to use the default.",
+                f"{name} must be greater than 0, but got {value}.", remedy=f"Omit {name} to use the default."
             )

@@ -31,10 +31,10 @@ def check_free_memory_option(settings: ZeroOptions, device: torch.device) -> Non
     brings = settings.offload.on_device == FREE_MEMORY
     stays = settings.stage == 3 and settings.reshard_after_forward == FREE_MEMORY
     if (brings or stays) and device.type != "cuda":
+        option, example = ("on_device", "0.5") if brings else ("reshard_after_forward", "2**30")
         raise ConfigError(
-            f"{'on_device' if brings else 'reshard_after_forward'}='free' is not supported on device {device}.",
-            rule="Free memory can only be measured on a CUDA device.",
-            remedy="Set on_device to a fraction such as 0.5, or reshard_after_forward to a size such as 2**30 bytes.",
+            f"{option}='free' requires a CUDA device, but the device is {device}.",
+            remedy=f"Set {option} to a number, such as {example}.",
         )
 
 

@@ -39,7 +39,7 @@ from shardformer.offload.host import OffloadConfig
 from shardformer.public_names import deprecate_renamed_parameters
 from shardformer.torch_compat import has_data
 from shardformer.torch_patches import install_patches
-from shardformer.zero.config import ZeroOptions, as_optimizer_list, make_offload_directory_error
+from shardformer.zero.config import ZeroOptions, as_optimizer_list
 from shardformer.zero.elementwise_trial import can_step_params_separately, estimate_state_bytes
 from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.partial_offload import check_free_memory_option
@@ -69,8 +69,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], metadata: ShardingMetadata
     if metadata.gradient_owner is not None:
         raise ConfigError(
             "shard_optimizer was called twice on this model.",
-            remedy="Pass all optimizers in one call: shard_optimizer(model, [first, second]). "
-            "To train the model again with a new optimizer, save the model and load it again.",
+            remedy="Pass all optimizers in one call, as in shard_optimizer(model, [first, second]). To use a new "
+            "optimizer, save the model and load it again.",
         )
     names = {id(entry.param): entry.name for entry in metadata.entries}
     seen: set[int] = set()
@@ -80,31 +80,28 @@ def check_optimizers(optimizers: Sequence[Optimizer], metadata: ShardingMetadata
         strange = next((p for p in given if id(p) not in names), None)
         if strange is not None:
             raise ConfigError(
-                f"This {kind} has a parameter of shape {tuple(strange.shape)} that is not a parameter of the model.",
-                remedy="Create the optimizer after shard_model, from model.parameters().",
+                f"{kind} contains a parameter of shape {tuple(strange.shape)} that is not a parameter of the model.",
+                remedy="Create the optimizer from model.parameters() after you call shard_model.",
             )
         if twice := next((names[id(p)] for p in given if id(p) in seen), None):
-            raise ConfigError(f"Two optimizers contain the parameter {twice}.", remedy="Remove it from one optimizer.")
+            raise ConfigError(f"The parameter {twice} is in two optimizers.", remedy="Remove it from one of them.")
         seen |= {id(p) for p in given}
 
 
 def check_params_share_no_memory(model: nn.Module, metadata: ShardingMetadata) -> None:
     """Raise ConfigError if a parameter shares memory with another parameter or tensor of the model."""
     params = [(entry.name, entry.param) for entry in metadata.entries if has_data(entry.param)]
-    rule = "ZeRO moves each parameter to its own range of a flat buffer"
     if group := next(iter(group_overlapping_tensors(params)), None):
         first, second, *_ = (name for name, _ in params if name in group)
         raise ConfigError(
-            f"The parameters {second} and {first} share the same memory.",
-            rule=rule,
-            remedy="Tie them as one parameter (a.weight = b.weight), or separate their memory with .clone().",
+            f"The parameters {second} and {first} share memory, which ZeRO does not support.",
+            remedy="Use one parameter for both (a.weight = b.weight), or clone one of them.",
         )
     if found := find_parameter_view(model, params):
         view, name = found
         raise ConfigError(
-            f"{view} is a view of the parameter {name}.",
-            rule=f"{rule}, so {view} would no longer follow the parameter.",
-            remedy=f"Use {name} instead of {view} in the model, or separate their memory with .clone().",
+            f"{view} is a view of the parameter {name}, which ZeRO does not support.",
+            remedy=f"Use {name} instead of {view} in the model, or clone {view}.",
         )
 
 
@@ -113,10 +110,9 @@ def check_file_offload(settings: ZeroOptions, optimizers: Sequence[Optimizer], m
     if (folder := settings.offload.folder) is None:
         return
     if not all(map(can_step_params_separately, optimizers)):
+        names = ", ".join(type(o).__name__ for o in optimizers)
         raise ConfigError(
-            f"offload='nvme:{folder}' does not support {', '.join(type(o).__name__ for o in optimizers)}.",
-            rule="With offload to files, buckets are updated one after the other, which would change the updates of "
-            "this optimizer.",
+            f"offload='nvme:{folder}' does not support {names}.",
             remedy="Use offload='cpu', or an optimizer that counts steps per parameter, such as torch.optim.AdamW.",
         )
     reducers = [reducer for reducer in metadata.reducers if isinstance(reducer, GradientReducer)]
@@ -130,7 +126,11 @@ def check_file_offload(settings: ZeroOptions, optimizers: Sequence[Optimizer], m
     try:
         check_disk_space(folder, 2 * round(size))
     except OSError as error:
-        raise make_offload_directory_error(folder, f"{error} (rank {metadata.context.rank})") from error
+        rank = metadata.context.rank
+        raise ConfigError(
+            f"Optimizer states cannot be offloaded to files in {folder!r} on rank {rank}: {error}.",
+            remedy="Use an existing directory with enough free space. shardformer.estimate_memory returns the size.",
+        ) from error
 
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -152,7 +152,7 @@ def get_or_create_metadata(model: nn.Module, context: ParallelContext | None) ->
     if isinstance(table := model.__dict__.get(METADATA_ATTRIBUTE), ShardingMetadata):
         if context is not None and context is not table.context:
             raise ConfigError(
-                "The context passed to shard_optimizer is not the context with which the model was sharded.",
+                "The context passed to shard_optimizer differs from the context of the sharded model.",
                 remedy="Omit context= to use the context of the model.",
             )
         return table
@@ -169,7 +169,7 @@ def _create_unsharded_metadata(model: nn.Module, context: ParallelContext) -> Sh
     """Create the metadata of an unsharded model, and broadcast its parameters and buffers to all data ranks."""
     if any(axis.size > 1 for name, axis in context.axes.items() if name != "data"):
         raise ConfigError(
-            f"This {type(model).__name__} is not sharded, but context= is the mesh {context}.",
+            f"shard_optimizer received context={context}, but {type(model).__name__} is not sharded.",
             remedy="Call shardformer.shard_model(model, context=context) before shard_optimizer.",
         )
     install_patches(TRAINING_PATCHES)
@@ -178,7 +178,7 @@ def _create_unsharded_metadata(model: nn.Module, context: ParallelContext) -> Sh
     ]
     if context.data.size > 1 and differs_across_ranks(packed, context.data):
         raise ConfigError(
-            f"The quantized weights of this {type(model).__name__} differ between ranks.",
+            f"The quantized weights of {type(model).__name__} differ between ranks.",
             remedy="Load the same model with the same quantization config on all ranks.",
         )
     hide_packed_weights(model)

@@ -271,9 +271,9 @@ class GatherScheduler:
             self._begin_backward(None)
         elif self._kind is None or self._is_backward:
             raise ConfigError(
-                f"A parameter of {units[0].name} was read outside a forward or backward pass of the model.",
-                rule="ZeRO stage 3 gathers parameters only during these passes.",
-                remedy="Call the model instead of its forward method, or read shardformer.full_state_dict(model).",
+                f"A parameter of {units[0].name} was read outside a forward or backward pass, where ZeRO stage 3 does "
+                "not gather parameters.",
+                remedy="Call model(...) instead of model.forward(...), or read shardformer.full_state_dict(model).",
             )
         self._keep = {unit.index for unit in units}
         for unit in units:
@@ -301,8 +301,8 @@ class GatherScheduler:
             return
         if leaves and not plan.is_open:
             raise InputError(
-                f"The parameters of {self.units[index].name} were read in a different order than in the first step.",
-                rule="Under ZeRO stage 3, all ranks gather layers in the order of the first forward and backward pass.",
+                f"{self.units[index].name} ran in a different order than in the first step, which ZeRO stage 3 does "
+                "not support.",
                 remedy="Run the layers in the same order in every step, or use stage=2.",
             )
         while self._position < (len(plan.units) - 1 if leaves else end):
@@ -418,8 +418,7 @@ class GatherScheduler:
         self._gather_up_to(packed.unit.index)
         if torch.is_grad_enabled():
             raise InputError(
-                f"A backward pass with create_graph=True used the parameters of {packed.unit.name}.",
-                rule="ZeRO stage 3 does not support higher-order gradients.",
+                f"ZeRO stage 3 does not support create_graph=True in a backward pass through {packed.unit.name}.",
                 remedy="Use stage=2, or remove create_graph=True.",
             )
         if packed.param is not None:

@@ -212,9 +212,8 @@ class Stage3ParamGroup:
         before, self._versions = self._versions, [param._version for param in self.params]
         if before != self._versions:
             raise ConfigError(
-                f"A parameter of {self.name} was modified in place while it was gathered.",
-                rule="ZeRO stage 3 frees gathered parameters after use, so the change would be lost.",
-                remedy="Use stage=2 if code other than the optimizer changes parameters.",
+                f"A parameter of {self.name} was modified in place, which ZeRO stage 3 does not support.",
+                remedy="Let only the optimizer change parameters, or use stage=2.",
             )
         memories = [get_storage_id(values) for values in self.bases]
         for memory in memories:
@@ -397,9 +396,9 @@ class ParamGroupReducer(PausableReducer):
             gradient.param.grad = gradient.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
         if self.is_sealed and unit.index in self.sent:
             raise ConfigError(
-                f"A gradient of {gradient.entry.name} was computed after the gradients of {unit.name} were reduced.",
-                rule="ZeRO stage 3 reduces the gradients of a layer at the same point as in the first backward pass.",
-                remedy="Use stage=2, which waits for the end of the backward pass.",
+                f"The gradient of {gradient.entry.name} was computed later than in the first backward pass, which ZeRO "
+                "stage 3 does not support.",
+                remedy="Use stage=2, or use the layers in the same order in every step.",
             )
         self._arrived(unit)
 
@@ -464,10 +463,10 @@ class ParamGroupReducer(PausableReducer):
             for bucket in found:
                 bucket.reset_after_backward()
         self.sent, self._under_way = set(), []
-        if late := next((entry.name for entry in self._frozen if entry.param.requires_grad), None):
+        if name := next((entry.name for entry in self._frozen if entry.param.requires_grad), None):
             raise ConfigError(
-                f"{late} was unfrozen after shard_optimizer was called.",
-                remedy="Unfreeze it before you create the optimizer and call shard_optimizer.",
+                f"The parameter {name} was unfrozen after shard_optimizer was called.",
+                remedy="Set its requires_grad=True before you create the optimizer and call shard_optimizer.",
             )
 
 

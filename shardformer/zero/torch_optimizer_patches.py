@@ -81,13 +81,12 @@ def _check_optimizer_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -
     if not cut or not has_data(entries[0].param):
         return
     try:
-        reason = "needs full parameters" if needs_full_matrices(optimizer) else None
+        reason = "the optimizer needs full parameters" if needs_full_matrices(optimizer) else None
     except ConfigError as error:
-        reason = f"may not be element-wise ({error.what})"
+        reason = error.what
     if reason is not None:
         warnings.warn(
-            f"{type(optimizer).__name__} {reason}, but this rank has only a shard of {cut[0]}"
-            f"{' and other parameters' if len(cut) > 1 else ''}. Its updates differ from those on one device. Use "
+            f"{type(optimizer).__name__} updates shards of parameters such as {cut[0]} incorrectly: {reason}. Use "
             "optimizer = shardformer.shard_optimizer(model, optimizer), which gathers full parameters.",
             stacklevel=4,
         )

@@ -28,7 +28,7 @@ from shardformer.offload.disk import FileOffloadManager, FileShard
 from shardformer.offload.host import HostOffloadManager
 from shardformer.tensor_parallel.parallel_module import accept_fp32_inputs
 from shardformer.torch_compat import call_with_load_state_dict_hooks, call_with_state_dict_hooks, is_true_or_unknown
-from shardformer.zero.config import ZeroOptions, make_offload_directory_error
+from shardformer.zero.config import ZeroOptions
 from shardformer.zero.elementwise_trial import estimate_state_bytes, needs_full_matrices
 from shardformer.zero.flat_shards import FlatShard, ParamSlice, make_assigned_gradient_error
 from shardformer.zero.memory_estimate import MemoryEstimate, format_memory_report, measure_memory
@@ -55,19 +55,19 @@ from shardformer.zero.stage3_parameters import Stage3ParamGroup
 def check_params_unmodified(model: nn.Module, metadata: ShardingMetadata, shards: Sequence[FlatShard]) -> None:
     """Raise ConfigError if a parameter was replaced or moved, or its ``.grad`` set, after ``shard_optimizer``."""
     here = {id(p) for p in model.parameters()}
-    rule = "ZeRO moves each parameter to a range of a flat buffer, and stores the gradients separately"
     for entry in metadata.entries:
         if id(entry.param) not in here:
-            failure = f"{entry.name} was replaced by another parameter after shard_optimizer was called"
-            raise ConfigError(failure, rule=rule, remedy="Replace the parameter before you call shard_optimizer.")
+            raise ConfigError(
+                f"The parameter {entry.name} was replaced by another parameter after shard_optimizer was called.",
+                remedy="Replace it before you call shard_optimizer.",
+            )
         if entry.param.grad is not None:
             raise make_assigned_gradient_error(entry.name)
     for shard in shards:
         if moved := shard.find_param_with_moved_memory():
             raise ConfigError(
                 f"The memory of {moved} was replaced after shard_optimizer was called (p.data = ..., model.to(...)).",
-                rule=rule,
-                remedy="Change values with p.copy_(values) under torch.no_grad(), or move the model before that call.",
+                remedy="Use p.copy_(values) under torch.no_grad(), or move the model before you call shard_optimizer.",
             )
 
 
@@ -149,7 +149,10 @@ class ZeroOptimizer(Optimizer):
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         if self._is_initialized:
-            raise _make_unsupported_error("param_groups was set on")
+            raise ConfigError(
+                "optimizer.param_groups cannot be assigned after shard_optimizer was called.",
+                remedy="Change the existing groups in place, or change your optimizer before you call shard_optimizer.",
+            )
         self._groups = groups
 
     @property  # type: ignore[override]  # torch has an attribute
@@ -165,7 +168,10 @@ class ZeroOptimizer(Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         if self._is_initialized and state:
-            raise _make_unsupported_error("state was set on")
+            raise ConfigError(
+                "optimizer.state cannot be assigned after shard_optimizer was called.",
+                remedy="Use optimizer.load_state_dict to load a state.",
+            )
         if self._is_initialized:
             self.state.clear()
 
@@ -213,7 +219,10 @@ class ZeroOptimizer(Optimizer):
             )
             part.set_slices([(p.value, p.shard_range) for p in shard.slices], states, round(expected))
         if failure := files.commit_or_roll_back([part for _, part in parts], self.table.context):
-            raise make_offload_directory_error(files.disk.folder, failure)
+            raise ConfigError(
+                f"Optimizer states cannot be offloaded to files in {files.disk.folder!r}: {failure}.",
+                remedy="Use a directory with enough free space. shardformer.estimate_memory returns the size.",
+            )
 
     def _accumulate_reduced_gradients(self, bucket: GradientBucket, reduced: Tensor, gradient_counts: Tensor) -> None:
         self._by_bucket[id(bucket.gradients)].receive(reduced, gradient_counts, self._precision.scale)
@@ -340,9 +349,7 @@ class ZeroOptimizer(Optimizer):
         """
         if norm_type != 2.0:
             raise ConfigError(
-                f"norm_type={norm_type} is not supported under ZeRO.",
-                rule="ZeRO can compute only the 2-norm of the gradients.",
-                remedy="Omit norm_type to use the 2-norm.",
+                f"norm_type must be 2.0 under ZeRO, but got {norm_type}.", remedy="Omit norm_type to use the 2-norm."
             )
         self.reduce_pending_gradients()
         problem = self._apply_gradient_edits()
@@ -398,8 +405,7 @@ class ZeroOptimizer(Optimizer):
     def _check_loss_is_scaled(self, gradient: GradientSlot) -> None:
         if self._precision.parameters == "fp16" and not self._is_scaled:
             raise ConfigError(
-                f"loss.backward() was called directly with fp16: {gradient.entry.name} received an unscaled gradient.",
-                rule="The loss must be scaled with fp16, because small gradients would underflow.",
+                f"loss.backward() did not scale the loss, as fp16 requires (first parameter: {gradient.entry.name}).",
                 remedy="Call optimizer.backward(loss) instead of loss.backward(), without a GradScaler.",
             )
 
@@ -425,8 +431,8 @@ class ZeroOptimizer(Optimizer):
                 if gradient.entry.name == name:
                     return shard.gather_gradient(number)
         raise ConfigError(
-            f"The model has no gradient named {name!r}.",
-            remedy="Use one of the names in [name for name, p in model.named_parameters() if p.requires_grad].",
+            f"The model has no trainable parameter {name!r}.",
+            remedy="Pass the name of a parameter from model.named_parameters() that requires a gradient.",
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -478,11 +484,11 @@ class ZeroOptimizer(Optimizer):
         context = self.table.context
         known = ("place", "masters", "optimizers", "loss_scale", "rounds")
         is_dict = isinstance(state_dict, dict)
-        if missing := [name for name in known if not is_dict or name not in state_dict]:
+        if key := next((name for name in known if not is_dict or name not in state_dict), None):
             raise ConfigError(
-                f"The state passed to load_state_dict has no {missing[0]!r}, so it was not saved by this optimizer.",
-                remedy="Load the result of optimizer.state_dict(). Load the state of a torch optimizer before you call "
-                "shard_optimizer(model, optimizer). Or use save_checkpoint, which supports any layout.",
+                f"The state passed to load_state_dict has no {key!r}, so it was not saved by this optimizer.",
+                remedy="Pass the result of optimizer.state_dict(). Load the state of a torch optimizer before you call "
+                "shard_optimizer.",
             )
         saved, axes = state_dict["place"], get_state_coordinates(self.inner[0])
         try:
@@ -493,9 +499,8 @@ class ZeroOptimizer(Optimizer):
         if not fits:
             place = {"sizes": context.sizes, "coords": context.coords}
             raise ConfigError(
-                f"The optimizer state was saved by the rank with mesh position {saved}, but this rank has {place}.",
-                remedy="Use the same number of processes, and load the state that this rank saved. Or use "
-                "shardformer.save_checkpoint, whose checkpoints can be loaded under any layout.",
+                f"The optimizer state was saved at mesh position {saved}, and does not fit this rank at {place}.",
+                remedy="Load the state that this rank saved, or use save_checkpoint, which supports any layout.",
             )
 
     @property
@@ -585,15 +590,18 @@ class ZeroOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
-            "The optimizer that shard_optimizer returned cannot be copied or pickled.",
-            remedy="To copy it, copy the model and call shard_optimizer for the copy. To save it, save "
-            "optimizer.state_dict(), or use shardformer.save_checkpoint.",
+            "An optimizer from shard_optimizer cannot be copied or pickled.",
+            remedy="Save optimizer.state_dict(), or use save_checkpoint. To copy it, copy the model and call "
+            "shard_optimizer for the copy.",
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ConfigError, because parameter groups cannot be added after ``shard_optimizer``."""
         if self._is_initialized:
-            raise _make_unsupported_error("add_param_group was called on")
+            raise ConfigError(
+                "add_param_group cannot be called on the optimizer that shard_optimizer returned.",
+                remedy="Add the group to your optimizer before you call shard_optimizer.",
+            )
         super().add_param_group(param_group)
 
 
@@ -602,10 +610,3 @@ def _get_saved_state_signature(state_dict: dict[str, Any]) -> tuple[Any, ...]:
     shapes = [tuple(master.shape) for master in state_dict["masters"]]
     groups = [[len(group["params"]) for group in each["param_groups"]] for each in state_dict["optimizers"]]
     return shapes, groups, sorted(state_dict["loss_scale"]), len(state_dict["rounds"])
-
-
-def _make_unsupported_error(action: str) -> ConfigError:
-    return ConfigError(
-        f"{action} the optimizer that shard_optimizer returned.",
-        remedy="Change your optimizer before you call shard_optimizer, and use load_state_dict to load a state.",
-    )

@@ -152,7 +152,7 @@ def test_complex128_is_saved_but_not_exported(tmp_path: Path) -> None:
 
 def test_nonempty_directory_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
-    with pytest.raises(ConfigError, match="is not an export of ShardFormer"):
+    with pytest.raises(ConfigError, match="not an export of ShardFormer"):
         export_pretrained(nn.Linear(2, 3), tmp_path)
     with pytest.raises(ConfigError, match="is a file"):
         export_pretrained(nn.Linear(2, 3), tmp_path / "mine")
@@ -185,7 +185,7 @@ def test_files_of_other_origin_are_not_overwritten(file: str, tmp_path: Path) ->
     else:
         (path / file).write_text("mine")
     before = (path / file).read_bytes()
-    with pytest.raises(ConfigError, match="is not an export of ShardFormer"):
+    with pytest.raises(ConfigError, match="not an export of ShardFormer"):
         export_pretrained(nn.Linear(2, 3), path)
     assert [(f.name, f.read_bytes()) for f in path.iterdir()] == [(file, before)]
 
@@ -233,11 +233,11 @@ def test_concurrent_exports_leave_one_complete(tmp_path: Path, monkeypatch: pyte
 def test_export_does_not_replace_source_model(tmp_path: Path) -> None:
     plain = SmallModelFactory("gpt2")()
     plain.save_pretrained(tmp_path / "base")
-    with pytest.raises(ConfigError, match="is not an export of ShardFormer"):
+    with pytest.raises(ConfigError, match="not an export of ShardFormer"):
         export_pretrained(plain, tmp_path / "base")
     export_pretrained(plain, tmp_path / "out")
     again = materialize(from_pretrained(type(plain), tmp_path / "out"))
-    with pytest.raises(ConfigError, match="The model was loaded from"):
+    with pytest.raises(ConfigError, match="from which it was loaded"):
         export_pretrained(again, tmp_path / "out")
     same(tmp_path / "out", plain)
 

@@ -242,7 +242,7 @@ def test_the_exported_byte_tokenizer_has_the_tokens_of_the_run(text: str, adds_e
         ("generate {run} hi --temperature 0", "--temperature must be greater than 0, but got 0.0"),
         ("generate {run}/none hi", "No trained model was found at"),
         ("export {run}/model out", "is already a model folder that from_pretrained can load"),
-        ("export {run} {run}", "is not an export of ShardFormer"),
+        ("export {run} {run}", "not an export of ShardFormer"),
         ("export {empty} out", "contains no checkpoint"),
         ("evaluate {run} --set data.validation=", "has no validation data"),
         ("evaluate {run} --set data.validationx=x", "Did you mean 'validation'"),

@@ -298,7 +298,7 @@ def test_errors_found_during_iteration_raise() -> None:
         list(once)
     with pytest.raises(ConfigError, match="length of the training data is unknown"):
         len(once)
-    with pytest.raises(InputError, match="A batch of 1 samples is too small for 2 data-parallel ranks"):
+    with pytest.raises(InputError, match="A batch of 1 samples cannot be split across 2 data-parallel ranks"):
         list(ShardedDataLoader(Rows([1, 2, 3]), place(0, 2), batch_size=2))
     with pytest.raises(ConfigError, match="Use the same data"):
         ShardedDataLoader([1, 2], place(), batch_size=1).load_state(

@@ -65,7 +65,7 @@ def test_an_error_in_a_worker_keeps_its_type_and_text() -> None:
 def test_small_batches_of_a_batch_sampler_raise() -> None:
     loader: DataLoader[Any] = DataLoader(list(range(5)), batch_sampler=[[0, 1], [2, 3], [4]])  # type: ignore[arg-type]
     assert len(ShardedDataLoader(loader, place())) == 3
-    with pytest.raises(InputError, match="A batch of 1 samples is too small for 2 data-parallel ranks"):
+    with pytest.raises(InputError, match="A batch of 1 samples cannot be split across 2 data-parallel ranks"):
         next(iter(ShardedDataLoader(loader, place(0, 2))))
     merged = [
         torch.cat(parts).tolist()
@@ -80,7 +80,7 @@ def test_a_remainder_smaller_than_the_number_of_ranks_raises() -> None:
         pass
     after = ShardedDataLoader(list(range(12)), place(3, 4), batch_size=4)
     after.load_state(before.state())
-    with pytest.raises(InputError, match="A batch of 3 samples is too small for 4 data-parallel ranks"):
+    with pytest.raises(InputError, match="A batch of 3 samples cannot be split across 4 data-parallel ranks"):
         next(iter(after))
 
 
@@ -126,13 +126,13 @@ def test_shuffle_false_disables_shuffling_of_a_loader() -> None:
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        (DataLoader([1, 2], 2), {"shuffle": True}, "shuffle=True conflicts"),  # type: ignore[arg-type]
+        (DataLoader([1, 2], 2), {"shuffle": True}, "shuffle=True has no effect"),  # type: ignore[arg-type]
         (DataLoader([1, 2], 2), {"num_workers": 2}, "num_workers=2 conflicts"),  # type: ignore[arg-type]
         (DataLoader([1, 2], 2), {"drop_last": True}, "drop_last=True conflicts"),  # type: ignore[arg-type]
-        (DataLoader([1, 2], 2, sampler=[]), {}, r"\(list\) is empty"),  # type: ignore[arg-type]
-        (list, {"batch_size": 1}, "data of type type"),
-        ({"a", "b"}, {"batch_size": 1}, "data of type set"),
-        (torch.ones(3), {"batch_size": 1}, "data of type Tensor.*TensorDataset"),
+        (DataLoader([1, 2], 2, sampler=[]), {}, r"is an empty list"),  # type: ignore[arg-type]
+        (list, {"batch_size": 1}, "but got type"),
+        ({"a", "b"}, {"batch_size": 1}, "but got set"),
+        (torch.ones(3), {"batch_size": 1}, "but got Tensor.*TensorDataset"),
     ],
 )
 def test_arguments_without_effect_raise(source: Any, options: dict[str, Any], message: str) -> None:

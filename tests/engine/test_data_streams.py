@@ -84,7 +84,7 @@ def test_an_iterator_cannot_restart() -> None:
     batches = ShardedDataLoader(iter(range(10)), place(), batch_size=4)
     next(iter(batches))
     batches.rewind()
-    with pytest.raises(InputError, match="cannot restart at sample 0, because 4 samples"):
+    with pytest.raises(InputError, match="is at sample 4 and cannot go back to sample 0"):
         next(iter(batches))
 
 

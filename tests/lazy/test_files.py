@@ -313,7 +313,7 @@ def test_a_folder_instead_of_a_file_is_refused(folders: list[Path]) -> None:
     model: Any = transformers.LlamaForCausalLM.from_pretrained(folders[0])
     (folders[0] / NAME).unlink()
     (folders[0] / NAME).mkdir()
-    with pytest.raises(ConfigError, match="has no weights"):
+    with pytest.raises(ConfigError, match=r"contains neither|weights of .* cannot be read"):
         load(folders[0])
     (folders[0] / NAME).rmdir()
     model.save_pretrained(folders[0], max_shard_size="5KB")

@@ -183,14 +183,14 @@ def test_an_index_may_only_name_files_in_its_folder(folder: Path, name: Any) -> 
     index = json.loads(path.read_text())
     index["weight_map"][next(iter(index["weight_map"]))] = name
     path.write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match="is not a safetensors file in the same folder"):
+    with pytest.raises(ConfigError, match="is not a safetensors file in this folder"):
         shardformer.from_pretrained(transformers.LlamaForCausalLM, folder)
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "{}", '{"weight_map": []}', "{", ""])
 def test_an_invalid_index_is_refused(folder: Path, text: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"is not a valid index"):
+    with pytest.raises(ConfigError, match=r"is not valid: "):
         shardformer.from_pretrained(transformers.LlamaForCausalLM, folder)
 
 
@@ -198,7 +198,7 @@ def test_no_file_is_unpickled(folder: Path) -> None:
     for path in folder.glob("model*"):
         path.unlink()
     torch.save({}, folder / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match="ShardFormer reads safetensors files"):
+    with pytest.raises(ConfigError, match=r"contains neither model\.safetensors nor"):
         shardformer.from_pretrained(transformers.LlamaForCausalLM, folder)
 
 

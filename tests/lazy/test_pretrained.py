@@ -181,7 +181,7 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     BERT.get_config().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"has no weights.*model.safetensors"):
+    with pytest.raises(ConfigError, match=r"contains neither model.safetensors nor"):
         from_pretrained(transformers.BertModel, tmp_path)
 
 
@@ -211,7 +211,7 @@ def test_files_deleted_before_materialization_are_refused(tmp_path: Path) -> Non
 
 def test_mismatched_shapes_are_refused(tmp_path: Path) -> None:
     save(BERT(), tmp_path)
-    with pytest.raises(ConfigError, match=r"dense.bias' has the shape \(70,\) in .* but \(80,\) in this.*5 more"):
+    with pytest.raises(ConfigError, match=r"dense.bias' has shape \(70,\) in .* but \(80,\) in "):
         from_pretrained(transformers.BertForMaskedLM, tmp_path, intermediate_size=80)
 
 

@@ -301,8 +301,8 @@ def test_unsupported_gradient_edits_raise_on_all_ranks(on_nonfinite: str) -> Non
         return [*said, str(caught.value)]
 
     first, second = run_as_threads(over, data=2)
-    assert all("to the gradient of 0.weight, because this rank has only a shard" in said for said in first[:3])
-    assert "another rank rejected" in first[3] and ".grad of parameter 0.weight" in second[3]
+    assert all("sharded gradient" in said and "'0.weight'" in said for said in first[:3])
+    assert "another rank raised an error" in first[3] and ".grad of parameter 0.weight" in second[3]
 
 
 @pytest.mark.parametrize("layout", [{"data": 2}, {"data": 2, "tensor": 2}])
@@ -322,7 +322,7 @@ def test_gradient_edit_on_one_rank_raises_on_all_ranks(change: Any, on_nonfinite
         toy_loss(model, toy_batch(0)).backward()
         if context.rank == 0:
             change(next(model.parameters()))
-        with pytest.raises(ConfigError, match="The gradients were edited differently"):
+        with pytest.raises(ConfigError, match=r"p\.grad was modified differently"):
             optimizer.step()
 
     run_as_threads(over, **layout)

@@ -321,7 +321,7 @@ def test_unusable_directory_raises_on_all_ranks(folder: str, tmp_path: Path, mon
         return str(error.value)
 
     for said in run_as_threads(refused, data=2):
-        assert "cannot be offloaded to files" in said and "Use an existing directory" in said
+        assert "cannot be offloaded to files in" in said and "Use an existing directory" in said
 
 
 def test_optimizer_with_a_global_step_count_cannot_use_files(tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_invalid_option_on_one_rank_raises_on_all_ranks() -> None:
         ({"offload": lambda: OffloadConfig("cpu", on_device=1.5)}, "on_device=1.5"),
         (
             {"offload": lambda: OffloadConfig("cpu", on_device="free")},
-            "on_device='free' is not supported on device cpu",
+            "on_device='free' requires a CUDA device",
         ),
         ({"bucket_bytes": 0}, "bucket_bytes=0"),
         ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0"),

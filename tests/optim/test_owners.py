@@ -203,7 +203,7 @@ def test_optimizer_with_coupled_parameters_is_rejected() -> None:
     model = nn.Linear(3, 3)
     with pytest.raises(
         ConfigError,
-        match=r"shard Coupled, which failed .* its update of one matrix changes by .* if it also updates another",
+        match=r"Coupled cannot be sharded, because its update of one parameter depends on other parameters",
     ):
         shard_optimizer(model, Coupled(model.parameters()))
 
@@ -223,7 +223,9 @@ class Noisy(Optimizer):
 
 def test_optimizer_with_random_updates_is_rejected() -> None:
     model = nn.Linear(3, 3)
-    with pytest.raises(ConfigError, match=r"shard Noisy, .* its update is random, as two identical runs differ by"):
+    with pytest.raises(
+        ConfigError, match=r"Noisy cannot be sharded, because its updates are random .two runs differ by"
+    ):
         shard_optimizer(model, Noisy(model.parameters()))
 
 

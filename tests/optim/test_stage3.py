@@ -529,7 +529,7 @@ def test_a_model_can_be_moved_to_the_device_and_dtype_that_it_has() -> None:
 def test_unsupported_backward_passes_raise() -> None:
     def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
         loss = loss_of(model, 0, context.rank)
-        with pytest.raises(InputError, match="create_graph=True used the parameters of"):
+        with pytest.raises(InputError, match="does not support create_graph=True"):
             loss.backward(create_graph=True)
         optimizer.zero_grad()
         out = model(tokens(0, context.rank))
@@ -631,7 +631,7 @@ def test_changed_order_of_layers_raises() -> None:
         shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=3, context=context)
         model(tokens(0, 0)).sum().backward()
         model.turned = True
-        with pytest.raises(InputError, match=r"parameters of layers.2 were read in a different order"):
+        with pytest.raises(InputError, match=r"layers.2.* ran in a different order"):
             model(tokens(0, 0))
 
     run_as_threads(run, data=2)

@@ -185,7 +185,9 @@ def test_family_without_small_model_is_refused() -> None:
 
 
 def test_model_without_loss_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Identity returned no loss: its output, a Tensor.*Pass loss_fn="):
+    with pytest.raises(
+        ConfigError, match=r"Identity returned no loss: its output of type Tensor.*Pass a function loss_fn"
+    ):
         compute_model_loss(nn.Identity(), {"input": torch.ones(2, 3)})
 
 

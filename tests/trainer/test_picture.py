@@ -211,7 +211,7 @@ def test_metrics_that_cannot_be_drawn_raise(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\.svg or \.png"):
         save_metrics_plot({"a": run(2)}, tmp_path / "a.pdf")
     if find_spec("matplotlib") is not None:
-        with pytest.raises(ConfigError, match=r"no metrics to draw in a"):
+        with pytest.raises(ConfigError, match=r"No metrics to plot were found in a"):
             save_metrics_plot({"a": [MetricsRecord(1, 0, 1.0, {})]}, tmp_path / "a.png")
 
 

@@ -136,8 +136,8 @@ def test_batches_of_a_small_model_have_the_requested_size() -> None:
         ({"zero_stage": 1, "optimizer": "AdamWW"}, "optimizer='AdamWW'.* Did you mean 'AdamW'"),
         ({"zero_stage": 1, "precision": "fp8"}, "precision='fp8'"),
         ({"zero_stage": 1, "offload": "disk"}, "offload='disk'"),
-        ({"precision": "bf16"}, "precision='bf16' requires a ZeRO stage"),
-        ({"offload": "cpu"}, "offload='cpu' requires a ZeRO stage"),
+        ({"precision": "bf16"}, "precision='bf16' requires ZeRO"),
+        ({"offload": "cpu"}, "offload='cpu' requires ZeRO"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
     ],
 )
