@@ -400,11 +400,10 @@ def prepare_save(
     with tensors.readable_zero_shards():
         requests, state = collect_training_state(tensors, check, optimizer, scheduler, extra)
         folders, steps, hosts, names = zip(*requests, strict=True)
-        first_step, first_folder = steps[0], folders[0]
         for rank, (other_step, other_folder) in enumerate(zip(steps, folders, strict=True)):
-            if (other_step, other_folder) != (first_step, first_folder):
+            if (other_step, other_folder) != (steps[0], folders[0]):
                 raise ConfigError(
-                    f"Rank 0 saves step {first_step} to {first_folder}, but rank {rank} saves step {other_step} to "
+                    f"Rank 0 saves step {steps[0]} to {folders[0]}, but rank {rank} saves step {other_step} to "
                     f"{other_folder}.",
                     remedy="Pass the same step and the same shared directory on all ranks.",
                 )

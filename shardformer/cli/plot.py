@@ -72,12 +72,9 @@ def plot(
         save_metrics_plot(found, path, selected or None)
     elif out is not None:
         check_chart_path(out)
-    if as_json:
-        return
-    if has_matplotlib:
-        _print_line(console, f"Plot saved to {path}")
-    else:
-        _print_line(console, "No plot: matplotlib is not installed. pip install 'shardformer[plot]'", wraps=True)
+    if not as_json:
+        missing = "No plot: matplotlib is not installed. pip install 'shardformer[plot]'"
+        _print_line(console, f"Plot saved to {path}" if has_matplotlib else missing, wraps=not has_matplotlib)
 
 
 def _get_default_output_folder(runs: list[Path]) -> Path:

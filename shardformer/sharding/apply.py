@@ -335,7 +335,7 @@ class Sharder:
         axis: Axis,
     ) -> nn.Module:
         target, kwargs = description.target_module, dict(description.kwargs or {})
-        make, class_name = target.from_native_module, get_display_name(target)
+        make = target.from_native_module
         group: Any = axis
         if not getattr(make, "__module__", "").startswith("shardformer."):
             group = axis.group or axis  # user-defined classes take a torch process group; threads have none
@@ -350,12 +350,14 @@ class Sharder:
             if "argument" not in str(error):
                 raise
             raise PolicyError(
-                f"{class_name}.from_native_module cannot replace {path!r} with kwargs={description.kwargs}: {error}.",
+                f"{get_display_name(target)}.from_native_module cannot replace {path!r} with "
+                f"kwargs={description.kwargs}: {error}.",
                 remedy="Correct the kwargs in the policy.",
             ) from error
         if not isinstance(new, nn.Module):
             raise PolicyError(
-                f"{class_name}.from_native_module must return an nn.Module, but returned {new!r:.80} for {path!r}.",
+                f"{get_display_name(target)}.from_native_module must return an nn.Module, but returned {new!r:.80} for "
+                f"{path!r}.",
                 remedy="Return the module that replaces the original module.",
             )
         return new

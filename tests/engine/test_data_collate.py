@@ -48,13 +48,13 @@ def test_other_samples_are_collated_by_default_collate() -> None:
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        ([{"ids": [1]}, {"ids": [1, 2]}], r"'ids' .* different shapes, \(1,\) and \(2,\).*DataCollatorWithPadding"),
-        ([{"ids": torch.ones(3)}, {"ids": torch.ones(2)}], r"'ids' .* different shapes, \(2,\) and \(3,\)"),
-        ([{"ids": []}, {"ids": [1]}], r"'ids' .* different shapes, \(0,\) and \(1,\)"),
+        ([{"ids": [1]}, {"ids": [1, 2]}], r"'ids' .* same shape, but got \(1,\) and \(2,\).*DataCollatorWithPadding"),
+        ([{"ids": torch.ones(3)}, {"ids": torch.ones(2)}], r"'ids' .* same shape, but got \(2,\) and \(3,\)"),
+        ([{"ids": []}, {"ids": [1]}], r"'ids' .* same shape, but got \(0,\) and \(1,\)"),
         ([{"ids": [[1], [1, 2]]}], "'ids' .* cannot be converted to a tensor"),
-        ([{"words": ["a"]}, {"words": ["a", "b"]}], r"'words' .* different shapes, \(1,\) and \(2,\)"),
-        ([{"a": 1}, {"a": 1, "b": 1}], r"different keys: \['a'\] and \['a', 'b'\]"),
-        ([{"a": 1, "b": 1}, {"a": 1}], r"different keys: \['a', 'b'\] and \['a'\]"),
+        ([{"words": ["a"]}, {"words": ["a", "b"]}], r"'words' .* same shape, but got \(1,\) and \(2,\)"),
+        ([{"a": 1}, {"a": 1, "b": 1}], r"the same keys, but got \['a'\] and \['a', 'b'\]"),
+        ([{"a": 1, "b": 1}, {"a": 1}], r"the same keys, but got \['a', 'b'\] and \['a'\]"),
     ],
 )
 def test_inconsistent_samples_raise(samples: list[dict[str, Any]], message: str) -> None:

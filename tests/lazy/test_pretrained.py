@@ -205,7 +205,7 @@ def test_files_deleted_before_materialization_are_refused(tmp_path: Path) -> Non
     save(BERT(), tmp_path)
     model = from_pretrained(transformers.BertForMaskedLM, tmp_path)
     shutil.rmtree(tmp_path)
-    with pytest.raises(ConfigError, match="can no longer be read"):
+    with pytest.raises(ConfigError, match="changed or became unreadable"):
         run_as_threads(lambda context: shard_model(model, context=context), tensor=1)
 
 
@@ -229,7 +229,7 @@ def test_a_head_for_other_classes_is_initialized_as_in_transformers(tmp_path: Pa
 
 def test_missing_layers_are_refused(tmp_path: Path) -> None:
     save(BERT(), tmp_path)
-    with pytest.raises(ConfigError, match=r"no weights for bert.encoder.layer.2\..*number of layers in the files"):
+    with pytest.raises(ConfigError, match=r"no weights for .* bert.encoder.layer.2\..*config with as many layers"):
         from_pretrained(transformers.BertForMaskedLM, tmp_path, num_hidden_layers=3)
 
 

@@ -236,7 +236,7 @@ def test_elementwise_optimizers_get_slices(kind: str) -> None:
 
 
 def test_invalid_lr_of_lamb_and_lars_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="lr=0"):
+    with pytest.raises(ConfigError, match="lr must be greater than 0, but got 0"):
         LAMB([torch.zeros(2)], lr=0)
 
 

@@ -418,7 +418,7 @@ def test_loss_other_than_sum_of_means_raises(name: str, later: bool, monkeypatch
 def test_manual_mean_with_equal_counts_raises() -> None:
     model, batch, _ = tagged(mean_by_hand)
     parts = cut({**batch, "labels": batch["labels"].abs() % 5}, (2, 2, 2, 2))
-    with pytest.raises(ConfigError, match="the number of labels in micro-batch 0"):
+    with pytest.raises(ConfigError, match="the 12 labels of micro-batch 0"):
         in_parts(model, MicroBatchLossScaler(parts, (2, 2, 2, 2)), parts, run)
 
 

@@ -228,12 +228,12 @@ def test_zbv_keeps_no_more_than_1f1b_and_idles_only_at_the_ends() -> None:
         (("1f1b", 4, 0), "micro_batches=0.*Use 1 or more"),
         (("interleaved", 4, 0), "micro_batches=0.*Use 4 or more"),
         (("interleaved", 4, 10), "micro_batches=10 .*the 4 stages.*Use 8 or 12"),
-        (("interleaved_zb", 4, 3), "micro_batches=3 .*Use 4,"),
-        (("1f1b", 4, 8, 2), "chunks=2.*Use num_model_chunks=1, or schedule='interleaved'"),
-        (("gpipe", 4, 8, 2), "requires num_model_chunks=1, but num_model_chunks=2"),
-        (("interleaved", 4, 8, 1), "chunks=1.*Use num_model_chunks=2 or more, or schedule='1f1b'"),
-        (("interleaved", 4, 8, 0), r"chunks=0.*Use num_model_chunks=2 or more\."),
-        (("zbv", 4, 8, 3), "chunks=3.*Use num_model_chunks=2"),
+        (("interleaved_zb", 4, 3), "micro_batches=3 .*Use 4 micro-batches,"),
+        (("1f1b", 4, 8, 2), "chunks=1, but got 2.*Use num_model_chunks=1, or schedule='interleaved'"),
+        (("gpipe", 4, 8, 2), "requires num_model_chunks=1, but got 2"),
+        (("interleaved", 4, 8, 1), "at least 2, but got 1.*Use num_model_chunks=2 or more, or schedule='1f1b'"),
+        (("interleaved", 4, 8, 0), r"at least 2, but got 0.*Use num_model_chunks=2 or more,"),
+        (("zbv", 4, 8, 3), "chunks=2, but got 3.*Use num_model_chunks=2"),
     ],
 )
 def test_invalid_arguments_raise_with_alternative(arguments: tuple[str, int, int], said: str) -> None:

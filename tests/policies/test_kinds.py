@@ -143,7 +143,7 @@ class FirstForm(Policy):
         (of_layers(parameters={"norm1.weight": 3}), ("a dict (a whole number: a Split)",)),
         (
             type("MyPolicy", (FirstForm,), {"description": [3]}),
-            ("argument_policy() returned [3]", "Argument("),
+            ("argument_policy() must return a dict of Argument objects, but got [3]", "Argument("),
         ),
         (
             type("MyPolicy", (FirstForm,), {"description": Argument(param_funcs=[lambda: ["q"]])}),  # type: ignore[list-item]

@@ -154,7 +154,9 @@ def test_tied_weights_with_different_dtypes_raise_on_all_stages() -> None:
         ours = cut(model, context)
         if context.pipe.rank == 0:
             ours.transformer.word_embeddings.to(torch.bfloat16)
-        with pytest.raises(InputError, match=r"word_embeddings.weight is torch.bfloat16 on stage 0, but torch.float32"):
+        with pytest.raises(
+            InputError, match=r"word_embeddings.weight has dtype torch.bfloat16 on stage 0, but torch.float32"
+        ):
             Pipeline(ours, 2).step(batch)
 
     run_as_threads(train, pipe=2, in_turn=True)

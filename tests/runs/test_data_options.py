@@ -338,7 +338,10 @@ def test_frozen_parameters_do_not_change(parallel: dict[str, Any], pool2: Worker
 
 @pytest.mark.parametrize(
     ("freeze", "words"),
-    [(["transformer.wpe.weigh"], r"matches no parameter. Did you mean"), (["*"], r"freezes all parameters")],
+    [
+        (["transformer.wpe.weigh"], r"matches no parameter. Correct the pattern. Did you mean"),
+        (["*"], r"freezes all parameters"),
+    ],
 )
 def test_freezing_nothing_or_everything_raises(freeze: list[str], words: str, tmp_path: Path) -> None:
     made = config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, model={"freeze": freeze})

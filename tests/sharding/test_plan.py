@@ -229,8 +229,11 @@ GOOD_ATTENTION, GOOD_MLP = ToyPolicy.stack.blocks
         ),
         ({"stack": block(MLP("mlp", up="up", down="fc2"))}, ("no module 'layers.*.mlp.up'",)),
         ({"stack": block(MLP("mlp", up=["up?"], down="fc2"))}, ("no module 'layers.*.mlp.up'",)),
-        ({"stack": block(MLP("mlp", up="fc1", down="norm"))}, ("layers.*.mlp.norm is a Identity", "nn.Linear")),
-        ({"stack": block(MLP("mlp", up="fc1", down="fc1"))}, ("41 output features", "has 30 inputs")),
+        (
+            {"stack": block(MLP("mlp", up="fc1", down="norm"))},
+            ("layers.*.mlp.norm must be an nn.Linear", "but is a Identity"),
+        ),
+        ({"stack": block(MLP("mlp", up="fc1", down="fc1"))}, ("41 output features", "has 30 input features")),
         ({"stack": LayerStack("layers", [GOOD_ATTENTION, GOOD_MLP], final_norm="nrm")}, ("no module 'nrm'", "'norm'")),
         ({"embeddings": "embd"}, ("no module 'embd'", "'embed'")),
         ({"keep_replicated": ("positions",)}, ("no module 'positions'",)),

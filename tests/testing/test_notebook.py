@@ -65,7 +65,7 @@ def test_what_cannot_be_launched_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         notebook_launcher(print, num_processes=0)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
-        with pytest.raises(LaunchError, match="has used CUDA"):
+        with pytest.raises(LaunchError, match="has already used CUDA"):
             notebook_launcher(print)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(LaunchError, match="already a rank of a distributed run"):

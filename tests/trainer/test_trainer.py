@@ -374,7 +374,7 @@ def test_a_request_of_one_rank_is_executed_on_all_ranks() -> None:
         ({"steps": -1}, "steps=-1"),
         ({"steps": True}, "steps=True"),
         ({"steps": 1, "validate_every": 1}, "requires validation data"),
-        ({"steps": 1, "validate_every": 0, "validation": pairs()}, "validate_every=0"),
+        ({"steps": 1, "validate_every": 0, "validation": pairs()}, "validate_every must be a positive number"),
     ],
     ids=str,
 )

@@ -126,5 +126,5 @@ def test_a_loss_that_calls_the_model_on_other_tensors_raises_in_a_pipeline() -> 
     replay = PrecomputedForward(nn.Linear(2, 2), "output", batch)
     assert replay(**batch) == replay(batch["input_ids"]) == "output"
     assert replay.in_features == 2
-    with pytest.raises(ConfigError, match="calls the model with argument 0, a tensor that is not in the batch"):
+    with pytest.raises(ConfigError, match="passes argument 0 to the model, but this tensor is not in the batch"):
         replay(batch["input_ids"][:, :-1])
