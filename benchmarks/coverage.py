@@ -53,8 +53,8 @@ from shardformer.module_paths import is_linear
 from shardformer.policies.policy import Policy
 from shardformer.shard_model_api import resolve_policy
 from shardformer.sharding.plan import make_sharding_plan
+from shardformer.verify.comparison import Report
 from shardformer.verify.model_source import map_model_types_to_classes
-from shardformer.verify.report import Report
 from shardformer.verify.verification import verify
 
 SECONDS = 30

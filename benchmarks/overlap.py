@@ -25,7 +25,7 @@ from common import Llama, Setting, Timing
 import shardformer
 from shardformer.comm.collectives import PendingCollective
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.tensor_parallel import region as edges
+from shardformer.tensor_parallel import linear_communication as edges
 
 WAITING, PLAIN = "blocks, waiting", "blocks"
 SEQUENCE_WAITING, SEQUENCE, RING = "sequence parallel, waiting", "sequence parallel", "sequence parallel, ring"

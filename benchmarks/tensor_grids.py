@@ -56,7 +56,7 @@ def measure_model(setting: Setting) -> tuple[dict[str, Timing], dict[str, float]
             model(**batches[0]).loss.backward()
         sent[name] = sum(
             n * plain.tensor.size / context.sizes[axis]
-            for (_, axis, why), (_, n) in recorder.table().items()
+            for (_, axis, why), (_, n) in recorder.summarize_calls().items()
             if why in ("block", "weights") and axis in context.sizes
         )
     return common.take_turns(steps, setting.repetitions, setting.seconds), {n: x / MB for n, x in sent.items()}

@@ -58,7 +58,7 @@ def measure(size: Llama, batch: int, num_steps: int, options: dict[str, Any]) ->
     if before and after and nothing:
         per_step = [(b - a - (c - b)) / num_steps for a, b, c in zip(before, after, nothing)]
         loopback = (per_step[0], per_step[1])
-    return Sent(recorder.table(), loopback, loss)
+    return Sent(recorder.summarize_calls(), loopback, loss)
 
 
 def counted() -> tuple[int, int] | None:

@@ -100,7 +100,7 @@ def installed_in(order: tuple[str, ...], context: ParallelContext, plain: nn.Mod
     tables = [hooks[key][0].name for table in (model._forward_pre_hooks, model._forward_hooks) for key in table]
     for recorder in records:
         recorder.__exit__(None, None, None)
-        tables += [f"{name} {count}" for name, count in sorted(recorder.table().items())]
+        tables += [f"{name} {count}" for name, count in sorted(recorder.summarize_calls().items())]
     return float(loss.detach()), shardformer.full_state_dict(model), tables
 
 

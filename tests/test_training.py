@@ -29,7 +29,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.shard_model_api import shard_model
-from shardformer.tensor_parallel import region
+from shardformer.tensor_parallel import linear_communication as region
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits
 from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatchFactory, SmallModelFactory
 from shardformer.weights.state_dict import full_state_dict

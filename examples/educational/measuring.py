@@ -89,7 +89,7 @@ def report(model: nn.Module, recorder: CollectiveRecorder, num_steps: int, conte
         whole = sum(prod(specs[name].shape) for name, _ in model.named_parameters())
         held = sum(param.numel() for param in model.parameters())
         rows = [("weights", f"{whole:,}"), ("on this rank", f"{held:,} ({held / whole:.0%})")]
-        for (op, _, purpose), (count, wire_bytes) in recorder.table().items():
+        for (op, _, purpose), (count, wire_bytes) in recorder.summarize_calls().items():
             if purpose != "gather":  # only for printing
                 what = "all-reduces" if op == "all_reduce" else "all-gathers"
                 value = f"{count / num_steps:g}, {wire_bytes / num_steps:,.0f} bytes ({purpose})"

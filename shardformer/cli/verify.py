@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from shardformer.gradient_accumulation.micro_batch_loss import LossWeight
     from shardformer.local_ranks.worker_pool import WorkerPool
+    from shardformer.verify.comparison import Report
     from shardformer.verify.model_source import ModelSource
-    from shardformer.verify.report import Report
     from shardformer.verify.train_both import VerifyPipeline
     from shardformer.verify.training_options import VerifyTraining
 
@@ -183,8 +183,8 @@ def verify(options: VerifyOptions) -> None:
     from rich.console import Console
 
     from shardformer.local_ranks.worker_pool import WorkerPool
+    from shardformer.verify.comparison import print_report
     from shardformer.verify.model_source import import_policy_class
-    from shardformer.verify.report import print_report
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every worker would print the same warnings
     _check_options(options)

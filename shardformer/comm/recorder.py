@@ -71,7 +71,7 @@ class CollectiveRecorder:
         """Return the total number of bytes that all ranks together send for the recorded collectives."""
         return sum(c.wire_bytes for c in self._select_records(op, axis, purpose))
 
-    def table(self) -> dict[tuple[str, str, str], tuple[int, int]]:
+    def summarize_calls(self) -> dict[tuple[str, str, str], tuple[int, int]]:
         """Summarize the records in a dict: (operation, axis, purpose) -> (number of calls, bytes sent)."""
         count: Counter[tuple[str, str, str]] = Counter()
         sent: Counter[tuple[str, str, str]] = Counter()

@@ -33,7 +33,7 @@ from shardformer.comm.sharded_tensor import Args, Kwargs, Rule, ShardedTensor, T
 from shardformer.context_parallel.sequence_layout import IndexShards
 from shardformer.mesh.parallel_context import Axis
 from shardformer.random_state import LocalRandomState
-from shardformer.tensor_parallel.region import apply_with_custom_backward
+from shardformer.tensor_parallel.linear_communication import apply_with_custom_backward
 from shardformer.torch_compat import current_graph_task_id, tree_any, tree_map_only
 
 # B batch, S sequence, H hidden, V vocabulary, P ranks; s: local positions

@@ -21,7 +21,7 @@ from torch import Tensor
 from shardformer.comm.collectives import start_all_to_all
 from shardformer.layout.shard_spec import get_even_bounds
 from shardformer.mesh.parallel_context import Axis
-from shardformer.tensor_parallel.region import apply_with_custom_backward
+from shardformer.tensor_parallel.linear_communication import apply_with_custom_backward
 
 # B batch, N heads, s positions of this rank, S positions of the group, D head dim
 

@@ -9,7 +9,7 @@ collectives the rank starts and waits for, and how much memory it needs.
 ...     batch = copied(batch)
 ...     with CollectiveRecorder(context) as recorder, MemoryTracker([*model.parameters(), *batch.values()]) as memory:
 ...         Pipeline(model, micro_batches=8).step(batch)
->>> recorder.table(), memory.peak                                              # doctest: +SKIP
+>>> recorder.summarize_calls(), memory.peak                                          # doctest: +SKIP
 """
 
 from __future__ import annotations

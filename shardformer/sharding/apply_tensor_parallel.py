@@ -44,9 +44,9 @@ from shardformer.tensor_parallel.grid.layers import (
     ParallelLayerClasses,
 )
 from shardformer.tensor_parallel.grid.padded_activations import GridActivationSharding
+from shardformer.tensor_parallel.linear_communication import prepare_extra_block_input, register_random_state_sync
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.tensor_parallel.quantized_linear import QuantizedLinear
-from shardformer.tensor_parallel.region import prepare_extra_block_input, register_random_state_sync
 from shardformer.tensor_parallel.sequence_parallel import ActivationSharding
 
 InstalledBlock = tuple[nn.Module, TensorParallelBlock]

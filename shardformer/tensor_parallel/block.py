@@ -43,7 +43,7 @@ from shardformer.errors import ConfigError, PolicyError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.mesh.parallel_context import Axis
 from shardformer.random_state import LocalRandomState
-from shardformer.tensor_parallel.region import (
+from shardformer.tensor_parallel.linear_communication import (
     SEQUENCE,
     ColumnParallel,
     ReplicatedRegion,

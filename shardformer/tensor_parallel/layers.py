@@ -27,6 +27,16 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.module_paths import has_transposed_weight, is_linear
 from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.block import TensorParallelBlock
+from shardformer.tensor_parallel.linear_communication import (
+    ReplicatedRegion,
+    RowParallelMatmul,
+    SumPartialOutputs,
+    TpRegion,
+    compute_single_column_linear,
+    defer_all_reduce,
+    linear_matmul,
+    prepare_extra_block_input,
+)
 from shardformer.tensor_parallel.parallel_module import (
     GroupLike,
     ParallelModule,
@@ -37,16 +47,6 @@ from shardformer.tensor_parallel.parallel_module import (
     select_matmul_dtype,
 )
 from shardformer.tensor_parallel.quantized_linear import make_meta_linear, store_quantized_shard
-from shardformer.tensor_parallel.region import (
-    ReplicatedRegion,
-    RowParallelMatmul,
-    SumPartialOutputs,
-    TpRegion,
-    compute_single_column_linear,
-    defer_all_reduce,
-    linear_matmul,
-    prepare_extra_block_input,
-)
 from shardformer.tensor_parallel.vocab_parallel_logits import wrap_local_logits
 from shardformer.torch_compat import assert_async, has_data
 

@@ -23,7 +23,7 @@ from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.activation_layout import ActivationLayout, ActivationShard, Dim, IndexOrder
 from shardformer.mesh.parallel_context import Axis
 from shardformer.random_state import LocalRandomState
-from shardformer.tensor_parallel.region import (
+from shardformer.tensor_parallel.linear_communication import (
     REGIONS_BY_DIM,
     SEQUENCE,
     ReplicatedRegion,
@@ -59,7 +59,7 @@ class ActivationSharding:
             dims = ", ".join(d for d in REGIONS_BY_DIM if d)
             raise ConfigError(
                 f"Activations between layers must be contiguous slices of the {dims} dim, but got {shard}.",
-                remedy="Shard this dim at the inputs of the model, or define its region in tensor_parallel/region.py.",
+                remedy="Shard this dim at the inputs of the model, or add it to REGIONS_BY_DIM.",
             )
         self._dim: Dim | None = None if shard is None else shard.dim
         self.samples, self.full = 0, 0  # batch size and sequence length of the last input

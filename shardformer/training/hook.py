@@ -46,7 +46,7 @@ class TrainerProtocol(Protocol):
     def save(self) -> None: ...
     def on_save(self, save: Any) -> None: ...
     def load(self, folder: Any) -> LoadedCheckpoint: ...
-    def agree(self) -> None: ...
+    def synchronize_ranks(self) -> None: ...
 
 
 RENAMED_DIRECTORY = {"folder": "directory"}
@@ -91,7 +91,7 @@ class Hook:
 
     Every rank calls the hooks in the order of the trainer's list. If a hook raises, the run ends on all ranks with an
     error that names the hook. To act on all ranks, call ``trainer.save()``, ``trainer.validate()`` or
-    ``trainer.stop()`` on at least one rank. Before a hook communicates, all ranks must call ``trainer.agree()``;
+    ``trainer.stop()`` on at least one rank. Before a hook communicates, all ranks must call ``trainer.synchronize_ranks()``;
     otherwise ranks could wait for a rank on which another hook failed. Do not communicate from ``before_forward`` to
     ``after_optimizer_step``.
 

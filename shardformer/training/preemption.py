@@ -92,7 +92,8 @@ class HookSynchronizer:
         """
         world, local = engine.world, [int(self.failure is not None), *map(int, astuple(self._local))]
         failed, *requests = (
-            any(column) for column in zip(*gather_numbers_and_check_call("Trainer.agree", world, local), strict=True)
+            any(column)
+            for column in zip(*gather_numbers_and_check_call("Trainer.synchronize_ranks", world, local), strict=True)
         )
         self._local, self._received = StepRequests(), self._received | StepRequests(*requests)
         if failed:

@@ -264,7 +264,7 @@ class Trainer:
         if requests.save:
             self._save_checkpoint()
         self.engine.wait()
-        self.agree()
+        self.synchronize_ranks()
         if (requests | self._synchronizer.pop_requests()).signal:  # after the last step
             self.stopped_by, self.was_interrupted = "a signal", True
         self._call_hooks_synchronized("after_fit")
@@ -318,7 +318,7 @@ class Trainer:
 
     def _run_requested_actions(self) -> None:
         """Validate, save or stop on all ranks, if a hook on any rank requested it since the last step."""
-        self.agree()
+        self.synchronize_ranks()
         requests = self._pop_requests()
         if requests.validate and self._validation is not None:
             self._run_validation(self._validation)
@@ -344,7 +344,7 @@ class Trainer:
                 for hook in self.hooks:
                     self._call_hook(hook, "on_validation_batch", batch)
                 if self.hooks:
-                    self.agree()
+                    self.synchronize_ranks()
 
         self._validated_step, self._current_activity = self.step, "the validation"
         self._call_hooks_synchronized("before_validation")
@@ -405,7 +405,7 @@ class Trainer:
         numbers = [names[:i].count(name) + 1 for i, name in enumerate(names)]
         return {f"{name} {n}" if n > 1 else name: hook for name, n, hook in zip(names, numbers, self.hooks)}
 
-    def agree(self) -> None:
+    def synchronize_ranks(self) -> None:
         """Exchange hook errors and requests between all ranks. Hooks must call this method before they communicate.
 
         Do not call it between ``before_forward`` and ``after_optimizer_step``. Communicates five integers. Raises on
@@ -416,7 +416,7 @@ class Trainer:
     def _call_hooks_synchronized(self, event: str) -> None:
         """Call a method of all hooks, and raise an error on all ranks if a hook failed on any rank."""
         self._call_hooks(event)
-        self.agree()
+        self.synchronize_ranks()
 
     def _call_hooks(self, event: str) -> None:
         for hook in self.hooks:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from shardformer.public_names import make_lazy_imports
 
 if TYPE_CHECKING:
-    from shardformer.verify.report import Report as Report
-    from shardformer.verify.report import Tolerances as Tolerances
+    from shardformer.verify.comparison import Report as Report
+    from shardformer.verify.comparison import Tolerances as Tolerances
     from shardformer.verify.train_both import VerifyPipeline as VerifyPipeline
     from shardformer.verify.training_options import VerifyTraining as VerifyTraining
     from shardformer.verify.verification import verify as verify

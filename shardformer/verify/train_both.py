@@ -43,7 +43,7 @@ from shardformer.torch_compat import TorchDispatchMode, schema_of
 from shardformer.torch_patches import Patch, Undo, replace_attribute, temporary_patch
 from shardformer.training.data_loader import move_to_device
 from shardformer.transformers_compat import filter_forward_arguments
-from shardformer.verify.report import Tolerances, get_16_bit_tolerances, get_tolerances
+from shardformer.verify.comparison import Tolerances, get_16_bit_tolerances, get_tolerances
 from shardformer.verify.training_options import ReferenceOptimizers, VerifyTraining, make_verify_optimizers
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.shard_optimizer import shard_optimizer
@@ -559,7 +559,7 @@ def _train_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTr
     else:
         after = _gather_full_tensors(model, context, {n: p.detach() for n, p in model.named_parameters()})
         trace.after = {n: p for n, p in after.items() if p is not None}
-    trace.collectives = {f"{op} over {axis} ({why})": v for (op, axis, why), v in recorder.table().items()}
+    trace.collectives = {f"{op} over {axis} ({why})": v for (op, axis, why), v in recorder.summarize_calls().items()}
     return trace, name
 
 

@@ -31,7 +31,7 @@ from shardformer.pipeline.stage_manager import PipelineStageManager, partition_m
 from shardformer.policies.policy import Policy
 from shardformer.shard_model_api import resolve_policy
 from shardformer.sharding.checks import check_can_be_sharded, make_checked_plan
-from shardformer.verify.report import LargestDifference, Report, Tolerances, get_tolerances
+from shardformer.verify.comparison import LargestDifference, Report, Tolerances, get_tolerances
 from shardformer.verify.train_both import (
     MAX_NORM,
     BatchFn,

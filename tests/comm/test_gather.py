@@ -37,7 +37,7 @@ def test_gathering_several_tensors_equals_gathering_each() -> None:
         assert all(torch.equal(a, b) for a, b in zip(alone, full, strict=True))
         with CollectiveRecorder(context) as recorder:
             found = gather_full_tensors(local, SPECS, context.axis)
-        return found, {axis: count for (_, axis, _), (count, _) in recorder.table().items()}
+        return found, {axis: count for (_, axis, _), (count, _) in recorder.summarize_calls().items()}
 
     for found, calls in run_as_threads(gather, data=2, tensor=2):
         assert all(torch.equal(a, b) for a, b in zip(found, full, strict=True))

@@ -416,7 +416,7 @@ def block_collectives(feature: str, layout: str) -> tuple[dict[str, int], dict[s
             sharded(**batch_of("llama", 0)).loss.backward()
             with CollectiveRecorder(context) as recorder:
                 sharded(**batch_of("llama", 0)).loss.backward()
-            table = recorder.table()
+            table = recorder.summarize_calls()
             counts.append({f"{op} {purpose}": number for (op, _, purpose), (number, _) in table.items()})
         return counts
 

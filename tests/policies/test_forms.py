@@ -31,7 +31,7 @@ from shardformer.tensor_parallel.layers import (
     VocabParallelEmbedding1D,
     VocabParallelLMHead1D,
 )
-from shardformer.verify.report import Report
+from shardformer.verify.comparison import Report
 from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 from tests.policies.toy import HIDDEN, ToyLM, ToyPolicy, check_sample, check_toy, toy_batch, toy_loss
 from tests.pools import WorkerPools

@@ -151,7 +151,7 @@ def test_block_enters_the_region_once(mode: str) -> None:
         with CollectiveRecorder(context) as recorder:
             model(torch.randn(B, S, HIDDEN, generator=torch.Generator().manual_seed(1))).square().mean().backward()
         counts: dict[str, int] = {}
-        for (op, _, why), (count, _) in recorder.table().items():
+        for (op, _, why), (count, _) in recorder.summarize_calls().items():
             if why == "block":
                 counts[op] = counts.get(op, 0) + count
         return counts

@@ -16,7 +16,7 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
-from shardformer.verify.report import Report
+from shardformer.verify.comparison import Report
 from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 from shardformer.verify.verification import verify
 

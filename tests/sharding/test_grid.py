@@ -421,7 +421,7 @@ def test_communicated_bytes_match_the_formulas() -> None:
         model = shardformer.shard_model(copy.deepcopy(plain), context=grid, tensor_parallel_mode=mode)
         with CollectiveRecorder(grid) as recorder:
             model(input_ids=ids, labels=ids).loss.backward()
-        table = recorder.table()
+        table = recorder.summarize_calls()
         of_weights = sum(n / grid.sizes[axis] for (_, axis, why), (_, n) in table.items() if why == "weights")
         parts = ("all_gather", "reduce_scatter")
         streams = {("column", op) for op in parts} | {("depth", op) for op in parts if mode == "3d"}

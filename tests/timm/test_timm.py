@@ -131,7 +131,7 @@ def test_tensor_times_data(timm_pools: WorkerPools, name: str, mode: str) -> Non
 def without(what: str, name: str, options: dict[str, bool]) -> list[str]:
     stand_in: Any = {
         "shardformer.sharding.apply_tensor_parallel.get_gradient_reduction": lambda *_: GradientReduction(),
-        "shardformer.tensor_parallel.region.start_all_reduce": lambda x, *_, **__: _Done(x),
+        "shardformer.tensor_parallel.linear_communication.start_all_reduce": lambda x, *_, **__: _Done(x),
     }[what]
     with patch(what, stand_in):
         return differences(name, (2,), {}, options)
@@ -148,7 +148,7 @@ class _Done:
 @pytest.mark.parametrize(
     ("what", "name", "mode", "said"),
     [
-        ("shardformer.tensor_parallel.region.start_all_reduce", "beit", "plain", "output differs"),
+        ("shardformer.tensor_parallel.linear_communication.start_all_reduce", "beit", "plain", "output differs"),
         (
             "shardformer.sharding.apply_tensor_parallel.get_gradient_reduction",
             "vit with all between",

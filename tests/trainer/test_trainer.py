@@ -413,7 +413,7 @@ def test_a_stopped_run_resumes_with_the_next_batch() -> None:
 
 class AgreesBeforeAStep(Hook):
     def before_step(self, trainer: TrainerProtocol) -> None:
-        trainer.agree()
+        trainer.synchronize_ranks()
 
 
 class FailsOnOne(Hook):

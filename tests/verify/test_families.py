@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
 from shardformer.policies.registry import FAMILIES
-from shardformer.verify.report import Report
+from shardformer.verify.comparison import Report
 from shardformer.verify.small_models import (
     DEFAULT_HEAD,
     HEAD_CLASSES,

@@ -20,7 +20,7 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
 from shardformer.pipeline import runtime, stage_forward
 from shardformer.sharding import apply_tensor_parallel as gradients
-from shardformer.verify.report import Report
+from shardformer.verify.comparison import Report
 from shardformer.verify.train_both import VerifyJob, VerifyPipeline
 from shardformer.verify.verification import run_job_and_report
 from tests.verify.deep import Uneven, deep

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.verify.report import Report
+from shardformer.verify.comparison import Report
 from shardformer.verify.small_models import (
     DEFAULT_HEAD,
     SMALL_CONFIGS,

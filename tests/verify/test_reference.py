@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.verify.report import Report
+from shardformer.verify.comparison import Report
 from shardformer.verify.small_models import SmallModelFactory
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.training_options import VerifyTraining

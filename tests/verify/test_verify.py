@@ -32,12 +32,12 @@ from shardformer.sharding import apply_tensor_parallel as regions
 from shardformer.sharding.apply import Sharder
 from shardformer.tensor_parallel import layers as embedding
 from shardformer.tensor_parallel import layers as linear
-from shardformer.tensor_parallel import region as edges
-from shardformer.tensor_parallel import region as projection
+from shardformer.tensor_parallel import linear_communication as edges
+from shardformer.tensor_parallel import linear_communication as projection
 from shardformer.tensor_parallel import sequence_parallel as stream
 from shardformer.tensor_parallel import vocab_parallel_loss as loss
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
-from shardformer.verify.report import Report, Tolerances
+from shardformer.verify.comparison import Report, Tolerances
 from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatchFactory, SmallModelFactory, compute_model_loss
 from shardformer.verify.train_both import VerifyJob
 from shardformer.verify.verification import run_job_and_report, verify

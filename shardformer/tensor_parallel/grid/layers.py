@@ -45,8 +45,7 @@ from shardformer.tensor_parallel.layers import (
     VocabParallelEmbedding1D,
     VocabParallelLMHead1D,
 )
-from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.tensor_parallel.region import (
+from shardformer.tensor_parallel.linear_communication import (
     ColumnParallel,
     TpRegion,
     apply_with_custom_backward,
@@ -56,6 +55,7 @@ from shardformer.tensor_parallel.region import (
     get_even_split_length,
     linear_matmul,
 )
+from shardformer.tensor_parallel.parallel_module import ParallelModule
 
 # B batch, b local samples, S sequence, H hidden, h local hidden features
 

@@ -19,7 +19,7 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.grid.layers import GridRegion
-from shardformer.tensor_parallel.region import ReplicatedRegion, TpRegion, apply_with_custom_backward
+from shardformer.tensor_parallel.linear_communication import ReplicatedRegion, TpRegion, apply_with_custom_backward
 from shardformer.tensor_parallel.sequence_parallel import (
     ActivationSharding,
     GatherHook,

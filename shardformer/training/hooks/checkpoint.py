@@ -107,7 +107,7 @@ class Checkpoint(Hook):
             check_has_validation(self, trainer)
         self._engine = trainer.engine
         trainer.on_save(self._save)
-        trainer.agree()
+        trainer.synchronize_ranks()
         lock_checkpoint_folder(self.directory, self, trainer.engine.world)
         if not has_checkpoint(self.directory, trainer.engine.world):
             return
@@ -148,7 +148,7 @@ class Checkpoint(Hook):
         if not self.keeps_best or self._engine is None:  # None: Trainer.evaluate, not Trainer.fit
             return
         value = get_metric_value(self, self.metric, trainer)
-        trainer.agree()
+        trainer.synchronize_ranks()
         value = run_on_first_rank(lambda: value, trainer.engine.world, "Comparing with the best checkpoint")
         if is_improved(value, self.best_value, self.mode):
             self.best_value, self.best_step = value, trainer.step
@@ -159,7 +159,7 @@ class Checkpoint(Hook):
         if not self.loads_best or trainer.was_interrupted:
             return
         if self.best_step is not None and self.best_step != trainer.step:
-            trainer.agree()
+            trainer.synchronize_ranks()
             trainer.engine.load(get_step_folder(self.directory, self.best_step))
         elif self.best_step is None and trainer.is_first:
             text = f"No best checkpoint was loaded, because no validation had a number for {self.metric!r}."

@@ -42,7 +42,7 @@ class _ExperimentTracker(MetricsHook):
         self._run_id = state["run_id"]
 
     def before_train(self, trainer: TrainerProtocol) -> None:
-        trainer.agree()
+        trainer.synchronize_ranks()
         if not trainer.is_first:
             return
         try:

@@ -76,7 +76,7 @@ class Metrics(Hook):
     def on_validation_batch(self, trainer: TrainerProtocol, batch: Any) -> None:
         if not self._functions:
             return
-        trainer.agree()
+        trainer.synchronize_ranks()
         engine = trainer.engine
         output = _get_logits(engine.predict(batch))
         labels = _get_labels(batch, engine.model)
@@ -102,7 +102,7 @@ class Metrics(Hook):
             trainer.values["validation/perplexity"] = math.exp(loss) if loss < 700 else math.inf
         if not self._functions:
             return
-        trainer.agree()
+        trainer.synchronize_ranks()
         local_pairs, self._pairs = self._pairs, []
         gathered = all_gather_objects(local_pairs, trainer.engine.context.data)
         pairs = [pair for found in gathered for pair in found]

@@ -94,7 +94,7 @@ class MovingAverage(Hook):
 
     def before_validation(self, trainer: TrainerProtocol) -> None:
         if self.validate:
-            trainer.agree()
+            trainer.synchronize_ranks()
             self._apply_averages(trainer.engine)
 
     def after_validation(self, trainer: TrainerProtocol) -> None:

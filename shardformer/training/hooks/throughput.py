@@ -119,6 +119,6 @@ def _measure_peak_memory(device: torch.device) -> float:
 
 
 def _reduce_over_ranks(trainer: TrainerProtocol, value: float, op: str) -> float:
-    trainer.agree()
+    trainer.synchronize_ranks()
     local_value = torch.tensor(value, dtype=torch.float64, device=trainer.engine.context.device)
     return float(all_reduce(local_value, trainer.engine.world, op=op, purpose="throughput"))

@@ -9,7 +9,7 @@ mutant = partial(Mutant, "sequence")
 MUTANTS = [
     mutant(
         "overlap-joins-in-ring-order",
-        "shardformer/tensor_parallel/region.py",
+        "shardformer/tensor_parallel/linear_communication.py",
         "columns = zip(*(products[start] for start in sorted(products)), strict=True)",
         "columns = zip(*(products[start] for start in products), strict=True)",
         "With sequence_overlap, every rank but the first has its positions in a wrong order.",

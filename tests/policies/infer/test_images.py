@@ -210,7 +210,7 @@ def test_hidden_states_between_layers_are_gathered_only_if_read() -> None:
             )
             with CollectiveRecorder(context) as recorder:
                 loss_of(model(**batch_of(images=False)), batch_of(images=False)).backward()
-            return recorder.table()
+            return recorder.summarize_calls()
 
         return run_as_threads(run, tensor=2)[0]
 

@@ -25,7 +25,7 @@ from shardformer.policies.registry import FAMILIES
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import LayerStack
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.report import Report
+from shardformer.verify.comparison import Report
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify

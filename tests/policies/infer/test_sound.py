@@ -23,7 +23,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.experts import describe_experts
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, Experts, LayerStack
 from shardformer.shard_model_api import shard_model
-from shardformer.tensor_parallel.region import prepare_extra_block_input
+from shardformer.tensor_parallel.linear_communication import prepare_extra_block_input
 
 
 def test_outputs_that_are_exchanged_have_another_loss() -> None:
