@@ -91,9 +91,9 @@ class Hook:
 
     Every rank calls the hooks in the order of the trainer's list. If a hook raises, the run ends on all ranks with an
     error that names the hook. To act on all ranks, call ``trainer.save()``, ``trainer.validate()`` or
-    ``trainer.stop()`` on at least one rank. Before a hook communicates, all ranks must call ``trainer.synchronize_ranks()``;
-    otherwise ranks could wait for a rank on which another hook failed. Do not communicate from ``before_forward`` to
-    ``after_optimizer_step``.
+    ``trainer.stop()`` on at least one rank. Before a hook communicates, all ranks must call
+    ``trainer.synchronize_ranks()``; otherwise ranks could wait for a rank on which another hook failed. Do not
+    communicate from ``before_forward`` to ``after_optimizer_step``.
 
     The base class types ``trainer`` as Any, so that a subclass may annotate it as ``shardformer.Trainer``.
     """
