@@ -157,9 +157,9 @@ def compare_training(reference: ReferenceGradients, model: nn.Module) -> None:
     for name, param in model.named_parameters():
         expected = reference.gradients[name]
         if (expected is None) != (param.grad is None):
-            found = "a" if expected is None else "no"
+            found, other = ("a", "none") if expected is None else ("no", "one")
             raise TrainingMismatchError(
-                f"The parameter {name} has {found} gradient in the sharded model, unlike in the unsharded model."
+                f"The parameter {name} has {found} gradient in the sharded model, but {other} in the unsharded model."
             )
         if expected is None or param.grad is None or not expected.numel():
             continue
@@ -264,7 +264,8 @@ def _compare_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> Non
     model.zero_grad()
     if expected.keys() != gradients.keys():
         name = sorted(expected.keys() ^ gradients.keys())[0]
-        raise TrainingMismatchError(f"{name} has a gradient only with pipeline stages or only without them.")
+        has_gradient = "with" if name in gradients else "without"
+        raise TrainingMismatchError(f"The parameter {name} has a gradient only {has_gradient} pipeline stages.")
     bounds = reduced_model.compute_gradient_tolerances(expected)
     for name, gradient in expected.items():
         if gradient.numel() and not max_abs_difference(gradient, gradients[name]) <= bounds[name]:

@@ -196,7 +196,7 @@ def test_a_weight_that_gets_no_gradient_is_a_difference() -> None:
 
     reference = reduced_model.ReferenceGradients.from_model(ToyLM().double(), lambda model: model(ids))
     assert validation.validate_sharding(reference, shard, tensor=2) == (
-        "the parameter norm.weight has no gradient in the sharded model, unlike in the unsharded model"
+        "the parameter norm.weight has no gradient in the sharded model, but one in the unsharded model"
     )
 
 
