@@ -236,8 +236,8 @@ def _check_targets(logits_Tv: Tensor, targets_T: Tensor, vocab_size: int, ignore
         label = highest if highest >= vocab_size else lowest
         raise InputError(
             f"The label {label} is neither in the vocabulary, 0 to {vocab_size - 1}, nor ignore_index={ignore_index}.",
-            remedy="Use the tokenizer of the model, resize its embeddings before you shard it, or set the labels of "
-            f"padding tokens to {ignore_index}.",
+            remedy="Use the tokenizer of the model, call resize_token_embeddings before shard_model, or set the labels "
+            f"of padding tokens to {ignore_index}.",
         )
 
 

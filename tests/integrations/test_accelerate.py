@@ -65,9 +65,9 @@ def test_misuse_is_reported_on_both_ranks(integrations: IntegrationProcess, tmp_
     first, second = integrations(2).run(cases.misuses, str(tmp_path))
     assert first == second
     expected = {
-        "two optimizers": ("zero_stage=1", "2 optimizers"),
+        "two optimizers": ("zero_stage=1", "one optimizer per model", "but got 2"),
         "reduction": ("reduction='min'", "mean"),
-        "load before prepare": ("the weights of 1 models, but 0", "the same models to prepare"),
+        "load before prepare": ("contains 1 models, but prepare received 0", "the same models to prepare"),
     }
     check_messages(first, expected)
 

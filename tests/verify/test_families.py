@@ -142,7 +142,7 @@ def test_other_config_settings(pools: WorkerPools, name: str, tensor: int, mode:
 
 
 def test_models_that_slice_weights_in_the_forward_raise(pools: WorkerPools) -> None:
-    with pytest.raises(ConfigError, match="slow_but_exact=True with pretraining_tp=2"):
+    with pytest.raises(ConfigError, match="slow_but_exact=True and pretraining_tp=2"):
         verify(
             VARIANTS[SLOW].sample, RandomBatchFactory("BloomForCausalLM"), 2, loss_fn=compute_model_loss, pool=pools(2)
         )

@@ -70,7 +70,7 @@ def without_tensors(step: int) -> dict[str, int]:
         ({"tensor": 4}, "tensor=4 times data=1 does not equal the number of processes, 2"),
         ({"config": {"enable_sequence_overlap": True}}, "requires enable_sequence_parallelism=True"),
         ({"config": {"enable_sequence_paralelism": True}}, "Did you mean 'enable_sequence_parallelism'"),
-        ({"model_fn": lambda: Tower()}, "cannot be pickled"),
+        ({"model_fn": lambda: Tower()}, "Cannot pickle"),
     ],
 )
 def test_unsupported_comparisons_raise_once_for_all_ranks(pool2: WorkerPool, asked: dict[str, Any], words: str) -> None:

@@ -153,7 +153,7 @@ def test_invalid_options_raise(asked: dict[str, Any], said: str) -> None:
         (
             VerifyTraining(1, gradient_accumulation_steps=2),
             VerifyPipeline(2),
-            "gradient_accumulation_steps=2 does not work with pipe=2",
+            "gradient_accumulation_steps=2 is not supported with pipe=2",
         ),
         (VerifyTraining(1, frozen_pattern="h.0.attn"), None, "frozen='h.0.attn'"),
     ],

@@ -224,7 +224,7 @@ def from_native(kind: str, module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (nn.Linear(4, 4), "cannot replace a Linear"),
+        (nn.Linear(4, 4), "can only replace an nn.Embedding, but got a Linear"),
         (nn.Embedding(8, 4, max_norm=1.0), r"max_norm=1\.0"),
         (nn.Embedding(8, 4, scale_grad_by_freq=True), "scale_grad_by_freq=True"),
         (nn.Embedding(8, 4, sparse=True), "sparse=True"),

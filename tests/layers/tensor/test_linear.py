@@ -296,7 +296,7 @@ def from_native(kind: str, module: nn.Module) -> None:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_other_modules_raise(pool2: WorkerPool, kind: str) -> None:
-    with pytest.raises(ConfigError, match="cannot replace a LayerNorm"):
+    with pytest.raises(ConfigError, match="can only replace a linear layer, but got a LayerNorm"):
         pool2.run(from_native, kind, nn.LayerNorm(4))
 
 
