@@ -48,7 +48,7 @@ def wrap_object_in_tensor(value: Any) -> Tensor:
 
 
 def unwrap_object_from_tensor(tensor: Tensor, kind: type) -> Any:
-    """Return the object in a tensor from ``wrap_object_in_tensor``. Raises InputError for a computed or copied one."""
+    """Return the object that ``wrap_object_in_tensor`` stored in a tensor. Raises InputError for other tensors."""
     value = getattr(tensor, _HELD, None)
     if not isinstance(value, kind):
         raise InputError(

@@ -194,7 +194,7 @@ def _guess_head_meaning(
 
 
 def get_possible_rotary_dims(field: ConfigField) -> set[int]:
-    """Return the rotary dims that a config field may determine: twice the size of each buffer that depends on it."""
+    """Return the rotary dims that a config field may determine, based on the buffers that depend on it."""
     return {2 * int(old) for place, (old, _) in field.changed_sizes.items() if place.role is SizeLocation.BUFFER}
 
 
