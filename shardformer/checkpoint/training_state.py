@@ -117,7 +117,7 @@ class ModelTensors:
         return FlatRegion(entry.spec.shape, entry.spec, self._state.coords)
 
     def get_slice_region(self, param_slice: ParamSlice) -> FlatRegion:
-        """Return which elements of a full parameter a slice of a ZeRO shard contains."""
+        """Return which elements of the full parameter are in a slice of a ZeRO shard."""
         spec = param_slice.entry.spec
         sharded = spec if spec.is_sharded and not param_slice.gradient.is_shared else None
         return FlatRegion(spec.shape, sharded, self._state.coords, param_slice.param_range)

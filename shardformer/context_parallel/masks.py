@@ -208,7 +208,7 @@ def _vmap_over_indices(predicate: Predicate) -> Callable[..., Tensor]:
 
 
 class _VisibilityCache(threading.local):
-    """Caches the ``ChunkVisibility`` of each pair of chunks. Each thread has its own, because ranks may be threads."""
+    """Caches which key chunks each query chunk attends to. Each thread has its own, because ranks may be threads."""
 
     def __init__(self) -> None:
         self.masks: dict[Hashable, dict[tuple[int, int], ChunkVisibility]] = {}

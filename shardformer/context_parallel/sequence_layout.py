@@ -197,7 +197,7 @@ class ContextParallelState:
         return self.get_positions_per_rank(sequence_length).split.get_local_length(self.axis.rank)
 
     def record_sequence_length(self, length: int) -> SequencePositions:
-        """Return which positions of a sequence each rank stores, and record ``length`` for this forward pass."""
+        """Record the length of a sequence in this forward pass, and return the positions of each rank."""
         self.seen_in_forward[length] = positions = self.get_positions_per_rank(length)
         return positions
 

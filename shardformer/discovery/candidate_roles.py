@@ -131,8 +131,6 @@ def _head_counts_fit_projections(
     head_dim: int,
     reads_inner_inputs: bool,
 ) -> bool:
-    """Return whether the output features of all projections are consistent with these head counts."""
-
     def has_size(part: str, *sizes: int) -> bool:
         return part not in projections or out_features[projections[part]] in sizes
 
@@ -311,7 +309,6 @@ def _replace_expert_index(model: nn.Module, row_path: str, layer_path: str, is_a
 
 
 def _is_missing_in_some_layers(model: nn.Module, layer_list_path: str, relative_path: str) -> bool:
-    """Return whether some layers lack the module at ``relative_path``."""
     names = [name for name, _ in model.named_modules()]
     return any(not match_paths(f"{layer}.{relative_path}", names) for layer in find_layer_paths(model, layer_list_path))
 
@@ -572,10 +569,10 @@ def collect_transformers_tp_plan(model: nn.Module) -> dict[str, str]:
 
 
 def find_role_matching_plan(tp_plan: Mapping[str, str], layer_list_path: str, roles: Iterable[Role]) -> Role | None:
-    """Return the first role that shards weights in the same way as a transformers tensor parallel plan, or None.
+    """Return the first of ``roles`` that agrees with a transformers tensor parallel plan, or None.
 
     Args:
-        layer_list_path: the path of the stack.
+        layer_list_path: the path of the list of layers.
     """
     return next((role for role in roles if _role_matches_plan(tp_plan, f"{layer_list_path}.*", role)), None)
 
