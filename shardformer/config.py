@@ -206,7 +206,7 @@ class ShardConfig:
         return ParallelContext.from_group(group) if context is None else context
 
     def get_sharding_options(self) -> dict[str, bool | str]:
-        """Return the options that affect how a model is sharded, for the hash and description of a sharding plan."""
+        """Return the options that affect how a model is sharded."""
         names = [n for n in self.__dataclass_fields__ if n.startswith("enable_")]
         modes = (
             ("tensor_parallel_mode", "context_parallel") if self.uses_context_parallel else ("tensor_parallel_mode",)
@@ -388,7 +388,7 @@ class ParallelConfig:
         self._check_fields_have_effect(("sequence_overlap",), self.sequence_parallel, "sequence_parallel=True")
 
     def _check_fields_have_effect(self, names: Sequence[str], is_used: bool, needed: str) -> None:
-        """Raise ConfigError if a field is set but has no effect, because the option that it depends on is not set."""
+        """Raise ConfigError for fields that have no effect because another option is not set."""
         changed = [f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) != _DEFAULTS[n]]
         if changed and not is_used:
             passed, unused = ", ".join(changed), " and ".join(n.partition("=")[0] for n in changed)
@@ -433,7 +433,7 @@ class ParallelConfig:
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """Size of each mesh axis, by the name of the axis. The size of the data axis may be None."""
+        """Size of each mesh axis, keyed by axis name. The size of the data axis may be None."""
         from shardformer.mesh.rank_grid import count_ranks_on_axis
 
         composite = {name: count_ranks_on_axis(getattr(self, name), name) for name in ("sequence", "tensor")}

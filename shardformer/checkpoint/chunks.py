@@ -37,7 +37,7 @@ def intersect_chunks(first: ChunkBounds, second: ChunkBounds) -> ChunkBounds | N
 
 @dataclass(frozen=True, eq=False)
 class LocalChunk:
-    """A rectangular chunk of a tensor of the unsharded model, with the values that this rank stores.
+    """A rectangular part of a full tensor, with the values that this rank stores.
 
     Args:
         start: index of its first element in the full tensor.
@@ -52,13 +52,13 @@ class LocalChunk:
         return self.start, tuple(self.values.shape)
 
     def get_subview(self, start: Offsets, size: Offsets) -> Tensor:
-        """Return a view of a rectangular part of this chunk, which begins at the index ``start`` of the full tensor."""
+        """Return a view of a rectangular part of this chunk; ``start`` is an index in the full tensor."""
         return self.values[tuple(slice(a - o, a - o + n) for a, o, n in zip(start, self.start, size, strict=True))]
 
 
 @dataclass(frozen=True, eq=False)
 class TensorItem:
-    """A tensor to save or load: its name, its full shape, and the chunks of it that this rank saves or loads.
+    """A tensor to save or load: its name, its full shape and this rank's chunks of it.
 
     Args:
         name: name in the checkpoint, which is the same on all ranks and under all layouts.
@@ -77,7 +77,7 @@ class TensorItem:
 
 @dataclass(frozen=True)
 class FlatRegion:
-    """Describes the elements of a full tensor that this rank stores in one buffer.
+    """Describes which elements of a full tensor this rank stores in one buffer.
 
     Args:
         shape: shape of the full tensor.
@@ -93,7 +93,7 @@ class FlatRegion:
 
     @property
     def local_shape(self) -> Offsets:
-        """Shape of this rank's shard of the full tensor, before ``flat_range`` is applied."""
+        """Shape of this rank's whole shard, regardless of ``flat_range``."""
         return self.shape if self.spec is None else self.spec.get_local_shape(self.coords)
 
     @property
@@ -105,15 +105,15 @@ class FlatRegion:
         return self.numel == prod(self.shape)
 
     def allocate_buffer(self, dtype: torch.dtype) -> Tensor:
-        """Allocate an uninitialized CPU tensor with as many elements as this region."""
+        """Allocate an uninitialized CPU tensor for the elements that this rank stores."""
         return torch.empty(self.local_shape if self.flat_range is None else self.numel, dtype=dtype)
 
     def make_tensor_item(self, name: str, buffer: Tensor) -> TensorItem:
-        """Return a ``TensorItem`` whose chunks are views of ``buffer``, the buffer that holds this region."""
+        """Create a ``TensorItem`` whose chunks are views of ``buffer``, which stores this rank's elements."""
         return TensorItem(name, self.shape, buffer.dtype, self.split_into_chunks(buffer))
 
     def split_into_chunks(self, buffer: Tensor) -> list[LocalChunk]:
-        """Split the buffer ``buffer``, which holds this region, into rectangular chunks of the full tensor."""
+        """Split ``buffer``, which stores this rank's elements, into rectangular chunks of the full tensor."""
         origin = (0,) * len(self.shape)
         boxes = (Box(origin, origin, self.shape),) if self.spec is None else self.spec.boxes(self.coords)
         if self.flat_range is None:
@@ -167,7 +167,7 @@ def list_local_chunks(items: Sequence[TensorItem]) -> LocalChunks:
 
 
 def drop_tensors(local_chunks: LocalChunks, names: Container[str]) -> LocalChunks:
-    """Remove the chunks of the tensors in ``names`` from the list of the chunks that a rank stores."""
+    """Return the list of a rank's chunks without those of the tensors in ``names``."""
     chunks, tensors = local_chunks
     return [chunk for chunk in chunks if chunk[0] not in names], {n: x for n, x in tensors.items() if n not in names}
 
@@ -216,7 +216,7 @@ def _find_overlapping_tensors(chunks: Iterable[NamedChunk], tensors: dict[str, t
 
 
 def subtract_chunks(chunk: ChunkBounds, others: Sequence[ChunkBounds]) -> Iterator[ChunkBounds]:
-    """Remove the overlap with ``others`` from ``chunk``, and yield the remaining elements as smaller chunks.
+    """Split the part of ``chunk`` that does not overlap ``others`` into smaller chunks.
 
     >>> list(subtract_chunks(((0, 0), (2, 4)), [((1, 1), (5, 2))]))
     [((0, 0), (1, 4)), ((1, 0), (1, 1)), ((1, 3), (1, 1))]

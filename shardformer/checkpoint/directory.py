@@ -67,7 +67,7 @@ def make_hidden_checkpoint_path(root: Path, step: int) -> Path:
 
 
 def lock_checkpoint_directory(root: Path, step: int, model: nn.Module) -> bool:
-    """Lock a checkpoint directory for the model ``model``, and delete unfinished checkpoints of killed processes.
+    """Lock a checkpoint directory for one model, and delete unfinished checkpoints of killed processes.
 
     Called on the first rank before a save. The lock is released when ``model`` is deleted.
 
@@ -111,7 +111,7 @@ def lock_checkpoint_directory(root: Path, step: int, model: nn.Module) -> bool:
 
 
 def _is_saved_by_another_model(path: Path, model: nn.Module) -> bool:
-    """Return whether the checkpoint at the path ``path`` was saved by a different model of this process."""
+    """Return whether another model in this process saved the checkpoint at ``path``."""
     saved = _SAVED.get(os.path.realpath(path), lambda: None)
     goes_on = os.path.realpath(path.parent) in model.__dict__.get(_RESUMED_FROM, ())
     other = saved()
@@ -131,12 +131,12 @@ def get_model_directories(model: nn.Module) -> set[str]:
 
 
 def mark_resumed_from(model: nn.Module, directories: Iterable[str]) -> None:
-    """Allow the model to replace checkpoints in the directories ``directories``, from which it was resumed."""
+    """Allow the model to replace checkpoints in the directories from which it was resumed."""
     model.__dict__[_RESUMED_FROM] = {*model.__dict__.get(_RESUMED_FROM, ()), *map(os.path.realpath, directories)}
 
 
 def wait_for_hidden_folder(hidden: Path) -> None:
-    """Wait until this host sees the hidden folder that rank 0 created, and raise ConfigError if it never appears."""
+    """Wait until this host sees the folder that rank 0 created. Raises ConfigError if it never appears."""
     end, wait_s = time.monotonic() + SEEN_WITHIN_S, 0.002
     while not hidden.is_dir():
         if time.monotonic() > end:
@@ -167,7 +167,7 @@ def publish_checkpoint(folder: Path, root: Path, index: CheckpointIndex, *, to_d
 
 
 def find_checkpoints(path: Path) -> Iterator[Path]:
-    """Yield ``path`` if it is a checkpoint, and otherwise all checkpoints in this directory, newest first.
+    """Yield the checkpoint at ``path``, or all checkpoints in the directory ``path``, newest first.
 
     Raises ConfigError if there is none.
     """

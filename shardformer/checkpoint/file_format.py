@@ -39,7 +39,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compute_chunk_checksum(values: Tensor, start: Offsets) -> int:
-    """Compute the contribution of one chunk to the checksum of its tensor, an integer from 0 to 2^64 - 1."""
+    """Compute a 64-bit checksum of one chunk, which is added to the checksum of its full tensor."""
     if values.numel() == 0:
         return 0
     numbers: Any = values.detach().cpu().contiguous()
@@ -66,7 +66,7 @@ def _compute_weighted_sum(numbers: Any, factors: Sequence[Any]) -> Any:
 
 
 def _compute_checksum_factors(dim: int, first: int, count: int) -> Any:
-    """Return the odd checksum factors of ``count`` consecutive indices in the dimension ``dim`` of a tensor."""
+    """Return an odd factor for each index along ``dim``, which weights the elements in a checksum."""
     x = numpy.arange(first + 1, first + count + 1, dtype=numpy.uint64) * numpy.uint64(SPLITMIX64[0])
     x += numpy.uint64(_get_checksum_seed(dim))
     for shift, factor in ((30, SPLITMIX64[1]), (27, SPLITMIX64[2])):
@@ -96,7 +96,7 @@ class CorruptCheckpointError(InputError):
 
 
 def make_corruption_error(message: str) -> CorruptCheckpointError:
-    """Create the error for a damaged checkpoint, which recommends loading an older checkpoint."""
+    """Create an error that reports a damaged checkpoint and recommends loading an older one."""
     return CorruptCheckpointError(
         message,
         remedy="Load an older checkpoint from the same directory, and check the disk.",
@@ -104,7 +104,7 @@ def make_corruption_error(message: str) -> CorruptCheckpointError:
 
 
 class SavedChunk(NamedTuple):
-    """A chunk of a tensor in a checkpoint: its position, its checksum, and the number of the file that contains it."""
+    """Position, checksum and file number of a tensor chunk in a checkpoint."""
 
     start: Offsets
     size: Offsets
@@ -194,7 +194,7 @@ class CheckpointIndex:
 
 
 def _check_index_entry(name: str, entry: IndexEntry) -> None:
-    """Raise ValueError if an index entry has an unknown dtype or a chunk that exceeds the bounds of its tensor.
+    """Raise ValueError if an index entry has an unknown dtype or an invalid chunk.
 
     Entries refer to files by number, so that a damaged index cannot refer to files outside the checkpoint.
     """
@@ -208,7 +208,7 @@ def _check_index_entry(name: str, entry: IndexEntry) -> None:
 
 
 def read_save_number_and_time(folder: Path) -> tuple[int, float]:
-    """Return a checkpoint's number in the order of saves and its save time, or zeros if its index is unreadable."""
+    """Return the save number and the save time of a checkpoint, or zeros if its index is unreadable."""
     try:
         with (folder / INDEX_FILE).open("rb") as file:
             head = json.loads(file.readline() + b"0}")
@@ -326,7 +326,7 @@ def check_dtype_can_be_saved(name: str, dtype: torch.dtype) -> None:
 
 
 def find_overlapping_chunks(entry: IndexEntry, chunk: ChunkBounds) -> Iterator[tuple[int, ChunkBounds]]:
-    """Yield the position in ``entry`` and the overlap of each saved chunk of a tensor that overlaps ``chunk``."""
+    """Yield each saved chunk of a tensor that overlaps ``chunk``, as its number and the overlap."""
     for number, box in enumerate(entry.boxes):
         if (common := intersect_chunks((box.start, box.size), chunk)) is not None:
             yield number, common
@@ -374,7 +374,7 @@ def encode_json_value(value: Any, location: str) -> Any:
 
 
 def find_json_differences(one: Any, other: Any, path: str) -> list[str]:
-    """Return the paths of the values that differ between two outputs of ``encode_json_value``."""
+    """Compare two JSON values, and return the paths at which they differ."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys() and KIND not in one:
         return [name for key in one for name in find_json_differences(one[key], other[key], f"{path}[{key!r}]")]
     return [path] if repr(one) != repr(other) else []

@@ -53,7 +53,7 @@ BITS = 2**64
 
 
 class ChunkReader:
-    """A reader for the tensor chunks in a checkpoint. ``num_bytes`` is the number of bytes that it has read."""
+    """Reads tensor chunks from the files of a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -61,7 +61,7 @@ class ChunkReader:
         self.num_bytes = 0
 
     def read_chunk_part(self, name: str, saved_chunk: SavedChunk, bounds: ChunkBounds, out: Tensor) -> None:
-        """Read the part of a saved chunk inside the bounds ``bounds`` into ``out``, or raise CorruptCheckpointError."""
+        """Read the part of a saved chunk within ``bounds`` into ``out``. Raises CorruptCheckpointError."""
         path, key = (
             self._folder / file_format.get_rank_file_name(saved_chunk.file),
             file_format.get_chunk_key(name, saved_chunk.start),
@@ -104,7 +104,7 @@ class _ShardFile:
         self._mapped: Tensor | None = None
 
     def read_chunk_part(self, key: str, saved_chunk: SavedChunk, start: tuple[int, ...], out: Tensor) -> None:
-        """Read part of the saved chunk ``key`` into ``out``, beginning at the index ``start`` of the full tensor.
+        """Read the part of a saved chunk that begins at ``start`` in the full tensor into ``out``.
 
         Raises KeyError if the chunk is missing, ValueError if its dtype, shape or size differs from the index.
         """
@@ -216,7 +216,7 @@ def read_tensor_items(folder: Path, index: CheckpointIndex, items: Sequence[Tens
 def _assign_chunk_numbers(
     index: CheckpointIndex, items: Sequence[TensorItem], world: Axis
 ) -> dict[tuple[str, int], int]:
-    """Assign a number, which is the same on every rank, to each saved chunk of the tensors that any rank loads."""
+    """Number the saved chunks of all tensors that any rank loads, identically on every rank."""
     local = {item.name for item in items}
     is_read = torch.tensor([name in local for name in index.tensors], dtype=torch.int64)
     is_read = all_reduce(is_read, world, op="max", purpose="setup")
@@ -226,7 +226,7 @@ def _assign_chunk_numbers(
 
 
 class LoadPlan:
-    """The plan for loading a checkpoint, which lists the tensors that this rank reads and their destinations.
+    """Lists the tensors that this rank reads from a checkpoint, and where to store them.
 
     Args:
         index: index of the saved run.
@@ -374,7 +374,7 @@ class LoadPlan:
             )
 
     def _add_random_states(self) -> None:
-        """Add to the plan the random states that were saved by the rank at the same position in the mesh.
+        """Prepare to restore the random states of the saved rank with the same mesh coordinates.
 
         Under another layout, the states of the first rank with the same data rank are restored.
         """

@@ -112,7 +112,7 @@ def load_full_optimizer_state(model: nn.Module, optimizer: Optimizer, state_dict
 
 
 def _collect_states_and_param_groups(optimizer: Optimizer, tensors: ModelTensors) -> tuple[OptimizerStates, Groups]:
-    """Return the state of an optimizer, and the names of all parameters in each of its parameter groups."""
+    """Return an optimizer's state and the parameter names of each parameter group."""
 
     def collect() -> tuple[OptimizerStates, Groups]:
         found = collect_optimizer_states(optimizer, tensors)

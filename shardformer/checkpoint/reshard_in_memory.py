@@ -107,7 +107,7 @@ def redistribute_items(
     *,
     max_message_bytes: int = TRANSFER_BYTES,
 ) -> ReshardStats:
-    """Redistribute tensors between ranks by filling the chunks in ``requested`` from the chunks in ``available``.
+    """Move tensor data between ranks until every rank has all chunks that it requests.
 
     All ranks of ``world`` must call this function. A rank copies the elements that it already stores. Every other
     element is sent to it once by the owner with the least to send, in the narrower of the source and target dtypes. If
@@ -185,7 +185,7 @@ def plan_transfers(listings: Sequence[StoredAndRequestedTensors]) -> Iterator[Ch
 def _plan_sends(
     name: str, chunk: ChunkBounds, owners: Ranks, targets: Ranks, bytes_to_send: list[int]
 ) -> Iterator[ChunkTransfer]:
-    """Yield a transfer of ``chunk`` to each target rank from the owner with the fewest bytes to send so far."""
+    """Choose which rank sends ``chunk`` to each target rank, balancing the bytes that each rank sends."""
     for target, dtype in targets.items():
         source = target if target in owners else min(owners, key=bytes_to_send.__getitem__)
         send = ChunkTransfer(name, *chunk, min(owners[source], dtype, key=WIDTH), source, target)
@@ -204,7 +204,7 @@ class _TensorChunks:
     targets: dict[ChunkBounds, Ranks] = field(default_factory=dict)
 
     def split_by_owners(self, name: str) -> Iterator[tuple[ChunkBounds, Ranks, Ranks]]:
-        """Split the requested chunks, so that each result contains only elements that the same ranks store.
+        """Split the requested chunks so that all elements of a smaller chunk are stored by the same ranks.
 
         Yields (chunk, owners, targets).
         """
@@ -278,7 +278,7 @@ def _split_chunk_by_owners(
     are_disjoint: bool = False,
     owners: Sequence[Ranks] = (),
 ) -> Iterator[tuple[ChunkBounds, Ranks]]:
-    """Split ``chunk`` into smaller chunks. The elements of a smaller chunk are all stored by the same ranks.
+    """Split ``chunk`` so that all elements of a smaller chunk are stored by the same ranks.
 
     Yields (smaller chunk, owners). The chunks in ``owned_chunks`` are inside ``chunk``. If they overlap each other, the
     middle one divides the others recursively.
@@ -314,7 +314,7 @@ def _merge_owners(*owners: Ranks) -> Ranks:
 
 
 class _LocalChunks:
-    """The chunks that this rank stores and those that it requests, grouped by tensor name, widest dtype first."""
+    """The tensor chunks that this rank stores and those that it requests, grouped by tensor name."""
 
     def __init__(self, have: Sequence[TensorItem], want: Sequence[TensorItem]) -> None:
         self._have, self._want = _group_chunks_by_name(have), _group_chunks_by_name(want)
@@ -346,7 +346,7 @@ def _send_and_receive(
     world: Axis,
     device: torch.device,
 ) -> None:
-    """Send and receive all messages in rounds. In a round, each rank sends at most one message to every other rank."""
+    """Exchange chunks between ranks in rounds, with at most one message from each rank to each other rank."""
     while True:
         outgoing, incoming = ([next(batches, []) for batches in each] for each in (send_batches, receive_batches))
         if not any(outgoing) and not any(incoming):

@@ -67,7 +67,7 @@ def move_user_files(source: Path, target: Path) -> None:
 
 
 def delete_checkpoint(folder: Path) -> None:
-    """Delete a checkpoint, except for files that you have added to its folder and files that cannot be deleted."""
+    """Delete a checkpoint, but keep files that you have added to its folder. Skips files that it cannot delete."""
     hidden = make_temporary_path(folder.with_name(_get_step_folder_name(folder)), DROPPED)
     if not folder.is_symlink():
         with suppress(OSError):
@@ -76,7 +76,7 @@ def delete_checkpoint(folder: Path) -> None:
 
 
 def delete_hidden_folder(hidden: Path, user_files_folder: Path) -> None:
-    """Delete a hidden checkpoint folder, after moving the files that you have added back to ``user_files_folder``."""
+    """Move your own files out of a hidden checkpoint folder, and delete the folder."""
     for path in _list_user_files(hidden):
         user_files_folder.mkdir(exist_ok=True)
         path.rename(user_files_folder / path.name)
@@ -84,7 +84,7 @@ def delete_hidden_folder(hidden: Path, user_files_folder: Path) -> None:
 
 
 def delete_old_checkpoints(root: Path, retention: CheckpointRetention, newest: Path) -> None:
-    """Delete replaced checkpoints and those that the rule ``retention`` does not retain, but never ``newest``."""
+    """Delete the old checkpoints that ``retention`` does not keep, and those that were replaced."""
     for left in _list_replaced_folders(root):
         if (root / _get_step_folder_name(left)).exists():
             delete_checkpoint(left)

@@ -60,14 +60,14 @@ class RankSnapshot:
     chunks: list[tuple[str, Offsets, Tensor]] = field(default_factory=list)
 
     def add_chunks_to_write(self, item: TensorItem, chunks_to_write: dict[NamedChunk, list[ChunkBounds]]) -> None:
-        """Add those chunks of a tensor that this rank must write. An empty tensor gets only an index entry."""
+        """Add the chunks of a tensor that this rank must write. An empty tensor gets only an index entry."""
         boxes = [(chunk, box) for chunk in item.chunks for box in chunks_to_write.get((item.name, *chunk.bounds), ())]
         if boxes or prod(item.shape) == 0:
             self.entries[item.name] = file_format.get_dtype_name(item.dtype), item.shape
         self.chunks += [(item.name, box[0], chunk.get_subview(*box)) for chunk, box in boxes]
 
     def copy_to_host_buffers(self, buffers: dict[tuple[str, Offsets], Tensor]) -> None:
-        """Copy the chunks to host memory, into buffers from ``buffers`` that have the required shape and dtype."""
+        """Copy the chunks to host memory, and reuse the buffers of earlier saves if they fit."""
         for number, (name, start, values) in enumerate(self.chunks):
             copy = buffers.get((name, start))
             if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
@@ -187,7 +187,7 @@ def _get_rank_record_path(hidden: Path, rank: int, suffix: str) -> Path:
 
 @dataclass(frozen=True, eq=False)
 class SaveJob:
-    """A checkpoint that is ready to be written: the chunks of this rank, the destination and the number of hosts.
+    """A checkpoint that is ready to be written: this rank's chunks and their destination.
 
     ``is_first`` is true for the model's first save into the directory. If that save fails, the lock is released.
     """
@@ -374,7 +374,7 @@ def prepare_save(
     extra: Any = None,
     keep: Any = None,
 ) -> Iterator[SaveJob]:
-    """Lock the checkpoint directory, collect the training state, and yield a ``SaveJob`` that can write it."""
+    """Lock the checkpoint directory, and yield a ``SaveJob`` that can write the training state."""
     root, tensors = Path(), ModelTensors(model)
     world, is_new = tensors.world, False
 

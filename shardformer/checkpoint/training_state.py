@@ -85,7 +85,7 @@ class ModelTensors:
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """Size of each mesh axis, by the name of the axis."""
+        """Size of each mesh axis, keyed by axis name."""
         return self._state.context.sizes if self._state.context.world is not None else {"data": self.world.size}
 
     @property
@@ -117,7 +117,7 @@ class ModelTensors:
         return FlatRegion(entry.spec.shape, entry.spec, self._state.coords)
 
     def get_slice_region(self, param_slice: ParamSlice) -> FlatRegion:
-        """Return which elements of a full parameter a slice of a ZeRO shard contains."""
+        """Return which elements of the full parameter are in a slice of a ZeRO shard."""
         spec = param_slice.entry.spec
         sharded = spec if spec.is_sharded and not param_slice.gradient.is_shared else None
         return FlatRegion(spec.shape, sharded, self._state.coords, param_slice.param_range)
@@ -268,7 +268,7 @@ class OptimizerStates:
         yield from (slot for group in self.groups for slot in group)
 
     def _iterate_states(self) -> Iterator[tuple[OptimizerTensor, str, Any, bool]]:
-        """Yield each entry of the optimizer state, as (optimizer tensor, key, value, is_item).
+        """Yield each value in the optimizer state, with its parameter and its key.
 
         ``is_item`` is False for a scalar, which belongs to the full parameter, unless the parameter is a scalar, too.
         """
@@ -291,7 +291,7 @@ class OptimizerStates:
                 yield region.make_tensor_item(f"optimizer.{self._number}/{quote(str(key), safe='')}/{slot.name}", x)
 
     def _get_full_region(self, key: str, shape: tuple[int, ...], optimizer_tensor: OptimizerTensor) -> FlatRegion:
-        """Return the region of an optimizer state tensor that does not have the shape of its parameter.
+        """Describe a state tensor that does not have its parameter's shape as unsharded.
 
         Raises ConfigError if the parameter is sharded.
         """
@@ -374,7 +374,7 @@ class OptimizerStates:
         """Load the saved state and parameter group options into the optimizer.
 
         Args:
-            state_tensors: (slot, key, value) of the state tensors.
+            state_tensors: (optimizer tensor, key, value) of the state tensors.
             exact: whether the state tensors keep the dtype in which they were saved.
         """
         states: dict[int, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Functions that generate command-line options from dataclass fields, and that check arguments of commands."""
+"""Generate command-line options from dataclass fields, and check arguments of commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T", bound="DataclassInstance")
 def options_from_dataclass(
     options_class: type[T], flags: Mapping[str, str] | None = None
 ) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Return a decorator that turns a function of a dataclass into a Typer command with one option per field.
+    """Return a decorator that builds a Typer command with one option per field of a dataclass.
 
     The fields of ``options_class`` are ``Annotated`` with their help, a ``typer.Option`` or a ``typer.Argument``. A
     boolean field becomes a switch ``--name`` without ``--no-name``.
@@ -69,7 +69,7 @@ def _make_field_parameter(field: Field[Any], hint: Any) -> Parameter:
 
 
 def _make_parallel_flag(name: str, text: str) -> Parameter:
-    """Create the Typer parameter of a flag for a field of ``ParallelConfig``. By default, the field is not set."""
+    """Create a command-line option that sets a field of ``ParallelConfig``. By default, the field is not set."""
     kind, _ = ParallelConfig.get_field_descriptions()[name]
     plain = next((each for each in (bool, int) if kind in (each, each | None)), str)
     option = parallel_option(name, text, *([f"--{name.replace('_', '-')}"] if plain is bool else []))

@@ -189,7 +189,7 @@ def _parse_durations(text: str, schedule: Schedule) -> dict[ActionKind, float]:
 
 
 def _color_schedule(text: str, schedule: Schedule) -> Text:
-    """Color the text of a pipeline schedule like the saved chart. Outside a terminal, rich prints no colors."""
+    """Color a pipeline schedule with the colors of the saved chart. Outside a terminal, rich prints no colors."""
     from rich.style import Style
     from rich.text import Text
 

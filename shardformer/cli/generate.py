@@ -139,7 +139,7 @@ def _apply_chat_template(tokenizer: Any, messages: list[dict[str, str]], add_gen
 
 
 def _get_stop_options(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Return arguments that make ``generate`` stop at the marker with which the chat template ends an answer."""
+    """Return arguments for ``generate`` that stop the text at the end of the model's answer."""
     ask, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     prompt, whole = _apply_chat_template(tokenizer, [ask], True), _apply_chat_template(tokenizer, [ask, answer], False)
     end = whole.removeprefix(f"{prompt}b").strip() if whole.startswith(f"{prompt}b") else ""

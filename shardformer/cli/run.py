@@ -216,7 +216,7 @@ def _format_help_row(action: argparse.Action) -> tuple[str, str]:
 
 
 def parse_run_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse torchrun's options, and ``--hostfile`` and ``--host``, which set the machines and the master address."""
+    """Parse the options of torchrun, and the additional options ``--hostfile`` and ``--host``."""
     parser = _RunArgumentParser(
         prog="shardformer run",
         usage=USAGE,

@@ -228,7 +228,7 @@ def _check_options(options: VerifyOptions) -> None:
 
 
 def _check_options_have_effect(options: VerifyOptions, layout: ParallelConfig) -> None:
-    """Raise ConfigError for options that have no effect because the parallel axis that they configure has size 1."""
+    """Raise ConfigError for options that configure a parallel axis of size 1, and so have no effect."""
     sizes = {name: size or 1 for name, size in layout.sizes.items()}
     for name, axis, needed in (
         ("tensor_parallel_mode", "tensor", "--tensor 2x2"),

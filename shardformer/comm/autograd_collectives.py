@@ -32,7 +32,7 @@ SHARD_OF = "_shardformer_shard_of"
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a ``backward`` method raise an error under ``create_graph=True``, which collectives do not support."""
+    """Make a ``backward`` method raise an error if it is called with ``create_graph=True``."""
 
     @wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
@@ -47,7 +47,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CopyToTpRegion(Function):
-    """Autograd function that implements ``copy_to_tp_region``."""
+    """Autograd function that returns its input, and all-reduces the gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
@@ -122,7 +122,7 @@ class _GatherFromRegion(Function):
 
 
 def get_local_slices(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
-    """Return a copy of this rank's slices along ``dim`` of a replicated tensor. Communicates nothing."""
+    """Copy this rank's slices of a replicated tensor along ``dim``. Communicates nothing."""
     slices = [x.narrow(dim, a, b - a) for a, b in split.parts[axis.rank] or [(0, 0)]]
     return torch.cat(slices, dim) if len(slices) > 1 else slices[0].clone(memory_format=torch.contiguous_format)
 
@@ -156,12 +156,12 @@ def copy_to_tp_region(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_from_tp_region(x: Tensor, axis: Axis) -> Tensor:
-    """All-reduce ``x``, this rank's partial result, at the end of a tensor-parallel block."""
+    """All-reduce the partial results ``x`` of all ranks at the end of a tensor-parallel block."""
     return x if axis.size == 1 else _ReduceFromTpRegion.apply(x, axis)
 
 
 def gather_from_sp_region(x: Tensor, axis: Axis, dim: int, full_length: int) -> Tensor:
-    """All-gather ``x``, this rank's sequence shard, at the start of a tensor-parallel block.
+    """All-gather the sequence shards ``x`` of all ranks at the start of a tensor-parallel block.
 
     Dimension ``dim`` of the result has the length ``full_length``. Forward: one all-gather. Backward: one
     reduce-scatter.
@@ -183,8 +183,8 @@ def scatter_to_region(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
 
 
 def gather_from_region(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str = "block") -> Tensor:
-    """All-gather a tensor that is sharded along ``dim``, for a computation that every rank does in full.
+    """All-gather a tensor that is sharded along ``dim``, and slice its gradient in the backward pass.
 
-    Forward: one all-gather. Backward: local slices of the gradient.
+    For computations that every rank does in full. Forward: one all-gather. Backward: no communication.
     """
     return x if axis.size == 1 else _GatherFromRegion.apply(x, axis, dim % x.dim(), split, purpose)

@@ -93,7 +93,7 @@ NUM_FACTS = 5
 
 
 def wait_for_all_ranks(call_name: str, *axes: Axis) -> None:
-    """Wait until every rank of each axis has reached the call that is named ``call_name``.
+    """Wait until all ranks of each axis have made the call named ``call_name``.
 
     Raises InputError on every rank if one makes another call or none. Communicates through the launcher's store.
     """
@@ -111,7 +111,7 @@ def wait_for_all_ranks(call_name: str, *axes: Axis) -> None:
 
 
 def check_same_call_and_data(call_name: str, axis: Axis, data_facts: Mapping[str, int] | None = None) -> None:
-    """Check that all ranks of an axis make the same call, and with the same training data.
+    """Check that all ranks of an axis make the same call with the same training data.
 
     ``data_facts`` describes the data: it maps names in ``DATA_FACTS`` to numbers, which are 0 if unknown. Raises
     InputError on every rank if the calls or the facts differ. Communicates one all-gather of a few integers.

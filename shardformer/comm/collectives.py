@@ -41,7 +41,7 @@ class PendingCollective:
         return self._finish()
 
     def then(self, function: Callable[[Tensor], Tensor]) -> PendingCollective:
-        """Return a pending collective whose result is ``function`` applied to the result of this one."""
+        """Return a pending collective that also applies ``function`` to the result."""
         return PendingCollective(self._works, lambda: function(self._finish()), self._record_wait)
 
     def is_completed(self) -> bool:

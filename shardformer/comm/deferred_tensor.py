@@ -38,7 +38,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 class DeferredTensor(Tensor):
-    """A full tensor whose values a collective computes from the tensor ``local``, but only when they are read.
+    """A tensor that runs a collective to compute its values only when they are read.
 
     Args (of ``make``):
         local: this rank's shard or summand.
@@ -79,7 +79,7 @@ class DeferredTensor(Tensor):
 
     @property
     def is_pending(self) -> bool:
-        """Whether ``local`` can be used instead of the full tensor, which was not changed and has no gradient hooks."""
+        """Whether the full tensor was not modified and has no gradient hooks, so that ``local`` can replace it."""
         is_written = self._own is not None or (self._full is not None and self._full._version != self._written)
         return not self._is_watched and not is_written
 

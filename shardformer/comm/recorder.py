@@ -109,7 +109,7 @@ def _register_module_tracking_hooks(model: nn.Module, traffic: CollectiveLog) ->
 
 
 def do_not_record_wait() -> None:
-    """Do nothing. ``record_collective_start`` returns this function if no recorder is active."""
+    """Do nothing when the process waits for a collective while no recorder is active."""
 
 
 def record_collective_start(

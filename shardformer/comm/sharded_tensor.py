@@ -88,27 +88,27 @@ class ShardedTensor(Tensor):
         raise AssertionError
 
     def with_local_shard(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Self:
-        """Wrap ``local`` as the shard of a new tensor, with this tensor's sharded dimension and dtype by default."""
+        """Create a tensor from the shard ``local``, with this tensor's sharded dimension and dtype by default."""
         raise AssertionError
 
     def make_view(self, local: Tensor, dim: int, replay: Callable[[Tensor], Tensor]) -> Self:
-        """Wrap ``local`` as the shard of a view of this tensor. ``replay`` computes this view of the full tensor."""
+        """Create a view of this tensor from the view's shard ``local``."""
         return self.with_local_shard(local, dim)
 
     def slice_to_local(self, full: Tensor, dim: int) -> Tensor:
-        """Return this rank's slice of a plain tensor that has the full length along ``dim``."""
+        """Return this rank's slice of the unsharded tensor ``full`` along ``dim``."""
         raise AssertionError
 
     def has_same_sharding(self, other: Any) -> bool:
-        """Return whether ``other`` has the same sharding, so that the two can be combined shard by shard."""
+        """Return whether ``other`` is sharded in the same way, so that operations can combine local shards."""
         raise AssertionError
 
     def get_stored_shard(self) -> Tensor:
-        """Return this rank's shard in the dtype in which it is stored, before any cast to the tensor's dtype."""
+        """Return this rank's shard without the cast to this tensor's dtype."""
         return self.local
 
     def sums_operand_gradients(self) -> bool:
-        """Return whether the gradient of a replicated operand will be summed over the ranks after the backward pass."""
+        """Return whether gradients of replicated operands are summed over the ranks after the backward pass."""
         return False
 
     def call_inplace_function(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -156,7 +156,7 @@ def to_full_tensors(value: Any) -> Any:
 
 
 def call_on_full_tensors(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Call a torch function that has no rule for shards on the gathered full tensors."""
+    """Gather the full tensors, and call a torch function on them."""
     first, name = args[0] if args else None, getattr(func, "__name__", "")
     if isinstance(first, ShardedTensor) and (name in _RECEIVES or is_inplace(func, kwargs)):
         return first.call_inplace_function(func, args, kwargs)
@@ -180,13 +180,13 @@ def is_inplace(func: Any, kwargs: Kwargs) -> bool:
 
 
 def get_wrapper_metadata(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Read an attribute of the wrapper, such as its shape, dtype or device, without gathering the shards."""
+    """Read a tensor attribute, such as the full shape or the dtype, without gathering the shards."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 def make_empty_full_view(x: ShardedTensor) -> Tensor:
-    """Return a scalar expanded to the full shape, dtype and device of ``x``, which needs almost no memory."""
+    """Return a placeholder with the full shape, dtype and device of ``x`` that needs almost no memory."""
     return x.local.new_empty((), dtype=x.full_dtype).expand(x.full_shape)
 
 
@@ -230,7 +230,7 @@ def _get_local_operand(value: Any, x: ShardedTensor) -> Any:
 
 
 def apply_view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply a view function such as ``transpose`` to the local shard, by the function's rule in ``VIEW_RULES``."""
+    """Apply a view function such as ``transpose`` to the local shard if possible, and otherwise to the full tensor."""
     x, *rest = args
     if not isinstance(x, ShardedTensor):
         return call_on_full_tensors(func, args, kwargs)
@@ -269,7 +269,7 @@ def call_on_local_shard(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def convert_reshape_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    """Convert the arguments of ``view`` or ``reshape`` for the shard, if the last dimension stays sharded."""
+    """Convert the arguments of ``view`` or ``reshape`` for the local shard, or return None if this is impossible."""
     sizes = _get_sizes(args)
     if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
         return None
@@ -302,7 +302,7 @@ def convert_unflatten_args(shape: Sequence[int], sharded_dim: int, args: Args, k
 
 
 def convert_squeeze_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    """Return the dimensions to squeeze, without a sharded dimension of length 1 only in the local shard."""
+    """Convert the arguments of ``squeeze``, so that a sharded dimension of local length 1 is kept."""
     named = args[0] if args else kwargs.get("dim", range(len(shape)))
     dims = {dim % len(shape) for dim in ([named] if isinstance(named, int) else named)}
     gone = tuple(sorted(dim for dim in dims if shape[dim] == 1))
@@ -325,7 +325,7 @@ def convert_permute_args(shape: Sequence[int], sharded_dim: int, args: Args, kwa
 
 
 def _make_dim_rule(position: int, default: int, drops_dim: bool = False) -> Callable[..., Placed]:
-    """Build a rule for functions such as ``select`` that act on one dimension, which must not be the sharded one."""
+    """Create a function that converts the arguments of ``select`` and similar functions for the local shard."""
 
     def rule(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
         dim = _get_dim_argument(args, kwargs, position, "dim", default)
@@ -343,7 +343,7 @@ split = _make_dim_rule(1, 0)
 
 
 def convert_index_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    """Convert an index into the full tensor to one into the shard, if it keeps the whole sharded dimension."""
+    """Convert an index for the local shard, or return None if it selects part of the sharded dimension."""
     keys: Args = args[0] if isinstance(args[0], tuple) else args
     used = [_count_indexed_dims(key) for key in keys]
     if any(count is None for count in used):
@@ -440,7 +440,7 @@ def find_functions_by_name(names: str) -> Iterator[Any]:
 
 
 def build_rule_table(names: Mapping[Rule, str]) -> dict[Any, Rule]:
-    """Return a dict from torch functions to rules, given the names of the functions for each rule."""
+    """Return a dict that maps torch functions to the rules for applying them to shards."""
     return {function: rule for rule, text in {**_SHARED, **names}.items() for function in find_functions_by_name(text)}
 
 

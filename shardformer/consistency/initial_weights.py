@@ -70,7 +70,7 @@ def _iterate_plain_config_fields(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
-    """Broadcast weights and buffers from the first rank of each mesh axis if the ranks of the axis differ in them.
+    """Copy weights and buffers from the first rank of each mesh axis to the other ranks if they differ.
 
     Parameters that are not yet materialized get the random state of the first rank. Communicates two numbers per
     tensor, and the tensors or random states only if they differ. Returns notes about what was copied.
@@ -108,7 +108,7 @@ def broadcast_random_state(
     extra_numbers: Sequence[int] = (),
     on_gathered: Callable[[list[list[int]]], None] = lambda _: None,
 ) -> bool:
-    """Copy the random state of torch, NumPy and Python from the first rank of an axis to ranks with another state.
+    """Copy the random state of torch, NumPy and Python from the first rank of an axis to its other ranks.
 
     Outside the sharded blocks, these ranks must draw the same random numbers, even if a script seeds each rank
     differently. All ranks must call this at the same time, even without having drawn random numbers, because another

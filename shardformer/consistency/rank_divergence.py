@@ -66,7 +66,7 @@ WeightSlices = list[tuple[ParamEntry, slice]]
 
 @dataclass(frozen=True)
 class ComparedValue:
-    """A value that must be identical on several ranks, and the texts of the error that reports a difference."""
+    """Error texts for a value that must be identical on several ranks."""
 
     what: str
     rule: str
@@ -187,7 +187,7 @@ class ConsistencyMonitor:
     def check_gathered_values(
         self, gathered: Sequence[Sequence[int]], axis: Axis, inputs: Collection[Any] = ()
     ) -> None:
-        """Raise InputError on every rank if the gathered numbers show that ranks with the same batch have diverged."""
+        """Raise InputError on every rank if the gathered values differ between ranks."""
         weights = len(ORDER) - 1
         projections = [struct.unpack("<2d", struct.pack("<2q", *values[weights:])) for values in gathered]
         if any(values[:weights] != gathered[0][:weights] for values in gathered) or not self._are_projections_close(
@@ -199,13 +199,13 @@ class ConsistencyMonitor:
     # --- data ranks
 
     def compute_bits_to_reduce(self, axis: Axis) -> list[float]:
-        """Hash the training state to 32 values of 1 or -1, which data parallel ranks all-reduce and compare."""
+        """Return a hash of the training state whose bits are 1 or -1, so that an all-reduce can compare it."""
         known = [self.training, self.steps, hash(self.options[1:]), self._hash_weights(axis)]
         number = int.from_bytes(hashlib.sha256(repr(known).encode()).digest()[: BITS // 8], "big")
         return [1.0 if number >> i & 1 else -1.0 for i in range(BITS)]
 
     def check_reduced_bits(self, sums: Tensor, axis: Axis) -> None:
-        """Raise InputError on every rank if the all-reduced hashes of data parallel ranks differ.
+        """Raise InputError on every rank if data parallel ranks have different hashes.
 
         On a GPU, this checks the sums of the previous step to avoid a synchronization.
         """
@@ -271,7 +271,7 @@ class ConsistencyMonitor:
                 yield name
 
     def _to_list_async(self, key: str, tensor: Tensor) -> Any:
-        """Return ``tensor.tolist()``, or on a GPU the result of the previous call (None at first) to avoid a sync."""
+        """Return the values of ``tensor``; on a GPU, return those of the previous call to avoid a sync."""
         if not has_data(tensor):
             return None
         if not tensor.is_cuda:
@@ -335,7 +335,7 @@ def _hash_62_bits(value: Any) -> int:
 
 
 def _compute_random_projection(vector: Tensor, shift: int) -> Tensor:
-    """Return the sum of a vector's elements with random signs, and the sum of their squares."""
+    """Return a random projection of a vector, which is its sum with random signs, and its squared norm."""
     wide, signs = vector.double(), _get_random_signs(vector.device)
     rows = [wide[at : at + len(signs)] for at in range(0, len(wide), len(signs))]
     sums = torch.stack([row @ signs[: len(row)] for row in rows])
@@ -418,9 +418,9 @@ def get_metadata_of_trained_models(optimizer: Optimizer) -> Collection[ShardingM
 def sync_random_state_and_check_ranks(
     metadata: ShardingMetadata, inputs: Collection[Any], has_drawn_random_numbers: bool = False
 ) -> bool:
-    """Synchronize the random state of ranks that process the same batch; raise InputError if these ranks diverged.
+    """Synchronize the random state of ranks with the same batch, and check that these ranks agree.
 
-    See ``broadcast_random_state``.
+    Raises InputError if they have diverged. See ``broadcast_random_state``.
     """
     axis, device, monitor = metadata.same_batch_axis, metadata.context.device, metadata.monitor
     if monitor is None or axis.size == 1:
@@ -450,10 +450,10 @@ PASSES = "_shardformer_passes"  # attribute of an optimizer with the number of g
 
 
 def check_gradients_before_step(optimizer: Optimizer) -> None:
-    """Reduce gradients accumulated in ``no_sync`` across ranks; raise ConfigError if ranks have different gradients.
+    """Reduce gradients from ``no_sync`` before an optimizer step, and check that all ranks agree.
 
-    The error is raised on all ranks. Communicates the gradients of backward passes in ``no_sync``, or a checksum of
-    each gradient if no gradients were reduced since the last step.
+    Raises ConfigError on all ranks if they do not agree. Communicates the gradients of backward passes in ``no_sync``,
+    or a checksum of each gradient if no gradients were reduced since the last step.
     """
     found = [(state, _get_gradient_reducers(state)) for state in get_metadata_of_trained_models(optimizer)]
     found = [(state, reducers) for state, reducers in found if reducers]

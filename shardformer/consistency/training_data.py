@@ -76,7 +76,7 @@ def check_same_training_data(
 def _fingerprint_samples(
     num_samples: int, read_sample: Callable[[int], Any]
 ) -> tuple[list[int], list[tuple[float, float]]]:
-    """Return a hash and a random projection of each sample in a random subset that is the same on all ranks.
+    """Compute a hash and a random projection of randomly chosen samples, the same ones on every rank.
 
     Either list is empty if its values change when a sample is read a second time, as with random augmentation.
     """
@@ -97,7 +97,7 @@ def _fingerprint_samples(
 
 
 def project_sample(value: Any) -> tuple[float, float]:
-    """Project the floats of a sample onto a fixed random vector; return the projection and the norm of the floats."""
+    """Return the projection of a sample's floats onto a fixed random vector, and the norm of the floats."""
     decimals = list(_iterate_float_tensors(value))
     if not decimals:
         return 0.0, 0.0

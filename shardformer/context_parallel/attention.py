@@ -98,7 +98,7 @@ def context_parallel_attention(
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The exchange of heads and of keys between the ranks in one call of an attention module."""
+    """Describes what the ranks exchange in one call of an attention module."""
 
     exchange: RingExchange
     of_queries: HeadExchange
@@ -116,7 +116,7 @@ def plan_attention(
     scores: AttentionScoreOptions,
     is_causal: bool | None,
 ) -> AttentionPlan:
-    """Plan the communication for one call with queries (B, N, s, D) and keys (B, K, s, D). Communicates nothing."""
+    """Plan which heads and keys the ranks exchange in one attention call. Communicates nothing."""
     positions = _find_query_positions(state, query, mask)
     if positions is None:
         length = query.shape[2]
@@ -169,7 +169,7 @@ def _attend_in_graph(
 
 @dataclass(frozen=True)
 class PerDistancePositionBias:
-    """Relative position bias with one value per distance, which replaces the full bias tensor of a model."""
+    """Relative position bias that stores one value per distance instead of one per pair of positions."""
 
     distance_bias: Tensor
 
@@ -211,7 +211,7 @@ def _compute_bias_by_distance(self: nn.Module, query_length: int, key_length: in
 def _make_head_exchanges(
     state: ContextParallelState, num_heads: int, num_key_heads: int, mask: ChunkedMask
 ) -> tuple[HeadExchange, HeadExchange]:
-    """Return how the Ulysses group exchanges query heads and how it exchanges key heads."""
+    """Return how the ranks of a Ulysses group exchange query heads, and how they exchange key heads."""
     axis, ring_rank = state.group, state.ring.rank
     if num_heads < axis.size:
         ring_size = state.axis.size // num_heads

@@ -32,14 +32,14 @@ HASH_FACTORS = (0x45D9F3B, 0x119DE1F3)
 
 @dataclass(frozen=True)
 class AttentionDropout:
-    """Attention dropout whose mask is a hash of a seed and positions, so that it is the same in every layout."""
+    """Attention dropout with the same mask under every parallel layout. It hashes a seed and the positions."""
 
     rate: float
     seed: int  # identical on all ranks
     heads: Tensor  # indices of the local query heads
 
     def compute_weight_factors(self, batch_size: int, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """Return the factors (B, N, Q, S) for the attention weights: 0 if dropped, and otherwise 1 / (1 - rate)."""
+        """Return the dropout factor of each attention weight, 0 or 1 / (1 - rate), as (B, N, Q, S)."""
         device = query_positions.device
         x = _hash_integers(torch.arange(batch_size, device=device)[:, None] + self.seed % 2**31)
         x = _hash_integers(x * 31 + self.heads.to(device)[None, :])[:, :, None, None]
@@ -61,11 +61,11 @@ class RelativePositionBias:
     distance_bias: Tensor  # (N, 2L - 1) for L positions: the bias of keys from L - 1 before the query to L - 1 after it
 
     def compute_bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """Return the bias (N, Q, S) between queries at ``query_positions`` and keys at ``key_positions``."""
+        """Return the bias of each pair of query and key positions, as (N, Q, S)."""
         return self.distance_bias[:, self.compute_bias_indices(query_positions, key_positions)]
 
     def compute_bias_indices(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """Return the indices (Q, S) into ``distance_bias`` for these positions of queries and keys."""
+        """Return the index into ``distance_bias`` for each pair of query and key positions, as (Q, S)."""
         return key_positions[None, :] - query_positions[:, None] + self.distance_bias.shape[1] // 2
 
 
@@ -168,7 +168,7 @@ def _make_additive_mask(block: BlockMask, dtype: torch.dtype) -> Tensor | None:
 
 
 def _apply_mask_to_bias(block: BlockMask, bias: RelativePositionBias, dtype: torch.dtype) -> Tensor:
-    """Return the position bias (B or 1, N, Q, S), in which the mask value replaces the bias of masked keys."""
+    """Return the position bias with a large negative value for masked keys, as (B or 1, N, Q, S)."""
     added = bias.compute_bias(block.rows, block.cols)[None].to(dtype)
     if block.mask is not None:
         return added.masked_fill(~block.mask, get_mask_value(dtype))
@@ -324,7 +324,7 @@ def _get_masked_out_keys(block: BlockMask, rows: slice) -> Tensor | None:
 
 
 def _repeat_kv_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Repeat the key or value heads in x (B, K, S, D) so that there is one for each query head: (B, N, S, D)."""
+    """Repeat the key or value heads so that there is one for each query head: (B, K, S, D) -> (B, N, S, D)."""
     groups = q.shape[1] // x.shape[1]
     return x.repeat_interleave(groups, 1) if groups > 1 else x
 

@@ -48,7 +48,7 @@ def wrap_object_in_tensor(value: Any) -> Tensor:
 
 
 def unwrap_object_from_tensor(tensor: Tensor, kind: type) -> Any:
-    """Return the object in a tensor from ``wrap_object_in_tensor``. Raises InputError for a computed or copied one."""
+    """Return the object that ``wrap_object_in_tensor`` stored in a tensor. Raises InputError for other tensors."""
     value = getattr(tensor, _HELD, None)
     if not isinstance(value, kind):
         raise InputError(
@@ -65,7 +65,7 @@ def wrap_mask_in_tensor(value: Any) -> Any:
 
 
 def wrap_attention_modules(layer: nn.Module) -> None:
-    """Wrap the attention modules of a layer with ``wrap_object_in_tensor``, so that the layer can be compiled."""
+    """Store each attention module of a layer in a tensor, which a compiled graph can pass to an operator."""
     for module in layer.modules():
         if RUN in module.__dict__:
             module.__dict__[SITE] = wrap_object_in_tensor(module)

@@ -39,7 +39,7 @@ MAX_CACHED_MASKS = 64
 
 
 class ChunkVisibility(Enum):
-    """How many keys of one chunk of the sequence the queries of another chunk attend to."""
+    """Describes whether the queries of a chunk attend to all, some or none of another chunk's keys."""
 
     NOTHING = "nothing"
     ALL = "all"
@@ -81,7 +81,7 @@ class ChunkedMask:
         return self.padding is not None or self.predicate not in (None, causal_predicate)
 
     def evaluate(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """Return whether queries at ``query_positions`` attend to keys at ``key_positions``: (B or 1, 1, Q, S)."""
+        """Return whether each query attends to each key at these positions, as (B or 1, 1, Q, S)."""
         device = query_positions.device
         if self.predicate is None:
             visible = torch.ones(1, 1, len(query_positions), len(key_positions), dtype=torch.bool, device=device)
@@ -112,14 +112,14 @@ class ChunkedMask:
         return visible
 
     def make_full_mask(self, device: torch.device) -> Tensor | None:
-        """Return the mask (B or 1, 1, Q, S) of all queries and keys, or None if every query attends to all keys."""
+        """Return the mask of the full sequence as (B or 1, 1, Q, S), or None if every query attends to all keys."""
         if self.predicate is None and self.padding is None:
             return None
         rows, cols = torch.arange(self.queries.length, device=device), torch.arange(self.keys.length, device=device)
         return self.evaluate(rows, cols)
 
     def get_visibility(self, query_chunk: int, key_chunk: int) -> ChunkVisibility:
-        """Return how many keys of a chunk are visible to a chunk of queries. The result is identical on all ranks."""
+        """Return how much of a chunk of keys a chunk of queries attends to. The result is identical on all ranks."""
         key = query_chunk, key_chunk
         if key not in self._visibility:
             self._visibility[key] = self._find_visibility(*key)
@@ -160,7 +160,7 @@ class ChunkedMask:
         return BlockMask(False, self.evaluate(*positions), *positions)
 
     def is_causal(self, chunks: tuple[int, ...]) -> bool:
-        """Return whether the mask is causal if both queries and keys are limited to these chunks."""
+        """Return whether the mask between the queries and the keys of these chunks is causal."""
         expected = {
             (r, c): ChunkVisibility.CAUSAL if r == c else ChunkVisibility.ALL if c < r else ChunkVisibility.NOTHING
             for r in chunks
@@ -169,7 +169,7 @@ class ChunkedMask:
         return self.queries == self.keys and all(self.get_visibility(*pair) is seen for pair, seen in expected.items())
 
     def list_needed_key_chunks(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return which of these key chunks are visible to at least one query of rank ``ring_rank``."""
+        """Return the key chunks that at least one query of rank ``ring_rank`` attends to."""
         queries = self.queries.get_chunks_of_rank(ring_rank)
         return tuple(
             c for c in chunks if any(self.get_visibility(q, c) is not ChunkVisibility.NOTHING for q in queries)
@@ -208,7 +208,7 @@ def _vmap_over_indices(predicate: Predicate) -> Callable[..., Tensor]:
 
 
 class _VisibilityCache(threading.local):
-    """Caches the ``ChunkVisibility`` of each pair of chunks. Each thread has its own, because ranks may be threads."""
+    """Caches which key chunks each query chunk attends to. Each thread has its own, because ranks may be threads."""
 
     def __init__(self) -> None:
         self.masks: dict[Hashable, dict[tuple[int, int], ChunkVisibility]] = {}
@@ -225,7 +225,7 @@ def _get_cached_visibility(key: Hashable) -> dict[tuple[int, int], ChunkVisibili
 
 
 def compute_mask_fingerprint(value: Any) -> Hashable | None:
-    """Return a hashable key for a mask function, or None if the function uses tensors or other objects."""
+    """Return a hashable key that identifies a mask function, or None if it uses tensors or other objects."""
     if value is None or isinstance(value, int | float | str | CodeType):
         return (type(value).__name__, value)
     if isinstance(value, tuple | list):

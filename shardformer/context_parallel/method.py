@@ -90,7 +90,7 @@ def _get_head_counts(model: nn.Module) -> tuple[int, int]:
 
 
 def _is_group_inside_host(context: ParallelContext, group: int) -> bool:
-    """Return False if a Ulysses group of this size is known to cross hosts, and otherwise True.
+    """Return whether a Ulysses group of this size stays within one host, as far as the hosts are known.
 
     A Ulysses group consists of consecutive ranks of the sequence axis.
     """

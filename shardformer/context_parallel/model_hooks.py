@@ -92,10 +92,10 @@ class ModelInputHook:
 
 
 class LayerStackHook:
-    """Hooks that shard the sequence before a stack of layers, and wrap the output in a ``SequenceShardedTensor``.
+    """Hooks that shard the sequence before a model's layers, and wrap their output in a sharded tensor.
 
     Args:
-        path: the path of the stack.
+        path: the path of the module list that contains the layers.
         layers: the layers in order, without repetitions.
         ends: the modules whose output is wrapped: the last layer or a norm after it, or every layer if the model reads
             or writes single positions between the layers.
@@ -195,7 +195,7 @@ class LayerStackHook:
 
 
 def run_on_local_positions(module: nn.Module) -> None:
-    """Make a parallel layer outside the stacks of layers process only the sequence positions of this rank."""
+    """Make a module outside the layers process only this rank's positions of the sequence."""
     sharded: list[SequenceShardedTensor] = []
 
     def unwrap_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -47,7 +47,7 @@ class RingExchange:
     gathers: bool = False  # all-gather all keys first, instead of sending them during the computation
 
     def get_needed_chunks(self, rank: int, owner: int) -> tuple[int, ...]:
-        """Return the sequence chunks whose keys rank ``rank`` needs from rank ``owner``, as chunk indices."""
+        """Return the indices of the sequence chunks that ``rank`` needs from the rank ``owner``."""
         chunks = self.mask.keys.get_chunks_of_rank(owner)
         return chunks if self.gathers else self.mask.list_needed_key_chunks(rank, chunks)
 
@@ -231,7 +231,7 @@ def _start_send_and_receive(axis: Axis, target: int, outgoing: Tensor, source: i
 
 
 class _KeyValueGradientExchange:
-    """Sends the gradients of keys and values to the ranks that own these, and sums the gradients it receives."""
+    """Sends gradients of keys and values to the ranks that own them, and sums the received gradients."""
 
     def __init__(self, dkv: Tensor, exchange: RingExchange) -> None:
         self._dkv, self._exchange, self._step = dkv, exchange, 0
@@ -239,7 +239,7 @@ class _KeyValueGradientExchange:
         self._gathered: dict[int, Tensor] = {}
 
     def send_to_owner(self, owner: int, gradients: Tensor) -> None:
-        """Send the gradients of rank ``owner``'s keys and values to it. Call this in the order of the ring steps."""
+        """Send gradients of keys and values to the rank that owns them. Call this in the order of the ring steps."""
         exchange, axis = self._exchange, self._exchange.axis
         step, self._step = self._step, self._step + 1
         if exchange.gathers and axis.size > 1:
@@ -299,7 +299,7 @@ def _plan_kernel_calls(
 
 
 def _get_chunks_slice(positions: SequencePositions, stored: tuple[int, ...], selected: tuple[int, ...]) -> slice:
-    """Return where the ``selected`` chunks are in a tensor that contains the ``stored`` chunks, as a slice."""
+    """Return the slice of a tensor of ``stored`` chunks that contains the ``selected`` chunks."""
     start = 0
     bounds = []
     for chunk in stored:

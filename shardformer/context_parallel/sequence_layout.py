@@ -32,7 +32,7 @@ from shardformer.torch_compat import tolist_or_ones
 
 @dataclass(frozen=True)
 class SequencePositions:
-    """Assignment of a sequence of ``length`` positions to a grid of ``ring`` x ``group`` ranks.
+    """Assigns the positions of a sequence to the ranks that share it in context parallelism.
 
     >>> SequencePositions(16, ring=2, group=2).split.parts
     (((0, 4),), ((12, 16),), ((4, 8),), ((8, 12),))
@@ -81,7 +81,7 @@ class SequencePositions:
 
     @cached_property
     def split(self) -> Split:
-        """Positions of each rank of the sequence axis as a ``Split``, ordered by ring rank and then by group rank."""
+        """Positions that each rank of the sequence axis stores, as a ``Split``."""
         parts = tuple(self._get_local_slices(*ranks) for ranks in product(range(self.ring), range(self.group)))
         return Split(parts, ("sequence",))
 
@@ -114,7 +114,7 @@ def get_chunk_positions(positions: SequencePositions, chunks: tuple[int, ...]) -
 
 @dataclass(frozen=True, eq=False)
 class IndexShards:
-    """Assignment of the indices of one tensor dimension to the ranks of a mesh axis."""
+    """Lists which indices of a tensor dimension each rank of a mesh axis stores."""
 
     axis: Axis
     parts: tuple[Tensor, ...]  # the indices of each rank, in the order of its local tensor
@@ -129,11 +129,11 @@ class IndexShards:
         return self.parts[self.axis.rank]
 
     def slice_local(self, x: Tensor, dim: int) -> Tensor:
-        """Return the slice of the full tensor x along ``dim`` that belongs to this rank."""
+        """Return this rank's slice of the full tensor ``x`` along ``dim``."""
         return x.index_select(dim, self.local_indices.to(x.device))
 
     def repeat_for_samples(self, num_samples: int) -> IndexShards:
-        """Return the sharding of a dimension in which ``num_samples`` sharded sequences are concatenated."""
+        """Return the sharding of ``num_samples`` sequences that are concatenated along this dimension."""
         if num_samples == 1:
             return self
         offsets = torch.arange(num_samples)[:, None] * self.full
@@ -142,7 +142,7 @@ class IndexShards:
         )
 
     def slice_rows(self, row_range: slice) -> tuple[IndexShards, Tensor]:
-        """Return the sharding of a slice of the dimension, and the local rows that are in the slice."""
+        """Slice the sharded dimension; return the sharding of the slice and its rows on this rank."""
         start, stop, step = row_range.indices(self.full)
         full = len(range(start, stop, step))
         kept = [(part >= start) & (part < stop) & ((part - start) % step == 0) for part in self.parts]
@@ -164,7 +164,7 @@ _THREAD = threading.local()
 
 @dataclass(eq=False)
 class ContextParallelState:
-    """State of context parallelism for one model, such as its mesh axes and the sequence of the current layer."""
+    """The context parallel settings of a model and the state of its current forward pass."""
 
     axis: Axis
     ring: Axis  # the ranks that exchange keys and values
@@ -181,7 +181,7 @@ class ContextParallelState:
     _module_indices: dict[int, int] = field(default_factory=dict)
 
     def get_positions_per_rank(self, length: int) -> SequencePositions:
-        """Return which positions of such a sequence each rank stores. Raises InputError if it is too short."""
+        """Return the positions of each rank in a sequence of this length. Raises InputError if it is too short."""
         if length not in self.seen:
             self.seen[length] = SequencePositions(length, self.ring.size, self.group.size)
         return self.seen[length]
@@ -197,7 +197,7 @@ class ContextParallelState:
         return self.get_positions_per_rank(sequence_length).split.get_local_length(self.axis.rank)
 
     def record_sequence_length(self, length: int) -> SequencePositions:
-        """Return which positions of a sequence each rank stores, and record ``length`` for this forward pass."""
+        """Record the length of a sequence in this forward pass, and return the positions of each rank."""
         self.seen_in_forward[length] = positions = self.get_positions_per_rank(length)
         return positions
 
@@ -256,7 +256,7 @@ class ContextParallelState:
         return self.dims[argument_path]
 
     def get_attention_module_index(self, module: object) -> int:
-        """Return the index of an attention module in the order of first calls, which is the same on all ranks."""
+        """Return an attention module's index in call order, which is the same on all ranks."""
         return self._module_indices.setdefault(id(module), len(self._module_indices))
 
 
@@ -272,5 +272,5 @@ def set_current_state(state: ContextParallelState | None) -> None:
 
 
 def draw_shared_seed() -> int:
-    """Draw a random seed from the CPU random state, which is the same on all ranks."""
+    """Draw a random seed from the CPU random state, which all ranks share."""
     return int(tolist_or_ones(torch.randint(2**31, (), device="cpu")))

@@ -97,7 +97,7 @@ class SequenceShardedTensor(ShardedTensor):
 
 
 def average_input_gradient(x: Tensor, axis: Axis) -> Tensor:
-    """Make the gradient of a replicated model input identical on all ranks.
+    """Average the gradient of a model input over all ranks in the backward pass.
 
     Operations before this input then have the full gradient on each rank, so the average over the ranks does not change
     the gradients of their parameters. The gradient is the mean over the ranks, whose gradients are scaled by P.
@@ -191,7 +191,7 @@ def _reduce_features(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _dropout(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply dropout with different random numbers on each rank, without changing the random state they share."""
+    """Apply dropout with different random numbers on each rank, and restore the shared random state."""
     x = args[0]
     if not isinstance(x, SequenceShardedTensor) or rules.is_inplace(func, kwargs):
         return rules.call_on_full_tensors(func, args, kwargs)
@@ -204,7 +204,7 @@ def _dropout(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply ``view``, ``reshape`` or ``flatten``, if the sharded dim remains or merges with the dims before it."""
+    """Apply ``view``, ``reshape`` or ``flatten`` to the local shard if possible, or to the full tensor."""
     x = args[0]
     if not isinstance(x, SequenceShardedTensor):
         return rules.call_on_full_tensors(func, args, kwargs)
@@ -282,7 +282,7 @@ def _is_basic_index(key: Any) -> bool:
 
 
 def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Compute F.cross_entropy or F.nll_loss from the local positions and class indices, with one all-reduce."""
+    """Compute F.cross_entropy or F.nll_loss on the local positions, and reduce the loss over all ranks."""
     x, target = args[0], args[1] if len(args) == 2 else None
     if (
         not isinstance(x, SequenceShardedTensor)
@@ -336,7 +336,7 @@ SequenceShardedTensor.RULES = SEQUENCE_RULES
 
 
 def map_local_positions(func: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply the function ``func``, which treats each position separately, to the local positions of a tensor."""
+    """Apply a function that treats each position separately to the local positions of a tensor."""
     return (
         SequenceShardedTensor(func(x.local), x.rows, x.shard_dim) if isinstance(x, SequenceShardedTensor) else func(x)
     )

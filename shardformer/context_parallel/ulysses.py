@@ -30,7 +30,7 @@ PURPOSE = "context"
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """Assignment of attention heads and positions to the ranks of a Ulysses group."""
+    """Lists the attention heads and the number of positions of each rank of a Ulysses group."""
 
     axis: Axis
     heads: tuple[tuple[int, ...], ...]  # of each rank, in ascending order
@@ -66,9 +66,9 @@ def assign_key_heads(
 
 
 def exchange_positions_for_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
-    """Gather all positions of the group for this rank's heads: (B, N, s, D) -> (B, n, S, D).
+    """Exchange data between ranks, so that this rank has all positions for some of the heads.
 
-    Communicates one all-to-all, and another in the backward pass.
+    (B, N, s, D) -> (B, n, S, D). Communicates one all-to-all, and another in the backward pass.
     """
     if exchange.axis.size == 1:
         return x
@@ -78,9 +78,9 @@ def exchange_positions_for_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
 
 
 def exchange_heads_for_positions(x: Tensor, exchange: HeadExchange) -> Tensor:
-    """Gather all heads for this rank's positions: (B, n, S, D) -> (B, N, s, D).
+    """Exchange data between ranks, so that this rank has all heads for some of the positions.
 
-    Communicates one all-to-all, and another in the backward pass.
+    (B, n, S, D) -> (B, N, s, D). Communicates one all-to-all, and another in the backward pass.
     """
     if exchange.axis.size == 1:
         return x
@@ -90,7 +90,7 @@ def exchange_heads_for_positions(x: Tensor, exchange: HeadExchange) -> Tensor:
 
 
 def scatter_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
-    """Exchange positions for heads without autograd: (B, N, s, D) -> (B, n, S, D). Communicates one all-to-all."""
+    """Run ``exchange_positions_for_heads`` without autograd. Communicates one all-to-all."""
     batch, _, _, width = x.shape
     num_heads = len(exchange.heads[exchange.axis.rank])
     shapes = [(batch, num_heads, length, width) for length in exchange.lengths]
@@ -98,7 +98,7 @@ def scatter_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
 
 
 def gather_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
-    """Exchange heads for positions without autograd: (B, n, S, D) -> (B, N, s, D). Communicates one all-to-all."""
+    """Run ``exchange_heads_for_positions`` without autograd. Communicates one all-to-all."""
     batch, _, _, width = x.shape
     length = exchange.lengths[exchange.axis.rank]
     shapes = [(batch, len(heads), length, width) for heads in exchange.heads]

@@ -67,7 +67,7 @@ def find_head_counts(
     reads_inner_inputs: bool,
     head_dim: int = 0,
 ) -> Iterator[HeadCounts]:
-    """Yield each head count that fits the shapes of the projections, starting with those in the usual config fields.
+    """Yield the possible numbers of heads of an attention module, the most likely first.
 
     Args:
         head_dim: the traced number of features per head. For a model without a config, the head count that matches it
@@ -131,8 +131,6 @@ def _head_counts_fit_projections(
     head_dim: int,
     reads_inner_inputs: bool,
 ) -> bool:
-    """Return whether the output features of all projections are consistent with these head counts."""
-
     def has_size(part: str, *sizes: int) -> bool:
         return part not in projections or out_features[projections[part]] in sizes
 
@@ -239,7 +237,7 @@ def _make_block_candidates(
 
 
 def _find_mismatched_column_layers(model: nn.Module, group: LinearGroup) -> list[str]:
-    """Return the column-parallel linear layers whose output size does not match the input of the row-parallel layer."""
+    """Return the column-parallel layers whose output does not fit the input of the row-parallel layer."""
     width = _get_num_linear_features(model, group.row, out=False)
     out = [c for c in group.columns if _get_num_linear_features(model, c, out=True) % width]
     return out if len(out) < len(group.columns) else []
@@ -256,7 +254,7 @@ def _find_counterparts_in_all_layers(model: nn.Module, path: str) -> list[str]:
 
 
 def _find_enclosing_layer(model: nn.Module, path: str, members: list[str]) -> tuple[str, str] | None:
-    """Find the layer that contains all ``members``; return the paths of its module list and of the layer, or None."""
+    """Return the paths of the module list and of the layer that contain all ``members``, or None."""
     parts = path.split(".")
     indices = [i for i, part in enumerate(parts) if part.isdigit()]
     lists = [i for i in indices if _is_layer_list(model, ".".join(parts[:i]))]
@@ -272,7 +270,7 @@ def _find_enclosing_layer(model: nn.Module, path: str, members: list[str]) -> tu
 
 
 def _is_stage_with_layers(model: nn.Module, stage_path: str, layer_list_path: str) -> bool:
-    """Return whether ``stage_path`` is one of several equal stages, and ``layer_list_path`` is its list of layers."""
+    """Return whether the module at ``stage_path`` is one of several stages with a list of layers each."""
     stages = list(model.get_submodule(stage_path.rpartition(".")[0]).children())
     blocks, stage = model.get_submodule(layer_list_path), model.get_submodule(stage_path)
     if (
@@ -311,7 +309,6 @@ def _replace_expert_index(model: nn.Module, row_path: str, layer_path: str, is_a
 
 
 def _is_missing_in_some_layers(model: nn.Module, layer_list_path: str, relative_path: str) -> bool:
-    """Return whether some layers of a stack lack the module at ``relative_path``."""
     names = [name for name, _ in model.named_modules()]
     return any(not match_paths(f"{layer}.{relative_path}", names) for layer in find_layer_paths(model, layer_list_path))
 
@@ -401,7 +398,7 @@ def _iter_attention_candidates(
 def _find_accessed_int_attributes(
     model: nn.Module, trace: ForwardTrace, path: str, head_counts: HeadCounts
 ) -> dict[str, int]:
-    """Return the integer attributes that an attention module reads, except any that equals its head count by chance."""
+    """Return the integer attributes that an attention module reads. Omits chance matches of the head count."""
     module, head_field = model.get_submodule(path), str(head_counts.fields.get("num_heads", ""))
     places = {
         like: m
@@ -423,7 +420,7 @@ def _find_accessed_int_attributes(
 
 
 def _get_relative_path(group: LinearGroup, path: str, layer_path: str) -> str:
-    """Return a path relative to the block's module, or outside it, relative to the layer with a leading dot."""
+    """Make a module path relative to its block. Outside the block, it is relative to the layer, as ``.path``."""
     if f"{path}.".startswith(f"{group.entry}."):
         return path[len(group.entry) :].lstrip(".")
     return path[len(layer_path) :]
@@ -472,7 +469,7 @@ def _guess_sharded_dims_of_parameters(module: nn.Module, head_counts: HeadCounts
 
 
 def _find_per_head_arguments(trace: ForwardTrace, group: LinearGroup, head_counts: HeadCounts) -> dict[str, LocalAttr]:
-    """Return the arguments of an attention module, except the first, that have a dim of size heads or batch * heads."""
+    """Find the arguments of an attention module that have a dimension for the heads."""
     arguments = list(trace.inputs.get(group.entry, {}).items())
     samples = arguments[0][1].shape[0] if arguments else 0
     counts = (head_counts.heads, samples * head_counts.heads)
@@ -481,7 +478,7 @@ def _find_per_head_arguments(trace: ForwardTrace, group: LinearGroup, head_count
 
 
 def _find_other_projection_inputs(model: nn.Module, trace: ForwardTrace, group: LinearGroup) -> list[str]:
-    """Return the arguments of an attention module, except the first, that its projections read (encoder states)."""
+    """Return the other inputs of an attention module's projections, such as the encoder's hidden states."""
     names: dict[str, bool] = {}
     for like in _find_counterparts_in_all_layers(model, group.entry):
         arguments = list(trace.inputs.get(like, {}).items())
@@ -572,10 +569,10 @@ def collect_transformers_tp_plan(model: nn.Module) -> dict[str, str]:
 
 
 def find_role_matching_plan(tp_plan: Mapping[str, str], layer_list_path: str, roles: Iterable[Role]) -> Role | None:
-    """Return the first role that shards weights in the same way as a transformers tensor parallel plan, or None.
+    """Return the first of ``roles`` that agrees with a transformers tensor parallel plan, or None.
 
     Args:
-        layer_list_path: the path of the stack.
+        layer_list_path: the path of the list of layers.
     """
     return next((role for role in roles if _role_matches_plan(tp_plan, f"{layer_list_path}.*", role)), None)
 

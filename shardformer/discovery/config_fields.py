@@ -53,7 +53,7 @@ class ConfigField:
 
     @cached_property
     def size_ratios(self) -> dict[SizeOccurrence, Fraction]:
-        """Each size that is proportional to this config field, divided by the value of the field."""
+        """Ratio of each size to this config field, for sizes that are proportional to the field."""
         return {
             place: Fraction(old) / self.value
             for place, (old, new) in self.changed_sizes.items()
@@ -194,12 +194,12 @@ def _guess_head_meaning(
 
 
 def get_possible_rotary_dims(field: ConfigField) -> set[int]:
-    """Return the rotary dims that a config field may determine: twice the size of each buffer that depends on it."""
+    """Return the rotary dims that a config field may determine, based on the buffers that depend on it."""
     return {2 * int(old) for place, (old, _) in field.changed_sizes.items() if place.role is SizeLocation.BUFFER}
 
 
 def _changes_every_matrix(field: ConfigField, fields: Sequence[ConfigField]) -> bool:
-    """Return whether a config field affects every matrix that any other field of the same config affects."""
+    """Return whether a config field affects at least the same matrices as all other fields of its config."""
     neighbors = [n for n in fields if n.path[:-1] == field.path[:-1]]
     return len(neighbors) > 1 and field.get_changed_matrices() >= {
         name for other in neighbors for name in other.get_changed_matrices()
