@@ -222,7 +222,7 @@ class ShardedTrainer:
 
     @contextmanager
     def _override_world_size_and_rank(self, num_processes: int, process_index: int) -> Iterator[None]:
-        """Make ``args.world_size`` and ``args.process_index`` return these numbers inside the context."""
+        """Temporarily override ``args.world_size`` and ``args.process_index``."""
         args = self.args
         before = args.distributed_state
         args.distributed_state = DataParallelState(before, num_processes, process_index)
@@ -358,7 +358,7 @@ class ShardedTrainer:
             return mean.average_over_ranks(to_full_tensors(loss)), *outputs
 
     def _count_real_samples(self, inputs: Any) -> int | None:
-        """Return how many samples, without padding samples, this rank has in the last batch of the data set.
+        """Return how many samples this rank has in the last batch of the data set, not counting padding samples.
 
         None for any other batch, and for a batch whose rows are not samples.
         """
@@ -558,7 +558,7 @@ def _has_sharded_parameters(model: nn.Module) -> bool:
 
 
 def _needs_full_matrices(optimizer: Optimizer) -> bool:
-    """Return whether a trial step shows that an optimizer needs full weight matrices, or True if the step fails."""
+    """Test whether an optimizer needs full weight matrices, and assume so if the test fails."""
     try:
         return needs_full_matrices(optimizer)
     except ConfigError:

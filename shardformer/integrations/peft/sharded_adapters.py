@@ -105,12 +105,12 @@ class AdapterDropout(nn.Module):
 
 
 def has_complete_gradients(tuner: nn.Module) -> bool:
-    """Return whether every rank computes an adapter's full gradients, which then need no sum over ranks."""
+    """Return whether every rank has the complete gradients of an adapter after the backward pass."""
     return isinstance(tuner, _FullParametersMixin)
 
 
 class _RunInsideParallelLayerMixin:
-    """A mixin that runs an adapter after its parallel layer communicates the input and before the output."""
+    """A mixin that runs an adapter between the input and the output communication of its parallel layer."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         base: ParallelLinear = self.get_base_layer()
@@ -122,7 +122,7 @@ class _RunInsideParallelLayerMixin:
 
 @contextmanager
 def _prepare_base_layer_for_adapter(base: ParallelLinear, training: bool) -> Iterator[None]:
-    """While an adapter runs, hide a bias that is added later, and use one random state on all ranks."""
+    """Temporarily hide a base layer's bias if it is added later, and use one random state on all ranks."""
     with ExitStack() as stack:
         if training and base.block is not None:
             stack.enter_context(base.block.use_shared_random_state())
@@ -222,7 +222,7 @@ class _CompilableDoraMixin:
 
 
 class _DequantizedBaseLayer:
-    """A base layer that makes PEFT read its weight with ``dequantize``, whatever the weight's class."""
+    """A wrapper around a base layer that makes PEFT read the weight by calling ``dequantize``."""
 
     W_q = None  # PEFT calls dequantize of bases with this attribute
 
