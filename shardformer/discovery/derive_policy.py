@@ -49,7 +49,7 @@ WIDTH = 100
 
 
 def format_policy_source(policy: RolePolicy, name: str = "MyPolicy") -> str:
-    """Return Python source code that defines a policy as a class called ``name``, after the policy's notes."""
+    """Return Python source code that defines a policy as a class called ``name``, with notes as comments."""
     notes = [
         fill(note, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False)
         for note in policy.notes

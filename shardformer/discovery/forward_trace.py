@@ -241,7 +241,7 @@ def find_common_parent(paths: Sequence[str]) -> str:
 
 
 def _record_integer_reads(module: nn.Module, read_values: dict[str, int]) -> Callable[[], None]:
-    """Record in ``read_values`` which integer attributes of a module are read, until you call the returned function."""
+    """Record which integer attributes of a module are read, until the returned function is called."""
     native: Any = type(module)
     numbers: Mapping[str, int] = {
         name: value for name, value in vars(module).items() if type(value) is int and not name.startswith("_")

@@ -263,7 +263,7 @@ class ReducedModel:
         return tuple(ReferenceGradients.from_model(self.model, further.run) for further in self.further)
 
     def explain_unvalidated_inputs(self, failure: str | None) -> dict[str, str]:
-        """Return why each unvalidated input was not validated, by the name of the input.
+        """Return a dict from the name of each unvalidated input to the reason why it was not validated.
 
         Args:
             failure: why the calls with additional inputs failed, or None if they passed.

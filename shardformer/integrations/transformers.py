@@ -318,7 +318,7 @@ class ShardedTrainer:
         return float(6 * self._num_parameters * tokens.numel() / copies)
 
     def compute_loss_context_manager(self) -> Any:
-        """Weight mean losses by their number of labels, so that their average over the ranks is the global mean.
+        """Weight each mean loss by its number of labels, so that the average over the ranks is the global mean.
 
         A loss that the model divides by the number of items is not a mean loss, and stays unchanged.
         """
@@ -492,7 +492,7 @@ class ShardedTrainer:
                 super()._save_rng_state(output_dir)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load the random state that was saved by the first rank that receives the same batches as this rank."""
+        """Load the random state of the first rank that trains on the same batches as this rank."""
         size, index = self.args.world_size, self.args.process_index
         if checkpoint is not None and size > 1:
             files = [os.path.isfile(os.path.join(checkpoint, f"rng_state_{n}.pth")) for n in (size - 1, size)]

@@ -336,7 +336,7 @@ def _get_feature_kind_and_dim(tuner: Any, name: str) -> tuple[str, int]:
 
 
 def _get_adapter_parameters(tuner: Any, base: ParallelModule, path: str) -> list[tuple[str, nn.Module, str]]:
-    """Return an adapter's parameters as (attribute, owner, name), or raise ConfigError for unsupported adapters."""
+    """Return an adapter's parameters and their modules, or raise ConfigError if the adapter is not supported."""
     kind = f"{type(tuner).__module__.removeprefix('peft.tuners.').partition('.')[0]} adapter"
     found = [
         (name, owner, key)
@@ -380,7 +380,7 @@ def _get_adapter_parameters(tuner: Any, base: ParallelModule, path: str) -> list
 
 
 def detach_adapter(tuner: Any) -> None:
-    """Make a parallel linear layer run on its own after PEFT has removed its adapter."""
+    """Restore a parallel linear layer to normal operation after PEFT has removed its adapter."""
     base = tuner.get_base_layer()
     if isinstance(base, Linear1D_Col | Linear1D_Row):
         base.is_inside_adapter = False
