@@ -29,7 +29,7 @@ DOCUMENTATION = Path(__file__).resolve().parents[1] / "docs" / "policies.md"
 
 
 def replace_doc_paths_with_urls(text: str) -> str:
-    """Replace paths such as docs/policies.md by web addresses if the package was installed without these files.
+    """Replace paths such as docs/policies.md with web addresses if the package was installed without these files.
 
     Without a project URL named Documentation, the replacement is the name of the page.
     """
@@ -252,7 +252,7 @@ _HINT = re.compile(r"Did you mean [^?]*\?\s*")
 
 
 def format_exception(error: ShardFormerError) -> str:
-    """Format an error for the terminal, with the rule and the remedy on indented lines below the message."""
+    """Format an error for the terminal, with an explanation and a remedy on indented lines below the message."""
     return format_error(type(error).__name__, error.what, error.rule, error.remedy)
 
 

@@ -49,7 +49,7 @@ WIDTH = 100
 
 
 def format_policy_source(policy: RolePolicy, name: str = "MyPolicy") -> str:
-    """Return the Python source code of a policy as a class called ``name``, with its notes as leading comments."""
+    """Return Python source code that defines a policy as a class called ``name``, with notes as comments."""
     notes = [
         fill(note, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False)
         for note in policy.notes
@@ -58,7 +58,7 @@ def format_policy_source(policy: RolePolicy, name: str = "MyPolicy") -> str:
 
 
 def format_policy_module(policy: RolePolicy, name: str = "MyPolicy") -> str:
-    """Return the Python source code of a module that defines a policy as a class called ``name``."""
+    """Return Python source code that defines a policy as a class called ``name``, including the import statement."""
     stacks = get_layer_stacks(policy)
     used_classes: set[str] = {"RolePolicy"}
     lines = [f"class {name}(RolePolicy):"]
@@ -101,12 +101,12 @@ def _split_call_into_lines(source: str, indent: str) -> str:
 
 
 def format_role(role: Role) -> str:
-    """Return the Python expression that creates a role, such as an ``Attention``, on one line."""
+    """Return a role of a policy, such as ``Attention("attn", ...)``, as a one-line Python expression."""
     return _format_value(role, set()).replace("'", '"')
 
 
 def _format_stack(stack: LayerStack, indent: str, used_classes: set[str]) -> str:
-    """Return the Python source of a layer stack, and add the names of the classes in it to ``used_classes``."""
+    """Return the Python source of a ``LayerStack``, and add the classes that it uses to ``used_classes``."""
     used_classes.add("LayerStack")
     inner = f"{indent}    "
     lines = ["LayerStack(", f"{inner}{stack.layers!r},", f"{inner}["]
@@ -167,7 +167,7 @@ class NothingShardedError(DerivationError):
 
 
 class DerivedPolicy(RolePolicy):
-    """A policy that was derived and validated on a reduced model. ``str()`` returns it as Python source.
+    """A sharding policy that was derived from a model automatically. ``str()`` returns it as Python source.
 
     Attributes:
         layers: the kinds of layers that were validated, by the path of their stack.
@@ -179,7 +179,7 @@ class DerivedPolicy(RolePolicy):
         return format_policy_source(self)
 
     def replicated_paths(self) -> None:
-        """Return None to allow that parameters are replicated if no valid way to shard them was found."""
+        """Return None to allow parameters to be replicated if no valid way to shard them was found."""
 
     def config_sanity_check(self) -> None:
         super().config_sanity_check()
@@ -196,7 +196,7 @@ class DerivedPolicy(RolePolicy):
 def derive_policy(
     model: nn.Module | Any, batch: Mapping[str, Tensor] | Sequence[Tensor] | Tensor | None = None
 ) -> RolePolicy:
-    """Derive a policy for a model and validate it on a reduced model, which takes a few seconds.
+    """Derive a sharding policy for a model, and validate it in a few seconds on a small version of the model.
 
     Args:
         model: a model, or a transformers config, whose first architecture is used.
@@ -220,7 +220,7 @@ def derive_policy(
 
 
 def derive_layer_stacks(model: nn.Module, *, allow_copy: bool = False) -> RolePolicy:
-    """Derive a policy for pipeline parallelism only, which describes the stacks of layers in a model.
+    """Derive a policy for pipeline parallelism only, by finding the lists of layers in a model.
 
     The policy has no stack if no reduced model can be built and run.
 
@@ -266,7 +266,7 @@ def derive_policy_from_forward(
     reduced: ReducedModel | None = None,
     tp_plan: Mapping[str, str] = MappingProxyType({}),
 ) -> type[DerivedPolicy]:
-    """Derive a policy for a reduced model, and validate it by training the model on the batch of ``run``.
+    """Derive a policy from a forward pass of a small model, and validate it by training the model.
 
     Args:
         reduced: the model and calls with further inputs. If validation fails for these inputs, the policy records them
@@ -347,9 +347,9 @@ def _find_validated_hints(
     policy: type[RolePolicy],
     find_hints: Callable[[ReferenceGradients, type[RolePolicy]], tuple[Sequence[LayerStack], str | None]],
 ) -> tuple[Sequence[LayerStack], str | None]:
-    """Find hints for pipeline or sequence parallelism that are valid for all example batches, or only for the first.
+    """Find policy settings for pipeline or sequence parallelism that pass validation.
 
-    If they are valid for the first batch only, the inputs of the other batches are recorded as unvalidated.
+    If they only pass for the first example batch, the inputs of the other batches are recorded as unvalidated.
     """
     stacks, failure = find_hints(references, policy)
     first_only = None
@@ -367,7 +367,7 @@ def _find_validated_hints(
 def _find_valid_blocks(
     cache: _ValidationCache, rank_counts: Sequence[int], tp_plan: Mapping[str, str]
 ) -> tuple[list[BlockCandidates], dict[str, str]]:
-    """Return the blocks that can be sharded, and the reason why each other linear layer is replicated."""
+    """Return the attention and MLP blocks that can be sharded, and why each other linear layer is replicated."""
     model, run = cache.reference.model, cache.reference.run
     replicated = {
         path: OUTSIDE_LAYERS_REASON
@@ -445,7 +445,7 @@ def _is_inside_module_list(model: nn.Module, path: str) -> bool:
 
 
 def _choose_rank_counts_for_role(role: Role, rank_counts: Sequence[int]) -> Sequence[int]:
-    """Return the tensor parallel sizes on which to validate a role.
+    """Return the tensor parallel sizes for which to validate a role, such as an ``Attention``.
 
     Interleaved heads need an uneven size, because 2 and 4 ranks cannot distinguish them from partitions (CodeGen).
     """
@@ -459,7 +459,7 @@ def _validate_blocks(
     rank_counts: Sequence[int],
     tp_plan: Mapping[str, str],
 ) -> tuple[list[BlockCandidates], dict[str, str]]:
-    """Validate the candidate roles of all blocks; return the valid roles, or why the first failing block is replicated.
+    """Find a valid way to shard each block, or return why the first block without one must be replicated.
 
     The search stops at that block, because its replicated linear layers change the marks that later blocks depend on.
     """
@@ -490,7 +490,7 @@ def _validate_blocks(
 
 
 def _store_rejected_attention_role(cache: _ValidationCache, block: BlockCandidates) -> None:
-    """Store the most likely role of an attention block that failed, to suggest it to users who can edit `forward`."""
+    """Store the best guess for an attention block that failed validation, to suggest it in the error message."""
     roles = [] if hasattr(cache.reference.model, "config") else block.roles
     first = next(iter(roles), None)
     if isinstance(first, Attention) and not first.at:  # the layer itself adds the residual
@@ -502,7 +502,7 @@ def _store_rejected_attention_role(cache: _ValidationCache, block: BlockCandidat
 def _build_policy(
     model: nn.Module, blocks: Sequence[BlockCandidates], vocabulary: Mapping[str, tuple[str, ...]]
 ) -> type[DerivedPolicy]:
-    """Build a policy class from blocks, with paths relative to the base model if it contains all of them."""
+    """Build a policy class that shards the blocks, the token embeddings and the LM head."""
     prefix = getattr(model, "base_model_prefix", "")
     stacks = {block.layers: [b for b in blocks if b.layers == block.layers] for block in blocks}
     paths = [*stacks, *vocabulary.get("embeddings", ())]

@@ -126,7 +126,7 @@ def find_unknown_inputs(model: nn.Module) -> tuple[list[str], list[str]]:
 
 
 def iter_batches_with_labels(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-    """Yield copies of a batch with added labels, which are the input tokens or one class index per sample.
+    """Yield copies of a batch with different labels: the input tokens, or one class index per sample.
 
     The first candidate omits ``decoder_input_ids``, which some models derive from the labels.
     """
@@ -276,7 +276,7 @@ def get_image_feature_width(model: nn.Module, inputs: Mapping[str, Tensor]) -> i
 def _iter_accepted_media_inputs(
     model: nn.Module, modality: str, inputs: Mapping[str, Tensor]
 ) -> Iterator[tuple[MediaLayout, list[int]]]:
-    """Yield each format of images or audio that a model accepts, with the number of media tokens of each sample."""
+    """Yield each image or audio format that a model accepts, and the number of placeholder tokens per sample."""
     features = _find_model_method(model, f"get_{modality}_features")
     if features is not None and _get_media_token(getattr(model, "config", None), modality) is not None:
         for layout in _iter_media_inputs(modality, model, inputs):
@@ -298,7 +298,7 @@ _LAYOUT = ("pixel_values", "spatial_shapes", "pixel_attention_mask", "input_feat
 
 
 def _insert_tokens_into_texts(text_BS: Tensor, media_tokens: Mapping[str, tuple[int | None, list[int]]]) -> MediaLayout:
-    """Insert media tokens into texts, and return token ids of equal length with the modality of each token."""
+    """Insert placeholder tokens for images or audio into texts, and return the token ids and their modalities."""
     longest = max(sum(counts[row] for _, counts in media_tokens.values()) for row in range(len(text_BS)))
     rows, token_types = [], []
     for row, words in enumerate(text_BS):
@@ -385,7 +385,7 @@ def _compute_media_features(
 
 
 def _select_required_inputs(compute_features: Callable[..., Any], inputs: Mapping[str, Tensor]) -> MediaLayout:
-    """Select the inputs that a feature function requires in addition to images or audio, such as a question."""
+    """Select the inputs that ``compute_features`` requires in addition to images or audio, such as a question."""
     required = [p.name for p in inspect.signature(compute_features).parameters.values() if p.default is p.empty]
     return {name: inputs[name] for name in required if name in inputs and name not in _LAYOUT}
 

@@ -87,7 +87,7 @@ def find_layer_paths(model: nn.Module, layer_list_path: str) -> list[str]:
 def count_layer_outputs(
     model: nn.Module, run: Callable[[nn.Module], Any], stack_paths: Iterable[str]
 ) -> dict[str, int]:
-    """Return how many values the layers of each stack return as a tuple, or 0 if they return a single tensor."""
+    """Return the length of the tuple that the layers in each list return, or 0 if they return a single tensor."""
     counts: dict[str, int] = {}
     with ExitStack() as stack, torch.no_grad():
         for layers in stack_paths:
@@ -103,7 +103,7 @@ def count_layer_outputs(
 
 
 class _TensorOriginTracker(TorchDispatchMode):
-    """A dispatch mode that tracks from which linear layers each tensor was computed."""
+    """A ``TorchDispatchMode`` that tracks which linear layers each tensor was computed from."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no types
@@ -201,7 +201,7 @@ class _ForwardTracer:
         return self.trace
 
     def _find_entry_module(self, group: LinearGroup) -> None:
-        """Find the module whose input is also the input of the group's candidates for column parallelism."""
+        """Find the module that passes its own input to the linear layers that may be column-parallel."""
         first = {c: self.trace.read[c][0] for c in group.columns}
         source = first[group.columns[0]]
         same_input = [c for c, x in first.items() if x is source]
@@ -241,7 +241,7 @@ def find_common_parent(paths: Sequence[str]) -> str:
 
 
 def _record_integer_reads(module: nn.Module, read_values: dict[str, int]) -> Callable[[], None]:
-    """Record in ``read_values`` which integer attributes of a module are read, until you call the returned function."""
+    """Record which integer attributes of a module are read, until the returned function is called."""
     native: Any = type(module)
     numbers: Mapping[str, int] = {
         name: value for name, value in vars(module).items() if type(value) is int and not name.startswith("_")
@@ -286,7 +286,7 @@ class ModuleCall:
 
 
 class StackCallRecord:
-    """Runs one forward pass, and records the first call of each module in a stack of layers.
+    """Runs one forward pass, and records the first call of each module in a list of layers.
 
     Args:
         layers: the path of the list of layers.
@@ -329,26 +329,26 @@ class StackCallRecord:
         )
 
     def find_enclosing_modules(self, path: str) -> dict[str, str]:
-        """Map the path of a module and of each parent inside its layer, relative to the layer, to the full path."""
+        """Return the full paths of a module and of its parents inside the layer, by path relative to the layer."""
         outer = next((outer for outer in self.paths if path.startswith(f"{outer}.")), None)
         parts = path.removeprefix(f"{outer}.").split(".") if outer is not None else []
         names = [".".join(parts[: i + 1]) for i in range(len(parts))]
         return {name: f"{outer}.{name}" for name in names}
 
     def preserves_token_dim(self, path: str) -> bool:
-        """Return whether a module received a (B, S, ...) tensor and returned a vector for each of its tokens."""
+        """Return whether a module received and returned hidden states with a vector for each token."""
         if (call := self._calls.get(path)) is None or (x := call.hidden_states) is None:
             return False
         return x.dim() > 2 and tuple(x.shape[:2]) == self.shape and self.has_token_dim(call.first_output)
 
     def iter_callable_children(self) -> Iterator[tuple[str, str]]:
-        """Yield each module that a layer may call, as the path of the layer and a path relative to it."""
+        """Yield each child module that a layer may call, as (path of the layer, path within the layer)."""
         for outer in self.paths:
             for name, _ in _iter_called_children(self._model.get_submodule(outer)):
                 yield outer, name
 
     def find_token_mixing_modules(self) -> Iterator[tuple[str, str]]:
-        """Yield each module that may combine different tokens, as the path of its layer and a path relative to it."""
+        """Yield each module that may mix information between tokens, as (path of its layer, path within the layer)."""
         for outer in self.paths:
             for name, child in _iter_called_children(self._model.get_submodule(outer)):
                 is_token_wise = is_linear(child) or get_norm_kind(child) is not None or is_elementwise(child)
@@ -384,7 +384,7 @@ class StackCallRecord:
         return False
 
     def find_per_token_args(self) -> Iterator[str]:
-        """Yield the arguments of modules in a layer, except hidden states, that contain a vector for each token."""
+        """Yield module arguments that contain a vector for each token, except the hidden states."""
         for outer in self.paths:
             for path, _ in self._model.get_submodule(outer).named_modules(prefix=outer):
                 for name, x in self._get_named_arguments(path).items():
@@ -401,7 +401,7 @@ class StackCallRecord:
 
 
 def _iter_called_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name and module of each child of a module, or for a module list, those of its members."""
+    """Yield each child of a module with its name, and the members of a module list instead of the list."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _iter_called_children(child, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""Finds the stacks of layers in a model, and how to run them with pipeline and sequence parallelism.
+"""Finds the lists of layers in a model, and how to run them with pipeline and sequence parallelism.
 
 Pipeline stages and sequence parallelism need hints, such as the modules that run on every stage. Traced forward passes
 yield candidates for these hints. The first candidate that passes validation is used.
@@ -47,7 +47,7 @@ LayerStacks = Sequence[LayerStack]
 
 
 def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
-    """Return the outermost lists of layers that a model calls in list order, sorted by their first call."""
+    """Return the outermost lists of layers that the model calls in order, such as those of encoder and decoder."""
     model = reference.model
     layers = {
         path: [f"{path}.{name}" for name, _ in m.named_children()]
@@ -63,14 +63,14 @@ def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Return whether a module may be a layer in a stack, because it has submodules and parameters."""
+    """Return whether a module has submodules and parameters, as a transformer layer does."""
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def find_pipeline_hints(reference: ReferenceGradients, policy: type[RolePolicy]) -> tuple[LayerStacks, str | None]:
-    """Assign the modules outside the layers to pipeline stages, and add the assignment to the stacks as hints.
+    """Find the pipeline stages on which the modules outside the layers must run.
 
-    Returns the stacks with these hints and None, or the unchanged stacks and the reason why validation fails.
+    Returns the stacks with these assignments as hints and None, or the unchanged stacks and why validation fails.
     """
     return _PipelineHintSearch(reference, policy).find_hints(get_layer_stacks(policy))
 
@@ -84,7 +84,7 @@ class _PipelineHintSearch:
         self._base = instantiate_policy(policy, reference.model).base
 
     def find_hints(self, stacks: LayerStacks) -> tuple[LayerStacks, str | None]:
-        """Return (stacks with validated hints, None), or (unchanged stacks, reason why validation failed)."""
+        """Return layer stacks with validated stage assignments, or unchanged stacks and the reason for the failure."""
         if (missing := self._find_uncalled_layer(stacks)) is not None:
             return stacks, f"the layer {missing} is not called for every batch"
         failure = self._find_validation_failure(stacks)
@@ -110,7 +110,7 @@ class _PipelineHintSearch:
         return next((unit for unit in units if unit not in calls), None)
 
     def _iter_stacks_with_hints(self, stacks: LayerStacks) -> Iterator[LayerStacks]:
-        """Yield the stacks with each set of candidate hints, starting with the smallest set."""
+        """Yield possible assignments of modules to pipeline stages, starting with the simplest."""
         placed = self._place_modules_by_call_order(stacks)
         from_first = self._share_first_layer_embeddings(placed)
         ways = [
@@ -129,7 +129,7 @@ class _PipelineHintSearch:
                     yield [_copy_stack_with_hints(stack, on_every_stage=everywhere) for stack in way]
 
     def _remove_unneeded_hints(self, stacks: LayerStacks) -> LayerStacks:
-        """Remove each module from the hint ``on_every_stage`` if validation passes without it."""
+        """Remove from ``on_every_stage`` each module that is not needed to pass validation."""
         kept = stacks
         for path in stacks[0].stages.on_every_stage:
             paths = tuple(p for p in kept[0].stages.on_every_stage if p != path)
@@ -144,7 +144,7 @@ class _PipelineHintSearch:
         return [path for path in inside if not any(f"{path}.".startswith(f"{unit}.") for unit in sequence.layer_calls)]
 
     def _find_modules_before_layers(self, sequence: LayerSequence, *, include_module_lists: bool) -> tuple[str, ...]:
-        """Return the modules outside the layers on the first layer's stage, with those in module lists if requested."""
+        """Return the paths of modules that run on the first layer's stage but are not part of a layer."""
         owners = map_tensors_to_layers(self._model, sequence)
         first = {name.rpartition(".")[0] for name, units in owners.items() if units == frozenset({0})}
         paths = [path for path in self._find_modules_outside_layers(sequence) if path in first]
@@ -152,7 +152,7 @@ class _PipelineHintSearch:
         return tuple(dict.fromkeys(self._get_relative_path(re.split(r"\.\d", path)[0]) for path in paths))
 
     def _place_modules_by_call_order(self, stacks: LayerStacks) -> LayerStacks:
-        """Assign modules to stages by call order if registration order differs, as for BART's embedding norm."""
+        """Assign modules to stages in the order of their calls if they were registered in another order."""
         chain = self._build_layer_sequence(stacks)
         owners, outside = map_tensors_to_layers(self._model, chain), self._find_modules_outside_layers(chain)
         calls = _record_call_order(self._last_reference, (*outside, *chain.layer_calls))
@@ -188,7 +188,7 @@ class _PipelineHintSearch:
         return out
 
     def _add_cross_attention_inputs(self, stacks: LayerStacks) -> LayerStacks:
-        """Add the argument through which each stack receives the output of the previous stack (cross-attention)."""
+        """Record the argument through which a decoder receives the encoder's output for cross-attention."""
         out = list(stacks)
         full_paths = [join_path(self._base, stack.layers) for stack in stacks]
         for at, (before, layers) in enumerate(pairwise(full_paths), start=1):
@@ -214,7 +214,7 @@ def _record_call_order(reference: ReferenceGradients, paths: Iterable[str]) -> l
 
 
 def _find_embeddings_only_in_first_layer(first_layer: nn.Module, second_layer: nn.Module) -> Iterator[str]:
-    """Yield the embeddings that only the first layer has, and the boolean attributes that differ in their parents."""
+    """Yield the paths of embeddings that only the first layer has, and of boolean attributes that mark this layer."""
     others = dict(second_layer.named_modules())
     for path, module in first_layer.named_modules():
         if path not in others:
@@ -228,7 +228,7 @@ def _find_embeddings_only_in_first_layer(first_layer: nn.Module, second_layer: n
 def _find_cross_attention_input(
     reference: ReferenceGradients, previous_layers: str, layer_list_path: str
 ) -> tuple[str, str] | None:
-    """Return the module and argument that pass the output of ``previous_layers`` to ``layer_list_path``, or None."""
+    """Find the module and the argument that pass the output of the encoder layers to the decoder layers."""
     made: list[Tensor] = []
     found: list[tuple[str, str]] = []
     model = reference.model
@@ -273,7 +273,7 @@ HINT_CANDIDATES = (
 
 @dataclass(frozen=True)
 class _SequenceHintCandidates:
-    """Modules in the layers of a stack that may need special treatment under sequence parallelism."""
+    """Modules inside the layers that may need special treatment under sequence parallelism."""
 
     mixing: tuple[str, ...]  # children of layers that mix tokens and contain no sharded block
     attentions: tuple[str, ...]  # modules that contain an attention block from its entry to its exit
@@ -282,7 +282,7 @@ class _SequenceHintCandidates:
     per_token_args: tuple[str, ...]  # arguments per token in addition to the hidden states
 
     def make_sequence_hints(self, selected_groups: frozenset[str]) -> SequenceParallelHints:
-        """Build the hints for sequence parallelism from the selected groups of modules."""
+        """Return the settings that sequence parallelism needs for the selected groups of modules."""
         gathers = self.mixing if "mixing" in selected_groups else ()
         around = _remove_duplicates(
             name for part in ("attentions", "containers") if part in selected_groups for name in getattr(self, part)
@@ -295,9 +295,9 @@ class _SequenceHintCandidates:
 def find_sequence_hints(
     reference: ReferenceGradients, policy: type[RolePolicy], stack_paths: Sequence[str], num_ranks: int
 ) -> tuple[LayerStacks, str | None]:
-    """Find the modules that need special treatment under sequence parallelism, and add them to the stacks as hints.
+    """Find the modules that need special treatment under sequence parallelism.
 
-    Returns the stacks with these hints and None, or the unchanged stacks and the reason why validation fails.
+    Returns the stacks with these modules as hints and None, or the unchanged stacks and why validation fails.
 
     Args:
         stack_paths: the path of each stack in the full model.

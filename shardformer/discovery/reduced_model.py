@@ -40,7 +40,7 @@ OPERATIONS = 16  # number of operations whose rounding errors may accumulate
 
 @dataclass(frozen=True)
 class ReferenceGradients:
-    """The loss (see ``compute_probe_loss``) and the gradients of an unsharded model for one batch."""
+    """The loss and the gradients of an unsharded model for one batch, as a reference for sharded models."""
 
     model: nn.Module
     run: Forward
@@ -52,7 +52,7 @@ class ReferenceGradients:
 
     @cached_property
     def gradient_tolerances(self) -> dict[str, float]:
-        """The largest absolute difference per gradient that counts as a rounding error."""
+        """The largest difference of each parameter's gradient that still counts as a rounding error."""
         return compute_gradient_tolerances(self.gradients)
 
     @cached_property
@@ -98,7 +98,7 @@ class ReferenceGradients:
 
 
 def compute_gradient_tolerances(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the largest absolute difference per gradient that counts as a rounding error."""
+    """Return the largest difference of each parameter's gradient that still counts as a rounding error."""
     nonempty = {name: g for name, g in gradients.items() if g is not None and g.numel()}
     largest = {name: g.abs().max().item() for name, g in nonempty.items()}
     floor = ROUNDING * max((torch.finfo(g.dtype).eps * largest[name] for name, g in nonempty.items()), default=0.0)
@@ -128,7 +128,7 @@ def compute_probe_loss(output: Any, *, equal_sample_weights: bool = False) -> Te
 
 
 def compute_weighted_mean_square(x: Tensor, shape: torch.Size) -> Tensor:
-    """Return the mean square of a tensor whose elements are weighted differently along its last dims ``shape``."""
+    """Return a mean square of a tensor, with different weights for the elements of its last dimensions."""
     weights = torch.linspace(0.5, 1.5, shape.numel(), dtype=x.dtype, device=x.device).view(shape)
     return (x * weights).square().mean()
 
@@ -179,7 +179,7 @@ def _count_patched_forwards(model: nn.Module) -> Counter[tuple[str, Any]]:
 
 @contextmanager
 def check_copy_is_independent(model: nn.Module) -> Iterator[None]:
-    """Context manager that raises ValueError if a copy of a model reads weights or buffers of the original ``model``.
+    """Raise ValueError if a copied model reads a weight or buffer of the original ``model`` in this context.
 
     This happens if a replaced `forward` or a hook is a closure over a module, because copies share the closure. A
     comparison with such a copy would be meaningless, and its gradients would be added to those of the model.
@@ -253,7 +253,7 @@ class ReducedModel:
     untried: tuple[str, ...] = ()  # image and audio inputs for which no batch could be generated
 
     def compute_reference_gradients(self, run: Forward | None = None) -> ReferenceGradients:
-        """Compute the loss and the gradients for the first batch (or the forward pass ``run``) and further batches."""
+        """Compute the loss and gradients for all example batches, or for ``run`` instead of the first batch."""
         return replace(
             ReferenceGradients.from_model(self.model, run or self.run), further_batches=self.compute_further_gradients()
         )
@@ -263,7 +263,7 @@ class ReducedModel:
         return tuple(ReferenceGradients.from_model(self.model, further.run) for further in self.further)
 
     def explain_unvalidated_inputs(self, failure: str | None) -> dict[str, str]:
-        """Map the name of each input that was not validated to the reason.
+        """Return a dict from the name of each unvalidated input to the reason why it was not validated.
 
         Args:
             failure: why the calls with additional inputs failed, or None if they passed.

@@ -37,7 +37,7 @@ LayerKind = frozenset[tuple[str, str]]
 
 
 def get_layer_kind(layer: nn.Module) -> LayerKind:
-    """Return the paths and class names of the modules in a layer, which identify layers of the same kind."""
+    """Return a key that is equal for layers with the same modules: the path and class name of each."""
     return frozenset((re.sub(r"\d+", "*", path), type(module).__name__) for path, module in layer.named_modules())
 
 
@@ -89,7 +89,7 @@ def reduce_layers(
         return now is not None and any(now.get(name, length) < length for name, length in lengths.items())
 
     def counts_stages(path: Path, count: int, few: Any) -> bool:
-        """Return whether a field is the number of stages, in a config with a list of the layers per stage."""
+        """Return whether a config field is the number of stages instead of the number of layers."""
         neighbors = (values for at, values in iter_list_fields(config) if at[:-1] == path[:-1])
         is_candidate = path in dict(iter_integer_fields(config)) and any(len(values) == count for values in neighbors)
         return is_candidate and is_shorter(try_list_lengths(config_fields.replace_config_fields(few, {path: count})))
@@ -113,7 +113,7 @@ def reduce_layers(
 
 
 def reduce_image_sizes(config: Any) -> None:
-    """Reduce, in place, the image sizes in the config of a model that has a vision submodel or stages."""
+    """Reduce the image sizes in a config in place, for models with a vision submodel or with stages."""
     for path, size in [*iter_integer_fields(config)]:
         place = get_sub_config(config, path[:-1])
         patch = vars(place).get("patch_size")
@@ -185,7 +185,6 @@ def _remove_layers_from_config(config: Any, path: Path, count: int, num_first: i
 
 
 def _is_list_of_layer_indices(values: Sequence[Any]) -> bool:
-    """Return whether a list contains only consecutive layer indices."""
     return all(type(v) is int for v in values) and list(values) == list(range(values[0], values[0] + len(values)))
 
 
@@ -226,7 +225,7 @@ FEWER_CHANNELS = 4
 
 
 class ConfigShrinker:
-    """Makes small configs for a model, after it measures which sizes of the model each config field controls."""
+    """Makes small configs for a model, based on measurements of which sizes each config field controls."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.make = model, config_fields.make_meta_model_builder(type(model))
@@ -310,7 +309,7 @@ def shrink_config(config: Any, **options: Any) -> Any:
 
 
 def build_meta_model(config: Any) -> nn.Module:
-    """Build the first architecture that a transformers config lists, or its base model, on the meta device.
+    """Build the model class that a transformers config lists first, or its base model, on the meta device.
 
     Raises:
         PolicyError: if ``config`` is not a config or its model cannot be built.
@@ -418,7 +417,7 @@ def choose_reduced_field_values(
 
 
 def _choose_small_hidden_size(field: ConfigField, all_fields: Sequence[ConfigField], sizes: ReducedModelSizes) -> int:
-    """Return a small hidden size that is larger or smaller than the main hidden size if the original one was."""
+    """Return a small hidden size that is above, equal to or below the main one, as in the original config."""
     matrices: dict[int, set[str]] = {}
     for other in get_fields_of_same_config(field, all_fields):
         matrices.setdefault(other.value, set()).update(other.get_changed_matrices())
@@ -494,7 +493,7 @@ def _choose_values_of_equal_fields(
 
 
 def _choose_small_head_counts(head_counts: set[int], sizes: ReducedModelSizes) -> dict[int, int]:
-    """Return a small value for each head count; if a count divides another one, the small values keep this property."""
+    """Choose a small value for each head count, and preserve which counts divide each other."""
     ordered = sorted(head_counts)
     small = dict.fromkeys(ordered, sizes.heads)
     if len(ordered) > 1 and any(value % ordered[0] == 0 for value in ordered[1:]):

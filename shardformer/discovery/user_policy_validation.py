@@ -76,7 +76,7 @@ def suggest_policy_fix(policy: Policy, role: Role | str | None, reduced: Reduced
 
 
 def _find_unlisted_attributes(policy: RolePolicy, role: Attention, reduced: ReducedModel) -> str:
-    """List the attributes read by an attention module that equal its head count but are not in ``local_attrs``."""
+    """List attributes of an attention module that probably hold its head count but are missing in ``local_attrs``."""
     numbers = trace_forward(reduced.model, reduced.run).numbers
     names = [name for name, _ in reduced.model.named_modules()]
     policy.set_model(reduced.model)
@@ -126,7 +126,7 @@ def check_registered_policy(model: nn.Module, policy: Policy) -> None:
 def _validate_registered_policy(
     model: nn.Module, policy: type[Policy], layers: list[str], user_modules: dict[str, nn.Module]
 ) -> tuple[str | None, str | None]:
-    """Return why a policy fails validation without and with sequence parallelism, or None if it passes."""
+    """Validate a policy without and with sequence parallelism, and return the reason for each failure or None."""
     try:
         reduced = reduced_model.reduce_model(model)
         copy_user_code(reduced.model, user_modules)
@@ -160,7 +160,7 @@ def copy_user_code(reduced: nn.Module, user_modules: dict[str, nn.Module]) -> No
 
 
 def _describe_user_code(user_modules: dict[str, nn.Module]) -> set[str]:
-    """Describe the user code in each module by its class and the function that replaced its `forward`."""
+    """Return a description of each module with user code: its class, and the function that replaced `forward`."""
     return {
         f"the {type(m).__name__}" + (f" with {vars(m)['forward'].__qualname__}" if "forward" in vars(m) else "")
         for m in user_modules.values()
@@ -178,7 +178,7 @@ MAX_TRIAL_NUMEL = 100_000_000
 
 @dataclass(frozen=True)
 class PolicyFailure:
-    """A failed validation of a policy, with the module where the failure appears and a remedy, if they are known."""
+    """The reason why a policy failed validation and, if known, the failing module and a remedy."""
 
     what: str
     at: str | None = None
@@ -255,7 +255,7 @@ def _validate_on_model_copy(plan: ShardingPlan, policy: Policy, tensor_parallel_
 
 
 def _make_trial_model(model: nn.Module, policy: Policy, tensor_parallel_size: int) -> tuple[ReducedModel, Policy, int]:
-    """Return a copy of a small model, or a reduced model of a large one, with its policy and the number of ranks."""
+    """Copy a small model, or build a reduced version of a large one, on which to validate the policy."""
     numel = reduced_model.count_parameters(model)
     if numel <= SMALL_NUMEL:
         if numel * tensor_parallel_size > MAX_TRIAL_NUMEL:
@@ -283,7 +283,7 @@ def _refers_to_head_counts_by_name(policy: Policy) -> bool:
 
 
 def _find_user_code_in_policy(plan: ShardingPlan, policy: Policy) -> Iterator[str]:
-    """Yield a description of each part of a policy that is user code, which may change the model intentionally."""
+    """Yield a description of each part of a policy that may change the model intentionally, such as a user's class."""
     yield from (f"{name}()" for name in POLICY_HOOKS if getattr(type(policy), name) is not getattr(Policy, name))
     yield from (f"the method {path!r}" for path in plan.methods)
     yield from (f"param_replacement of {path!r}" for path, _ in plan.functions)
@@ -366,7 +366,7 @@ class _PolicyValidator:
         )
 
     def _iter_failing_roles(self) -> Iterator[tuple[Role | str, PolicyFailure]]:
-        """Shard the model with one role at a time; yield each role that changes the results, and the difference."""
+        """Shard one part of the model at a time, and yield each part of the policy that changes the results."""
         if not isinstance(self._policy, RolePolicy):
             return
         for role, policy in _iter_single_role_policies(self._policy):
@@ -379,7 +379,7 @@ class _PolicyValidator:
     def _find_training_failure(
         self, policy: Policy, expected_outputs: dict[str, Tensor] | None = None
     ) -> PolicyFailure | None:
-        """Train a sharded copy of the model, and return a description of the first failure or difference, or None.
+        """Train a sharded copy of the model, and return a description of the first error, or None.
 
         A second run with ``expected_outputs`` finds the module at which a difference appears.
         """
@@ -440,7 +440,7 @@ def _draws_random_numbers(model: nn.Module, reduced: ReducedModel) -> bool:
 
 
 def _iter_single_role_policies(policy: RolePolicy) -> Iterator[tuple[Role | str, RolePolicy]]:
-    """Yield each role of a policy together with a policy that contains only this role."""
+    """Yield each role of a policy, such as an ``Attention``, and a policy that contains only this role."""
 
     def with_only(**fields: Any) -> RolePolicy:
         single: Any = copy.copy(policy)

@@ -97,7 +97,7 @@ def _is_library_frame(frame: FrameType) -> bool:
 
 
 def validate_policy(reference: ReferenceGradients, policy: type[Policy], num_ranks: int, **options: bool) -> str | None:
-    """Shard a model with a policy and train the model; return the first difference from unsharded training, or None.
+    """Train a model sharded with a policy, and return the first difference from unsharded training, or None.
 
     Args:
         options: boolean options of ``ShardConfig``.
@@ -113,7 +113,7 @@ def validate_policy(reference: ReferenceGradients, policy: type[Policy], num_ran
 def validate_sharding(
     reference: ReferenceGradients, shard: Callable[[nn.Module, ParallelContext], None], **axis_sizes: int
 ) -> str | None:
-    """Train a sharded model with threads as ranks; return the first difference from unsharded training, or None.
+    """Train a sharded model on threads as ranks, and return the first difference from unsharded training, or None.
 
     Args:
         shard: shards the model on one rank.
@@ -172,7 +172,7 @@ ONE_LAYER = "it does not have two layers that run in sequence"
 
 
 def get_layer_stacks(policy: RolePolicy | type[RolePolicy]) -> list[LayerStack]:
-    """Return the layer stacks of a policy as a list."""
+    """Return the ``LayerStack`` objects of a policy as a list."""
     return [policy.stack] if isinstance(policy.stack, LayerStack) else [*policy.stack]
 
 
@@ -185,7 +185,7 @@ def instantiate_policy(policy: type[RolePolicy], model: nn.Module) -> RolePolicy
 
 
 def build_layer_sequence(model: nn.Module, policy: type[RolePolicy], stacks: Sequence[LayerStack]) -> LayerSequence:
-    """Return the layers of several stacks as one sequence, in execution order."""
+    """Return the layers of several ``LayerStack`` objects, such as encoder and decoder, in execution order."""
     with_stacks: Any = type(policy.__name__, (policy,), {"stack": tuple(stacks)})
     return instantiate_policy(with_stacks, model).layer_sequence()
 
@@ -278,7 +278,7 @@ def _get_float_outputs(output: Any) -> list[Tensor]:
 
 
 def _sum_gradients(full_model: nn.Module, models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return the gradient of each parameter, summed over the stages that share the parameter."""
+    """Return the gradient of each parameter, summed over the pipeline stages that share the parameter."""
     first = {id(p): name for name, p in full_model.named_parameters()}
     names = {name: first[id(p)] for name, p in full_model.named_parameters(remove_duplicate=False)}
     sums: dict[str, Tensor] = {}
@@ -505,7 +505,7 @@ def _find_batch_dims_of_arguments(
 def _record_argument_shapes(
     model: nn.Module, run: Forward, attentions: list[str], stacks: list[str]
 ) -> dict[Any, tuple[int, ...]]:
-    """Run a forward pass; return the tensor argument shapes of attention modules and of each stack's first layer."""
+    """Run a forward pass, and return the shapes of the tensors that attention modules and first layers receive."""
     found: dict[Any, tuple[int, ...]] = {}
     layers = {path: next(model.get_submodule(path).children()) for path in stacks}
     modules = {**layers, **{path: model.get_submodule(path) for path in attentions}}

@@ -146,7 +146,7 @@ def find_temporary_paths(folder: Path, name: str) -> list[tuple[Path, TemporaryN
 
 
 def remove_stale_temporary_files(folder: Path, name: str) -> None:
-    """Remove the temporary files that killed processes created for ``name``, except replaced versions of it."""
+    """Remove temporary files that killed processes left for ``name``, but keep backups of replaced versions."""
     for path, found in find_temporary_paths(folder, name):
         if found.owner.is_dead and found.kind != REPLACED:
             remove_file_or_folder(path)
@@ -234,7 +234,7 @@ class DirectoryWriter:
     key: str
 
     def replace_directory(self, folder: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
-        """Call ``write`` with a temporary directory, then replace ``folder`` by this directory.
+        """Call ``write`` with a temporary directory, then replace ``folder`` with this directory.
 
         If ``write`` raises, or an OSError occurs, the folder is unchanged. If the process dies, the folder is
         unchanged, or complete and new, or missing, or without ``key``. In the last two cases nothing of it is read.
@@ -259,7 +259,7 @@ class DirectoryWriter:
         return hidden
 
     def replace_target(self, new: Path, target: Path) -> None:
-        """Replace the directory ``target`` by the complete directory ``new``.
+        """Replace the directory ``target`` with the complete directory ``new``.
 
         The directories are exchanged, unless ``target`` has subfolders (other processes may write into them), is the
         working directory, or cannot be renamed. In these cases its files are replaced one by one. Raises OSError.
@@ -279,7 +279,7 @@ class DirectoryWriter:
         remove_file_or_folder(replaced)
 
     def _find_unrelated_files(self, target: Path, new: Path) -> list[Path]:
-        """Return the files of the directory ``target`` that an export did not write, such as a tokenizer or a log."""
+        """Return the files of ``target`` that belong to neither its old nor its new version, such as a log."""
         there = sorted(target.iterdir()) if target.is_dir() else []
         written = {path.name for path in new.iterdir()}
         return [path for path in there if path.name not in written and not self.own.fullmatch(path.name)]

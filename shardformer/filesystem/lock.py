@@ -33,7 +33,7 @@ _UNFINISHED_S = 2.0  # age after which an empty lock file belongs to an owner th
 
 @dataclass(eq=False)
 class _FolderLock:
-    """Lock on a folder that this process owns until all objects that hold it have been garbage collected."""
+    """Lock on a folder that this process holds until all objects that use the lock are garbage collected."""
 
     path: Path
     token: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -215,7 +215,7 @@ def _is_lock_file_stale(path: Path) -> bool:
 
 
 def _get_lock_file_stamp(path: Path) -> tuple[int, ...]:
-    """Return the inode and modification time of a lock file, which is opened to update them on network storage."""
+    """Open a lock file, and return its inode and modification time, which are then current on network storage."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -35,7 +35,7 @@ class TensorSize:
 
     @staticmethod
     def from_number(number: int, tensors: Tensors) -> TensorSize | int:
-        """Return the ``TensorSize`` of a tensor dimension whose size is ``number``, or ``number`` if there is none.
+        """Find a tensor dimension of size ``number`` and return its ``TensorSize``, or else return ``number``.
 
         Ignores the first dimension of each tensor, and the numbers -1, 0 and 1.
         """

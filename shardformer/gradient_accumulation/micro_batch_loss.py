@@ -168,7 +168,7 @@ class LossCall:
         return self.has_class_index_targets and self.ignore_index == self._num_classes()
 
     def find_ignore_index(self, tensors: Tensors, other_tensors: Tensors) -> int | None:
-        """Return the ``ignore_index`` of another micro-batch, which may be its sequence length."""
+        """Return the ``ignore_index`` for another micro-batch, where it may depend on the sequence length."""
         if self.ignore_index is None or not self.ignores_extra_class:
             return self.ignore_index
         size = TensorSize.from_number(self.ignore_index, tensors)
@@ -198,7 +198,7 @@ Problem = Callable[[], str]
 
 @dataclass
 class _LossLabelCounts:
-    """The number of labels in each micro-batch that one of the model's calls of a loss function counts.
+    """The number of labels that one loss of the model counts in each micro-batch.
 
     For a mean loss, the numbers are predicted. For a summed loss, they are counted in each call.
     """
@@ -331,14 +331,14 @@ class MicroBatchLossScaler:
 
     @property
     def num_counted_labels(self) -> float | None:
-        """Number of labels in the mean loss of the full batch, or None if the terms of the loss have different ones."""
+        """Number of labels in the mean loss of the full batch, or None if its terms count different numbers."""
         if self._weight_shares is not None:
             return self._weight
         return totals.pop() if len(totals := {x.total if x.is_mean else None for x in self._losses}) == 1 else None
 
     @property
     def factors_hash(self) -> Tensor:
-        """A hash of the factors by which the model multiplies its mean losses. It must be equal on all data ranks."""
+        """A hash of the weights with which the model adds up its losses. It must be equal on all data ranks."""
         values = next(iter(self._factors.values()), torch.zeros(0, dtype=torch.float64))
         return (values * torch.arange(1, len(values) + 1, device=values.device)).sum()
 
@@ -374,7 +374,7 @@ class MicroBatchLossScaler:
             return part.clone()
 
     def enable_grad_in_evaluation(self, micro_batch_index: int) -> AbstractContextManager[Any]:
-        """Enable gradients during evaluation, in order to compute the factors of the recorded losses."""
+        """Enable gradients during evaluation, to measure how much each recorded loss contributes to the total loss."""
         return torch.enable_grad() if self._is_evaluation and self._forwards[micro_batch_index].parts else nullcontext()
 
     def _compute_loss_share(self, loss_counts: _LossLabelCounts, micro_batch_index: int, call: LossCall) -> Tensor:
@@ -511,7 +511,7 @@ class MicroBatchLossScaler:
         )
 
     def _check_linear_combination(self, micro_batch_index: int, loss: Tensor, recorded_losses: _RecordedLosses) -> None:
-        """Check that the loss of every micro-batch is the same linear combination of its recorded losses."""
+        """Check that the loss of every micro-batch is the same weighted sum of its recorded losses."""
         if loss.requires_grad:
             factors = self._compute_loss_factors(loss, recorded_losses)
         elif self._is_evaluation:  # detached, or not computed from the recorded losses

@@ -48,7 +48,7 @@ def get_special_token_ids(config: Any) -> dict[str, int]:
 
 
 def find_patch_inputs(batch: Mapping[Any, Any]) -> set[str]:
-    """Return the names of the inputs with the patch grid of each image, and of those with one row per patch."""
+    """Return the names of inputs with one row per image patch, and of the grids that describe these patches."""
     names = set()
     for grid, patch_counts in _iterate_patch_grids(batch):
         flat = [
@@ -87,7 +87,7 @@ def _iterate_patch_grids(batch: Mapping[Any, Any]) -> Iterator[tuple[str, list[i
 
 
 def _iterate_count_inputs(batch: Mapping[Any, Any], num_samples: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield (name, values) of each input that contains how many rows of another input each sample has."""
+    """Yield the name and values of inputs that list how many rows each sample has in another input."""
     for name, x in batch.items():
         words = set(name.split("_")) if isinstance(name, str) else set()
         if words & set(COUNTS) and _is_integer(x) and x.shape == (num_samples,):
@@ -253,7 +253,7 @@ MAX_MICRO_BATCHES = 2**14
 
 
 def check_micro_batch_arguments(micro_batches: int | None, micro_batch_size: int | None) -> None:
-    """Raise ConfigError unless either ``micro_batches`` or ``micro_batch_size`` is a positive int, the other None."""
+    """Raise ConfigError unless exactly one of the arguments is a positive int and the other is None."""
     if (micro_batches is None) == (micro_batch_size is None):
         raise ConfigError(
             f"Exactly one of micro_batches={micro_batches} and micro_batch_size={micro_batch_size} must be set.",

@@ -31,7 +31,7 @@ from shardformer.torch_compat import tolist_or_ones
 
 
 class OwnerRankTransfer:
-    """Sends gradient slices to the ranks that own the parameters, and sends slices of the updated parameters back.
+    """Sends gradients to the ranks that own the parameters, and sends the updated parameters back.
 
     Args:
         coords_by_rank: Mesh coordinates of each rank of the axis.
@@ -132,7 +132,7 @@ ALIGNMENT_ELEMENTS = 32
 
 @dataclass(eq=False)
 class GradientSlot:
-    """The gradient of one parameter on this rank, with its place in a gradient bucket.
+    """The gradient of one parameter on this rank, and its position in a gradient bucket.
 
     If ranks store overlapping slices of a sharded parameter, such as a shared KV head, the bucket contains the
     gradient in its full shape. The elements of other ranks are zero.
@@ -213,7 +213,7 @@ class GradientSlot:
             full.div_(divisor.to(full) if isinstance(divisor, Tensor) else divisor)
 
     def view_in_bucket(self, bucket_range: Tensor) -> Tensor:
-        """Return this rank's gradient as a view of ``bucket_range``, the gradient's range of a reduced bucket."""
+        """Return this rank's gradient as a view of its range in a reduced bucket."""
         if not self.is_shared:
             return bucket_range.view(self.param.shape)
         return self.entry.spec.slice_full_tensor(bucket_range.view(self.entry.spec.shape), self.coords)
@@ -247,7 +247,7 @@ class GradientBucket:
 
     @property
     def owner_rank_transfer(self) -> OwnerRankTransfer | None:
-        """The transfer of gradient slices to owner ranks, or None if the bucket uses a reduce-scatter instead."""
+        """The object that sends gradients to owner ranks, or None if the bucket uses a reduce-scatter instead."""
         first = self.gradients[0]
         is_direct = self.axis.size > 1 and self.axis.transport.prefers_direct_exchange(first.param)
         if not is_direct or not all(gradient.shard_coords for gradient in self.gradients):
@@ -256,7 +256,7 @@ class GradientBucket:
 
     @property
     def gradient_presence(self) -> list[float]:
-        """A flag for each gradient: 1 if this rank has a new dense one, -1 for a new sparse one, 0 for none."""
+        """A number for each parameter: 1 for a new dense gradient on this rank, -1 for a sparse one, 0 for none."""
         return [(-1.0 if g.is_sparse else 1.0) if g.is_unreduced else 0.0 for g in self.gradients]
 
     def get_extra_values(self) -> list[float]:
@@ -269,7 +269,7 @@ class GradientBucket:
         return self.gradient_presence + self.watch.compute_bits_to_reduce(self.axis)
 
     def check_extra_values(self, summed: Tensor) -> Tensor:
-        """Check the sums of ``get_extra_values``, and return the number of ranks that have each gradient.
+        """Check the values that were summed with the gradients, and return how many ranks have each gradient.
 
         Raises:
             InputError: The consistency monitor detected that the ranks diverged. Raised on every rank.
@@ -280,7 +280,7 @@ class GradientBucket:
         return summed[:count]
 
     def get_packed_ranges(self) -> tuple[int, list[slice]]:
-        """Return the size of the bucket without padding between gradients, and the range of each gradient in it."""
+        """Return the size of the bucket and the range of each gradient, without padding between gradients."""
         *begins, end = accumulate((gradient.numel for gradient in self.gradients), initial=0)
         return end, [slice(at, at + gradient.numel) for at, gradient in zip(begins, self.gradients, strict=True)]
 
@@ -316,7 +316,7 @@ class GradientBucket:
     def start_all_reduce(
         self, numel: int, ranges: Sequence[slice], divisors: Sequence[Tensor | float], *, clears_grads: bool = False
     ) -> None:
-        """Divide the gradients by ``divisors`` and start an all-reduce of them and of ``get_extra_values``."""
+        """Divide the gradients by ``divisors``, and start an all-reduce of them and of a few extra values."""
         tail = self.get_extra_values()
         self.flat = flat = self.allocate_buffer(numel + len(tail))
         for gap in _iter_padding_ranges(ranges, numel):
@@ -494,7 +494,7 @@ def _round_up_to_alignment(numel: int) -> int:
 
 
 def _iter_padding_ranges(ranges: Sequence[slice], numel: int) -> Iterator[slice]:
-    """Yield the ranges of padding, which belong to no gradient, in a bucket of ``numel`` elements."""
+    """Yield the ranges of a bucket that are padding, because they belong to no gradient."""
     end = 0
     for place in [*sorted(ranges, key=lambda place: place.start), slice(numel, numel)]:
         if place.start > end:

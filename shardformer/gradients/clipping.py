@@ -66,7 +66,7 @@ def clip_grad_norm_(
 
 
 def clip_gradients_with_norm(model: nn.Module, total_norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients of a model, which have the norm ``total_norm``, to a norm of at most ``max_norm``."""
+    """Scale the gradients of a model from the norm ``total_norm`` to at most ``max_norm``."""
     if math.isinf(max_norm):
         return  # inf / inf would make all gradients NaN
     scale = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
@@ -97,7 +97,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
 
 
 def compute_grad_norm(param_entries: Sequence[ParamEntry], metadata: ShardingMetadata, norm_type: float) -> Tensor:
-    """Return the gradient norm of some parameters of a model over all ranks.
+    """Return the norm of the gradients of some parameters, computed over all ranks.
 
     Communicates one all-reduce of one number over each axis over which a parameter of the model is sharded.
     """
@@ -231,7 +231,7 @@ def _check_model_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> No
 
 
 def _group_params_by_model(params: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Return the metadata of those parameters in ``params`` that have gradients, grouped by sharded model."""
+    """Group the parameters that have gradients by the sharded model to which they belong."""
     found = {}
     for state, entries in group_by_metadata(params).items():
         entries = [e for e in entries if e.param.grad is not None]
@@ -241,7 +241,7 @@ def _group_params_by_model(params: Sequence[Tensor]) -> dict[ShardingMetadata, l
 
 
 def _group_grads_by_model(grads: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Return the metadata of the parameters whose gradients are in ``grads``, grouped by sharded model."""
+    """Group the parameters whose gradients are in ``grads`` by the sharded model to which they belong."""
     if not grads:
         return _find_model_of_other_stages()
     missing = {id(g) for g in grads}
@@ -263,7 +263,7 @@ def _has_sharded_gradients(metadata: ShardingMetadata) -> bool:
 
 
 def _find_model_of_other_stages() -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Return the pipeline model that other stages clip, in which this stage participates without gradients."""
+    """Find the pipeline model whose gradients other stages clip while this stage has none."""
     if len(get_local_metadata()) > 1 or any(state.gradient_owner is not None for state in get_local_metadata()):
         gc.collect()  # ignore models that are no longer referenced
     states = [state for state in get_local_metadata() if state.context.pipe.size > 1]

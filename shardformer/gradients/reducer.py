@@ -24,7 +24,7 @@ from shardformer.torch_compat import at_end_of_backward
 
 
 class PausableReducer:
-    """The base class of gradient reducers that can accumulate several backward passes before they reduce the sums."""
+    """Base class of gradient reducers that can accumulate gradients over several backward passes."""
 
     is_paused = was_paused = False
 
@@ -147,7 +147,7 @@ class GradientReducer(PausableReducer):
     def switch_to_sharded_reduction(
         self, reduction: ReduceScatterToShards, dtype: torch.dtype | None, bucket_bytes: int, overlap: bool
     ) -> Sequence[GradientBucket]:
-        """Switch to a reduction after which each rank has one shard of each bucket.
+        """Make each rank receive one shard of the reduced gradients, instead of all gradients.
 
         Args:
             bucket_bytes: Size of a bucket in bytes.

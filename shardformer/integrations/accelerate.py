@@ -541,7 +541,6 @@ def _is_unprepared_optimizer(value: Any) -> bool:
 
 
 def _is_optimizer_of_model(optimizer: Optimizer, model: nn.Module) -> bool:
-    """Return whether an optimizer updates at least one parameter of a model."""
     if isinstance(optimizer, ZeroOptimizer):
         return optimizer.table is model.__dict__.get(METADATA_ATTRIBUTE)
     held = {id(p) for p in model.parameters()}

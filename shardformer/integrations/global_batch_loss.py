@@ -54,11 +54,11 @@ class GlobalLossAverager:
             self._samples = None
 
     def detect_use_of_num_items(self, args: Any) -> None:
-        """Mark the loss as already weighted if ``args`` contain the number of items."""
+        """Mark the loss as already weighted if a function receives the number of items (labels) in ``args``."""
         self._is_weighted |= self.items is not None and any(each is self.items for each in args)
 
     def scale_to_global_mean(self, local_mean: Tensor, local_count: float) -> Tensor:
-        """Scale a mean of ``local_count`` values so that the average over the ranks is the mean of all their values.
+        """Scale this rank's mean so that the average over all ranks is the mean of all values on all ranks.
 
         All-reduces one number over the data-parallel ranks.
         """

@@ -222,7 +222,7 @@ class ShardedTrainer:
 
     @contextmanager
     def _override_world_size_and_rank(self, num_processes: int, process_index: int) -> Iterator[None]:
-        """Make ``args.world_size`` and ``args.process_index`` return these numbers inside the context."""
+        """Temporarily override ``args.world_size`` and ``args.process_index``."""
         args = self.args
         before = args.distributed_state
         args.distributed_state = DataParallelState(before, num_processes, process_index)
@@ -318,7 +318,7 @@ class ShardedTrainer:
         return float(6 * self._num_parameters * tokens.numel() / copies)
 
     def compute_loss_context_manager(self) -> Any:
-        """Weight mean losses by their number of labels, so that their average over the ranks is the global mean.
+        """Weight each mean loss by its number of labels, so that the average over the ranks is the global mean.
 
         A loss that the model divides by the number of items is not a mean loss, and stays unchanged.
         """
@@ -358,7 +358,7 @@ class ShardedTrainer:
             return mean.average_over_ranks(to_full_tensors(loss)), *outputs
 
     def _count_real_samples(self, inputs: Any) -> int | None:
-        """Return how many samples, without padding samples, this rank has in the last batch of the data set.
+        """Return how many samples this rank has in the last batch of the data set, not counting padding samples.
 
         None for any other batch, and for a batch whose rows are not samples.
         """
@@ -492,7 +492,7 @@ class ShardedTrainer:
                 super()._save_rng_state(output_dir)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load the random state that was saved by the first rank that receives the same batches as this rank."""
+        """Load the random state of the first rank that trains on the same batches as this rank."""
         size, index = self.args.world_size, self.args.process_index
         if checkpoint is not None and size > 1:
             files = [os.path.isfile(os.path.join(checkpoint, f"rng_state_{n}.pth")) for n in (size - 1, size)]
@@ -558,7 +558,7 @@ def _has_sharded_parameters(model: nn.Module) -> bool:
 
 
 def _needs_full_matrices(optimizer: Optimizer) -> bool:
-    """Return whether a trial step shows that an optimizer needs full weight matrices, or True if the step fails."""
+    """Test whether an optimizer needs full weight matrices, and assume so if the test fails."""
     try:
         return needs_full_matrices(optimizer)
     except ConfigError:

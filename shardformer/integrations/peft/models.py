@@ -115,7 +115,7 @@ def _find_parallel_layers(model: nn.Module) -> dict[str, ParallelModule]:
 
 
 def _make_plain_layer(layer: Any, metadata: ShardingMetadata, with_values: bool) -> nn.Module:
-    """Return a plain layer with the full shape of a parallel layer, and with its full weights or zeros."""
+    """Return an unsharded copy of a parallel layer, with the full weights or zeros."""
     if isinstance(layer, QuantizedLinear):
         return make_4bit_placeholder(layer)
     if isinstance(layer, EMBEDDINGS):
@@ -230,7 +230,7 @@ def _load_adapter(self: Any, model_id: Any, adapter_name: str, is_trainable: boo
 
 @contextmanager
 def _use_full_parameters(model: Any, get_value: Callable[[str, Tensor], Tensor]) -> Iterator[dict[str, nn.Parameter]]:
-    """Temporarily replace parameters that ZeRO stage 3 shards with full parameters, and yield these by name.
+    """Temporarily give a model full parameters instead of those sharded by ZeRO stage 3, and yield them by name.
 
     No hooks run in the context, because the hooks of ZeRO communicate.
 
@@ -302,7 +302,7 @@ def _add_other_stage_adapters(self: Any) -> Iterator[None]:
 
 @contextmanager
 def _replace_parallel_embeddings(self: Any) -> Iterator[None]:
-    """Temporarily replace the parallel layers of embeddings and heads, because PEFT expects plain layers."""
+    """Temporarily replace parallel embeddings and LM heads with plain layers, because PEFT expects them."""
     state, shown = get_metadata(self), []
     for tuner in _get_input_and_output_embeddings(unwrap_peft_model(self)):
         if shard_peft_model.is_peft_wrapper(tuner) and isinstance(

@@ -152,7 +152,7 @@ def remove_peft_wrappers(model: nn.Module) -> dict[str, nn.Module]:
 
 @dataclass(eq=False)
 class AdapterNameMap:
-    """Maps the names of parameters and buffers before adapters were added to their names afterwards.
+    """Maps the original names of parameters and buffers to their names after adapters were added.
 
     Args:
         paths: path of a wrapped module before -> after.
@@ -238,7 +238,7 @@ def add_adapters(
     wrappers: Mapping[str, nn.Module],
     referenced_param_ids: set[int] | None = None,
 ) -> None:
-    """Add adapters to a sharded model, shard them, and record their layouts and gradient reductions.
+    """Add adapters to a sharded model, shard them, and record how their gradients are reduced.
 
     Args:
         model: the model that the user has: ``sharded_model``, or PEFT's wrapper around it.
@@ -287,7 +287,7 @@ def add_adapters(
 
 
 class _WrappedModulePlaceholder(nn.Module):
-    """A placeholder for the module in a wrapper, which marks its position among the wrapper's tensor names."""
+    """A placeholder that marks the position of the wrapped module among the names of a wrapper's tensors."""
 
     MARK = "wrapped_module"
 
@@ -311,7 +311,7 @@ def _has_active_dropout(module: nn.Module) -> bool:
 
 
 def _check_adapter_supports_pipeline(model: Any, metadata: ShardingMetadata) -> None:
-    """Raise ConfigError if a pipeline is used with an adapter that changes the inputs or loss of the full model."""
+    """Raise ConfigError if an adapter, such as prompt tuning, does not work with pipeline parallelism."""
     if metadata.context.pipe.size == 1 or not _is_peft_model(model):
         return
     is_prompt = getattr(model, "_is_prompt_learning", False)
@@ -511,7 +511,7 @@ def _sort_param_names(
 
 
 def update_sharding_metadata(model: nn.Module, sharded_model: nn.Module, name_map: AdapterNameMap) -> None:
-    """Record the layout and gradient reduction of new parameters, and remove the entries of deleted parameters.
+    """Record how new parameters are sharded and their gradients reduced, and remove deleted parameters.
 
     Rebuilds the gradient reducer of the parameters that only one pipeline stage has.
     """
@@ -555,7 +555,7 @@ def _rebuild_gradient_reducer(metadata: ShardingMetadata, slots: list[GradientSl
 def _find_adapter_region(
     sharded_model: nn.Module, metadata: ShardingMetadata, name_map: AdapterNameMap, param_name: str
 ) -> tuple[ActivationLayout, ModelRegion]:
-    """Return the activation layout and the model region that apply to an adapter's parameter."""
+    """Return the layout of the activations at an adapter's parameter, and the part of the model that contains it."""
     path = name_map.find_wrapper_path(param_name)
     if path is None:
         return metadata.activations, ModelRegion.OUTSIDE  # a prompt, before the model
@@ -586,7 +586,7 @@ def remove_adapter_metadata(model: nn.Module, sharded_model: nn.Module, adapter_
 
 @contextmanager
 def update_after_adapter_removal(sharded_model: nn.Module) -> Iterator[None]:
-    """Update the sharding metadata after PEFT has removed, in this context, its adapters from a model."""
+    """Update the sharding metadata after PEFT has removed adapters from a model inside this context."""
     wrappers = find_peft_wrappers(sharded_model)
     yield
     state = get_metadata(sharded_model)

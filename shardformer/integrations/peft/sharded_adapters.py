@@ -105,12 +105,12 @@ class AdapterDropout(nn.Module):
 
 
 def has_complete_gradients(tuner: nn.Module) -> bool:
-    """Return whether every rank computes an adapter's full gradients, which then need no sum over ranks."""
+    """Return whether every rank has the complete gradients of an adapter after the backward pass."""
     return isinstance(tuner, _FullParametersMixin)
 
 
 class _RunInsideParallelLayerMixin:
-    """A mixin that runs an adapter after its parallel layer communicates the input and before the output."""
+    """A mixin that runs an adapter between the input and the output communication of its parallel layer."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         base: ParallelLinear = self.get_base_layer()
@@ -122,7 +122,7 @@ class _RunInsideParallelLayerMixin:
 
 @contextmanager
 def _prepare_base_layer_for_adapter(base: ParallelLinear, training: bool) -> Iterator[None]:
-    """While an adapter runs, hide a bias that is added later, and use one random state on all ranks."""
+    """Temporarily hide a base layer's bias if it is added later, and use one random state on all ranks."""
     with ExitStack() as stack:
         if training and base.block is not None:
             stack.enter_context(base.block.use_shared_random_state())
@@ -222,7 +222,7 @@ class _CompilableDoraMixin:
 
 
 class _DequantizedBaseLayer:
-    """A base layer that makes PEFT read its weight with ``dequantize``, whatever the weight's class."""
+    """A wrapper around a base layer that makes PEFT read the weight by calling ``dequantize``."""
 
     W_q = None  # PEFT calls dequantize of bases with this attribute
 
@@ -336,7 +336,7 @@ def _get_feature_kind_and_dim(tuner: Any, name: str) -> tuple[str, int]:
 
 
 def _get_adapter_parameters(tuner: Any, base: ParallelModule, path: str) -> list[tuple[str, nn.Module, str]]:
-    """Return an adapter's parameters as (attribute, owner, name), or raise ConfigError for unsupported adapters."""
+    """Return an adapter's parameters and their modules, or raise ConfigError if the adapter is not supported."""
     kind = f"{type(tuner).__module__.removeprefix('peft.tuners.').partition('.')[0]} adapter"
     found = [
         (name, owner, key)
@@ -380,7 +380,7 @@ def _get_adapter_parameters(tuner: Any, base: ParallelModule, path: str) -> list
 
 
 def detach_adapter(tuner: Any) -> None:
-    """Make a parallel linear layer run on its own after PEFT has removed its adapter."""
+    """Restore a parallel linear layer to normal operation after PEFT has removed its adapter."""
     base = tuner.get_base_layer()
     if isinstance(base, Linear1D_Col | Linear1D_Row):
         base.is_inside_adapter = False
