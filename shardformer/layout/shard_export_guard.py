@@ -20,7 +20,7 @@ MARKED = "_shardformer_slices"
 
 
 class ExportGuardedShard(Tensor):
-    """Shard of a parameter in a state dict, which raises an error if it is saved or read by another library.
+    """Tensor that holds only a shard and raises an error if it is saved or read by another library.
 
     Operations that keep the number of elements return a ``ExportGuardedShard``, too. ``as_subclass(torch.Tensor)``
     returns a plain tensor that shares the memory.
@@ -83,7 +83,7 @@ def _to_guarded_shard(x: Tensor, name: str) -> ExportGuardedShard:
 
 
 def to_plain_tensor(x: Tensor) -> Tensor:
-    """Return a ``ExportGuardedShard`` as a plain tensor that shares its memory, and any other tensor unchanged."""
+    """Convert an ``ExportGuardedShard`` to a plain tensor, and return any other tensor unchanged."""
     return x.as_subclass(Tensor) if isinstance(x, ExportGuardedShard) else x
 
 

@@ -37,7 +37,7 @@ def has_deferred_weights(model: nn.Module) -> bool:
 
 
 def record_changes_if_lazy(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context that records changes to a lazily built model, or one without effect for other models."""
+    """Return a context manager that records changes to a model if it was built lazily."""
     return InitRecorderMode() if has_deferred_weights(model) else nullcontext()
 
 
