@@ -61,7 +61,7 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention with fused kernels, with the signature of transformers' ``AttentionInterface``.
+    """Compute attention with fused kernels, as a function for transformers' ``AttentionInterface``.
 
     query (B, N, Q, D), key and value (B, K, S, D) -> (B, Q, N, D) and None.
 

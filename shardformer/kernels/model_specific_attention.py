@@ -153,7 +153,7 @@ def _get_dropout_rate(module: nn.Module, dropout_layer: Any) -> float:
 
 @dataclass(frozen=True)
 class AttentionOverride:
-    """Replacement for one method of an attention class. The new method calls fused kernels.
+    """Fused replacement for one method of an attention class. The new method calls fused kernels.
 
     Args:
         method: the method that ``function`` replaces.

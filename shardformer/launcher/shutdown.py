@@ -47,7 +47,7 @@ def register_graceful_shutdown() -> Iterator[None]:
 
 
 def shuts_down_gracefully(pid: int) -> bool:
-    """Return whether the launcher should wait after a signal until a process has saved its work."""
+    """Return whether the launcher should give a process time to save its work after a signal."""
     note = _get_registration_file(pid)
     return note is not None and note.exists()
 

@@ -1,4 +1,4 @@
-"""Tensor subclass for shards in a state dict, which prevents saving a shard as if it were the full tensor.
+"""Tensor subclass that prevents saving a shard from a state dict as if it were the full tensor.
 
 These tensors can be loaded, copied, compared and used in computations. ``torch.save``, pickle, safetensors and NumPy
 raise an error, because their result would be mistaken for the full model.
@@ -88,7 +88,7 @@ def to_plain_tensor(x: Tensor) -> Tensor:
 
 
 def mark_state_dict_shards(module: nn.Module, names: Collection[str] | None) -> None:
-    """Make the state dict of a module return its shards as ``ExportGuardedShard``.
+    """Make the state dict of a module mark its shards, so that they cannot be saved as full tensors.
 
     Args:
         names: names of the sharded parameters of the module itself. None marks all its parameters and buffers.

@@ -92,11 +92,11 @@ class Split:
         return self.parts[self.get_rank(coords)]
 
     def get_local_length(self, rank: int) -> int:
-        """Return how many indices of the dimension a rank stores."""
+        """Return the size of this dimension in the shard of a rank."""
         return sum(b - a for a, b in self.parts[rank])
 
     def get_local_lengths(self) -> tuple[int, ...]:
-        """Return how many indices of the dimension each rank stores."""
+        """Return the size of this dimension in the shard of each rank."""
         return tuple(map(self.get_local_length, range(len(self.parts))))
 
     @cached_property

@@ -32,7 +32,7 @@ WIRE_FACTOR = {
 
 
 class CallSite(NamedTuple):
-    """Module and pipeline action in which a collective starts. Unknown parts are empty."""
+    """Location of a collective: the module and the pipeline action that started it. Unknown parts are empty."""
 
     module: str = ""
     action: str = ""

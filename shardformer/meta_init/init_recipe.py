@@ -63,7 +63,7 @@ class DeferredTensorView:
 
 @dataclass(eq=False)
 class RecordedInitStep:
-    """A recorded tensor operation, with references to the steps that wrote its inputs."""
+    """A recorded tensor operation, with links to the operations that computed its inputs."""
 
     func: Any  # a torch operator or a ``SafetensorsTensorReader``
     args: tuple[Any, ...]  # each tensor without values is a ``DeferredTensorView``
@@ -74,7 +74,7 @@ class RecordedInitStep:
     number: int = field(default_factory=lambda: next(_STEP_NUMBERS))
 
     def list_deferred_storages(self) -> list[DeferredStorage]:
-        """Return the deferred storages that the step reads or writes, each once."""
+        """Return all lazily built storages that this operation reads or writes."""
         views = [x for x in tree_flatten((self.args, self.kwargs, self.out))[0] if isinstance(x, DeferredTensorView)]
         return list({id(v.deferred): v.deferred for v in views}.values())
 
@@ -146,7 +146,7 @@ def compute_deferred_values(tensor: Tensor) -> Tensor:
 
 
 def run_init_step(step: RecordedInitStep, storages: dict[int, UntypedStorage]) -> None:
-    """Run one recorded step, and store its results in ``storages``.
+    """Run one recorded operation, and store its results in ``storages``.
 
     Args:
         storages: id of each deferred storage -> storage with values.

@@ -68,7 +68,7 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
 
 
 def list_lazy_init_notes(model: nn.Module) -> list[str]:
-    """Return sentences for ``describe`` about how the weights of a lazily built model were computed."""
+    """Return notes about how the weights of a lazily built model were computed."""
     return ["Built with LazyInit: each rank computed only its own shards.", *vars(model).get(NOTES, ())]
 
 
