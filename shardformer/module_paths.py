@@ -68,7 +68,7 @@ def get_attribute_by_path(owner: object, path: str) -> Any:
 
 
 def get_parent_and_attribute_name(model: object, path: str) -> tuple[Any, str]:
-    """Return the object that owns the last attribute of a dotted path (or None), and the name of the attribute."""
+    """Return the parent object (or None) and the name of the last attribute in a dotted path."""
     at, _, name = path.rpartition(".")
     return get_attribute_by_path(model, at), name
 

@@ -82,7 +82,7 @@ class ShardedTRLTrainer(ShardedTrainer):
         return [parameter.name for parameter in parameters]
 
     def _adjust_args_to_data_parallel_size(self) -> None:
-        """Recompute values that TRL derived from the number of processes, with the number of data-parallel ranks."""
+        """Use the number of data-parallel ranks in settings where TRL used the number of processes."""
         args, data = self.args, self.context.data
         process = int(self.accelerator.state.process_index)
         if torch.initial_seed() == args.seed + process != args.seed + data.rank:  # set_seed(..., device_specific=True)
@@ -233,7 +233,7 @@ def patch_gather_over_data(accelerator: Accelerator) -> Iterator[None]:
 
 
 def _replace_accelerate_function(name: str, old: Any, new: Any) -> None:
-    """Replace an accelerate.utils function in every module that has imported it, except in accelerate itself."""
+    """Patch a function of accelerate.utils in all modules that import it, except accelerate's own."""
     for module in list(sys.modules.values()):
         path = str(getattr(module, "__name__", ""))
         is_theirs = path.startswith("accelerate.") and path != "accelerate.utils"
@@ -245,7 +245,7 @@ def _replace_accelerate_function(name: str, old: Any, new: Any) -> None:
 
 
 def guard_sharded_head_weights(model: Any, trainer_class: type) -> None:
-    """Make a sharded head raise ConfigError when a trainer reads its weights, which are only a shard.
+    """Make the model's output head raise ConfigError if a trainer reads its sharded weights directly.
 
     Each rank has a slice of the weight. The trainer would use this slice as if it were the full weight.
     """
@@ -279,7 +279,7 @@ def _read_guarded_weight(name: str, trainer_modules: set[str], layer: nn.Module)
 
 
 def find_sharded_layers(module: nn.Module) -> list[ParallelModule]:
-    """Return the layers inside a module whose parameters are sharded."""
+    """Return all layers in a module that have sharded parameters."""
     layers = [each for each in module.modules() if isinstance(each, ParallelModule)]
     return [layer for layer in layers if any(spec.is_sharded for spec in layer.shard_specs.values())]
 
@@ -311,7 +311,7 @@ def _is_fused_head(forward: Any) -> bool:
 
 
 def _make_sharded_head_forward(fused: FunctionType, model: Any) -> FunctionType:
-    """Return a copy of TRL's fused ``forward`` that computes log-probabilities with ``compute_token_stats``."""
+    """Adapt TRL's fused ``forward`` to a sharded output head."""
     code = fused.__code__
     if fused.__globals__["__name__"] == __name__:
         return fused
@@ -340,7 +340,7 @@ def compute_token_stats(
     get_head: Any, plain_fn: Any, hidden_TH: Tensor, weight: Tensor, bias: Any, labels_T: Tensor,
     temperature: float, chunk_size: int, softcap: float | None, scale: float, outputs: Any,
 ) -> Any:  # fmt: skip
-    """Return log-probabilities, entropies and other statistics of the labels, as TRL's own fused head does.
+    """Compute the label log-probabilities and entropies that TRL's fused head returns, also for a sharded head.
 
     A sharded head communicates what ``vocab_parallel_statistics`` and the head itself communicate.
     """

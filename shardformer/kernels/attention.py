@@ -1,4 +1,4 @@
-"""Softmax attention with fused kernels, which never store the attention scores of the whole batch.
+"""Softmax attention with fused kernels, to avoid storing all attention scores in memory.
 
 CUDA   flash-attn, if it is installed, for 16 bits without a mask or with a causal one
        torch's flash kernel without a mask, its memory-efficient kernel with one; an error instead of the math kernel
@@ -61,7 +61,7 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention with fused kernels, with the signature of transformers' ``AttentionInterface``.
+    """Compute attention with fused kernels, as a function for transformers' ``AttentionInterface``.
 
     query (B, N, Q, D), key and value (B, K, S, D) -> (B, Q, N, D) and None.
 
@@ -100,7 +100,7 @@ def attention(
 
 
 class FusedAttentionMode(TorchFunctionMode):
-    """Context manager that replaces torch's ``scaled_dot_product_attention`` with ``attention``."""
+    """Context manager that makes torch's ``scaled_dot_product_attention`` use only fused kernels."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def _expand_to_same_batch(*tensors: Tensor) -> list[Tensor]:
 
 
 def _pad_to_same_head_dim(*tensors: Tensor) -> list[Tensor]:
-    """Pad the head dim of all tensors with zeros to the same width, because the kernels require equal widths."""
+    """Zero-pad queries, keys and values to the same head dimension, as the fused kernels require."""
     width = max(t.shape[-1] for t in tensors)
     if tensors[0].is_cuda:
         width = -(-width // 8) * 8  # for 16 bits the kernels read 16 bytes at a time
@@ -300,7 +300,7 @@ class _BiasedAttention(Function):
 
 
 def _split_batch_into_slices(query: Tensor, key: Tensor) -> list[slice]:
-    """Split the batch into slices of at most SCORES_AT_ONCE attention scores, but at least one sequence."""
+    """Return slices of the batch that are small enough to compute their attention scores at once."""
     batch, heads, length = query.shape[:3]
     size = max(1, SCORES_AT_ONCE // max(heads * length * key.shape[2], 1))
     return [slice(start, start + size) for start in range(0, batch, size)]

@@ -1,4 +1,4 @@
-"""Run a model's attention with fused kernels, via transformers' ``AttentionInterface`` or a replaced method."""
+"""Make a transformers or timm model compute its attention with fused kernels."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def use_flash_attention(
 
 
 def check_flash_attention(model: nn.Module, device: torch.device) -> None:
-    """Raise ConfigError if the fused kernels of ``device`` do not support an attention module of ``model``."""
+    """Raise ConfigError if the fused kernels for a device do not support the attention of a model."""
     _check_attention_interface(model)
     check_attention_overrides(model)
     for config in find_attention_configs(model):
@@ -106,7 +106,7 @@ def _enable_timm_fused_attention(model: nn.Module) -> Iterator[tuple[str, str, C
 
 
 def forward_with_fused_kernels(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the `forward` method of a module with ``attention`` instead of torch's scaled_dot_product_attention."""
+    """Run a module's `forward` with fused kernels instead of torch's scaled_dot_product_attention."""
     with FusedAttentionMode(self):
         return type(self).forward(self, *args, **kwargs)
 
@@ -115,12 +115,12 @@ def forward_with_fused_kernels(self: nn.Module, *args: Any, **kwargs: Any) -> An
 
 
 def find_attention_configs(model: nn.Module) -> list[Any]:
-    """Return the configs from which the modules of a model read which attention implementation to use."""
+    """Return the configs of a model that select the attention implementation."""
     return [config for config in find_model_configs(model) if hasattr(config, "_attn_implementation")]
 
 
 def find_attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
-    """Return the module classes of a model that compute attention, with the source code of each class.
+    """Return a dict from each attention class in a model to its source code.
 
     These are the classes that use transformers' interface, and those with "attention" in their name that compute a
     softmax or call torch's attention. Modules that only contain an attention module are not included.
@@ -161,7 +161,7 @@ def _check_attention_interface(model: nn.Module) -> None:
 
 
 def _check_no_dropout(model: nn.Module) -> None:
-    """Raise ConfigError if an attention module has dropout, which torch's flash kernel for the CPU does not support."""
+    """Raise ConfigError if attention has dropout, because torch's CPU flash kernel does not support it."""
     sources = find_attention_classes(model)
     for name, module in model.named_modules():
         for attribute in _find_dropout_attributes(module, sources.get(type(module), "")):
@@ -181,7 +181,7 @@ def _check_no_dropout(model: nn.Module) -> None:
 
 
 def _find_dropout_attributes(module: nn.Module, source: str) -> list[str]:
-    """Return the names of the attributes of a module that contain its attention dropout rate."""
+    """Return the names of a module's attributes that contain its attention dropout rate."""
     if type(module).__name__ in SDPA:
         return ["attention_dropout"] if attrgetter("config.alibi")(module) else []
     if (override := find_attention_override(type(module))) is not None:
@@ -222,7 +222,7 @@ def _describe_kernel_of_class(model: nn.Module, cls: type[nn.Module], device: to
 
 
 def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any] | None) -> None:
-    """Register an attention function with transformers, and its mask function (default: the one of SDPA)."""
+    """Register an attention function and its mask function with transformers. By default, the mask is SDPA's."""
     with _IMPORTING:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask

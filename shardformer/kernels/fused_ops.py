@@ -54,7 +54,7 @@ RMS_KINDS = ("llama", "t5", "gemma", "olmo", "torch")
 def rms_norm(
     kind: str, x: Tensor, weight: Tensor | None, eps: float | None, mean_fn: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Apply an RMS norm of one of the ``RMS_KINDS``, with torch's fused kernel unless ``mean_fn`` is passed."""
+    """Apply the RMS norm variant ``kind``, with torch's fused kernel unless ``mean_fn`` is passed."""
     shape = x.shape[-1:]
     if weight is not None and kind == "gemma":
         weight = 1.0 + weight.to(torch.float32)
@@ -129,7 +129,7 @@ class FusedRMSNorm(nn.Module):
 
 
 def make_fused_norm(module: nn.Module) -> nn.Module:
-    """Return a fused norm with the parameters of ``module``, to replace ``module``.
+    """Return a fused replacement for a layer norm or RMS norm, with the same parameters.
 
     >>> make_fused_norm(nn.RMSNorm(8, eps=1e-6))
     FusedRMSNorm(8, eps=1e-06, kind=torch)
@@ -144,7 +144,7 @@ def make_fused_norm(module: nn.Module) -> nn.Module:
 
 
 def _move_norm_parameters(target: nn.Module, source: nn.Module, names: tuple[str, ...]) -> None:
-    """Move the parameters of ``source`` to ``target``, with other attributes such as ``variance_epsilon``."""
+    """Move the parameters and other attributes, such as ``variance_epsilon``, from ``source`` to ``target``."""
     for name in names:
         target.register_parameter(name, source._parameters.get(name))
     for name, value in vars(source).items():
@@ -154,14 +154,14 @@ def _move_norm_parameters(target: nn.Module, source: nn.Module, names: tuple[str
 
 
 def _find_eps(module: nn.Module) -> float | None:
-    """Return the eps that a norm adds to the variance, read from an attribute or measured with a test input."""
+    """Return the epsilon of a norm, from its attributes or from its output for a test input."""
     named = [getattr(module, name) for name in EPS_NAMES if hasattr(module, name)]
     return next((eps for eps in named if isinstance(eps, float)), None) if named else _measure_eps(module)
 
 
 @without_fake_tensors()
 def _measure_eps(module: nn.Module) -> float | None:
-    """Compute the eps of a norm from its output for a nearly constant input.
+    """Measure the epsilon of a norm by calling it with a nearly constant input.
 
     Solves y = w (x - mean) / sqrt(variance + eps) for eps. Returns None if this is not a small positive number.
     """
@@ -182,7 +182,7 @@ def _measure_eps(module: nn.Module) -> float | None:
 
 
 def _get_normalized_shape(module: nn.Module) -> tuple[int, ...] | None:
-    """Return the shape of the dims over which a norm normalizes, or None if the module cannot be a norm."""
+    """Return the ``normalized_shape`` of a norm, or None if the module cannot be a norm."""
     if not set(module._parameters) <= {"weight", "bias"} or module._modules or module._buffers:
         return None
     if len(inspect.signature(module.forward).parameters) != 1:
@@ -214,7 +214,7 @@ _KNOWN_KINDS: WeakKeyDictionary[type[nn.Module], dict[tuple[Any, ...], str | Non
 
 
 def get_norm_kind(module: nn.Module) -> str | None:
-    """Identify the kind of a norm by its output: "layer", one of ``RMS_KINDS``, or None if no formula matches."""
+    """Return which variant of layer norm or RMS norm a module computes, or None for any other module."""
     shape, settings = _get_normalized_shape(module), _get_norm_settings(module)
     if shape is None:
         return None
@@ -227,7 +227,7 @@ def get_norm_kind(module: nn.Module) -> str | None:
 
 
 def _get_norm_settings(module: nn.Module) -> tuple[Any, ...] | None:
-    """Return the settings of a norm as a hashable key: its `forward`, its attributes and its parameter shapes.
+    """Return everything that determines a norm's output, except its weights, as a hashable cache key.
 
     Return None if the output may depend on anything else, such as a closure or an attribute that is a function.
     """
@@ -299,7 +299,7 @@ def _make_test_input(shape: tuple[int, ...], step: float) -> Tensor:
 
 
 def _copy_with_test_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy of a norm on the CPU with test parameters other than 0 and 1."""
+    """Copy a norm to the CPU, with test values as its parameters."""
     probe = copy.copy(module)
     probe._parameters = {
         name: None if p is None else nn.Parameter((1.3 + _make_test_input(tuple(p.shape), 0.9 + 0.2 * i)).to(dtype))
@@ -309,7 +309,7 @@ def _copy_with_test_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Modu
 
 
 def _relative_error_over_tolerance(expected: Tensor, actual: Tensor | None, min_denominator: float = 1e-4) -> float:
-    """Return the largest relative error of ``actual`` divided by the error bound of its dtype.
+    """Return the largest relative error of ``actual``, as a multiple of the error allowed for its dtype.
 
     Denominators are at least ``min_denominator``.
     """
@@ -341,7 +341,7 @@ TANH = functools.partial(F.gelu, approximate="tanh")
 def apply_bias_activation_gate(
     act: Callable[[Tensor], Tensor] | None, x: Tensor, bias: Tensor | None, gate: Tensor | None
 ) -> Tensor:
-    """Apply the bias, activation and gate of an MLP: act(x + bias) * gate, for x and gate (..., H) and bias (H,)."""
+    """Compute ``act(x + bias) * gate``, the elementwise part of a gated MLP: x and gate (..., H), bias (H,)."""
     x = x if bias is None else x + bias
     x = x if act is None else act(x)
     return x if gate is None else x * gate
@@ -349,14 +349,14 @@ def apply_bias_activation_gate(
 
 @functools.cache
 def get_compiled_bias_activation_gate(device_type: str) -> Callable[..., Tensor]:
-    """Return ``apply_bias_activation_gate``, compiled with torch.compile except on a CPU, where eager is as fast."""
+    """Return ``apply_bias_activation_gate``, compiled with torch.compile on devices other than the CPU."""
     return (
         apply_bias_activation_gate if device_type == "cpu" else torch.compile(apply_bias_activation_gate, dynamic=True)
     )
 
 
 class _DeferredBias(Function):
-    """Autograd function that returns x unchanged, but whose backward pass computes the gradients of x + bias."""
+    """Autograd function that computes the gradients of ``x + bias`` but returns x without the bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
@@ -368,7 +368,7 @@ class _DeferredBias(Function):
 
 
 class DeferredActivation(DeferredTensor):
-    """Activation act(x + bias) that is computed only when it is used, so that it can be fused with a gate."""
+    """Tensor ``act(x + bias)`` that is computed only when it is used, so that a kernel can fuse it with a gate."""
 
     terms: tuple[Any, Tensor, Tensor | None]
     out: Tensor | None
@@ -411,7 +411,7 @@ class DeferredActivation(DeferredTensor):
 
 
 def defer_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Delay the addition of a linear layer's bias to its output x, so that the next operation can be fused with it."""
+    """Postpone adding a bias to ``x``, so that the addition can be fused with the next operation."""
     bias = None if bias is None else bias.to(x.dtype)
     if torch.compiler.is_compiling():  # which fuses the operations
         return x if bias is None else x + bias

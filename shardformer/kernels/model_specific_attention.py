@@ -41,9 +41,9 @@ def bloom_attention(
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> Output:
-    """Compute BLOOM attention with ALiBi as an additional feature: 1 in each query, and the bias in each key.
+    """Compute BLOOM's attention and its ALiBi bias with fused kernels.
 
-    The flash kernel for CUDA does not support a bias that is added to the scores.
+    The bias is an additional feature of each key (1 in each query), because CUDA's flash kernel supports no bias.
     """
     q_BNQD, k_BNSD, v_BNSD = self._reshape(self.query_key_value(hidden_states))
     if layer_past is not None:
@@ -60,7 +60,7 @@ def bloom_attention(
 def gpt_neo_attention(
     self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
 ) -> Output:
-    """Compute GPT-Neo attention, which has unscaled scores, and a sliding window in its local layers."""
+    """Compute GPT-Neo's attention: without scaling, and with a sliding window in local layers."""
     q_length, length = query.shape[2], key.shape[2]
     mask = attention_mask
     if self.attention_type == "local" or mask is not None:
@@ -84,7 +84,7 @@ def gptj_attention(
 
 
 def sam_vision_attention(self: Any, hidden_states: Tensor, output_attentions: bool | None = None) -> Output:
-    """Compute SAM attention, whose position bias is the product of each query with position embeddings."""
+    """Compute the attention of SAM's vision encoder, with its relative position bias."""
     batch, height, width, _ = hidden_states.shape
     tokens, heads = height * width, self.num_attention_heads
     qkv_3BNSD = self.qkv(hidden_states).reshape(batch, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4)
@@ -153,7 +153,7 @@ def _get_dropout_rate(module: nn.Module, dropout_layer: Any) -> float:
 
 @dataclass(frozen=True)
 class AttentionOverride:
-    """Replacement for one method of an attention class. The new method calls fused kernels.
+    """Fused replacement for one method of an attention class. The new method calls fused kernels.
 
     Args:
         method: the method that ``function`` replaces.
@@ -195,7 +195,7 @@ SDPA = ("FalconAttention",)
 
 
 def find_attention_override(cls: type[nn.Module]) -> AttentionOverride | None:
-    """Return the ``AttentionOverride`` of an attention class, or None if the class has none or needs none.
+    """Return the ``AttentionOverride`` to apply to an attention class, or None.
 
     Classes that use transformers' attention interface need none, such as GPT-J since transformers 5.24.
     """
@@ -231,7 +231,7 @@ def find_modules_to_override(model: nn.Module) -> Iterator[tuple[str, Any, Atten
 
 
 def check_attention_overrides(model: nn.Module) -> None:
-    """Raise ConfigError if an override would not compute the same attention as the class that it replaces."""
+    """Raise ConfigError if a fused replacement does not match the attention method of the model."""
     for path, module, override in find_modules_to_override(model):
         original: Any = getattr(type(module), override.method, None)
         found, expected = (
@@ -259,7 +259,7 @@ def check_attention_overrides(model: nn.Module) -> None:
 
 
 def apply_attention_overrides(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Replace the methods of attention modules, and yield the path, the name and the new function of each."""
+    """Make a model's attention modules use fused kernels, and yield each method that was replaced."""
     for path, module, override in list(find_modules_to_override(model)):
         if override.method in vars(module):
             continue  # installed before

@@ -25,7 +25,7 @@ FEW = 3
 
 
 def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[int] = (), command: str = "run") -> str:
-    """Format the errors of all ranks for the terminal; merge identical errors, and put the root cause last.
+    """Format the errors of all ranks for the terminal, with identical errors merged and the root cause last.
 
     Args:
         failures: the failure of each rank that failed.

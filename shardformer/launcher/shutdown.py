@@ -47,7 +47,7 @@ def register_graceful_shutdown() -> Iterator[None]:
 
 
 def shuts_down_gracefully(pid: int) -> bool:
-    """Return whether the launcher should wait after a signal until a process has saved its work."""
+    """Return whether the launcher should give a process time to save its work after a signal."""
     note = _get_registration_file(pid)
     return note is not None and note.exists()
 
@@ -140,7 +140,7 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
 
 
 def _print_shutdown_notice(num_processes: int, signum: signal.Signals, timeout_s: float) -> None:
-    """Print how long the launcher waits at most for its processes to end after a signal."""
+    """Print the maximum time that the launcher waits for its processes to end after a signal."""
     processes = f"{num_processes} process{'es' * (num_processes > 1)}"
     again = "press Ctrl-C again" if signum is signal.SIGINT else "send it again"
     print(
@@ -184,7 +184,7 @@ def _signal_processes_and_wait(processes: Sequence[Any], signum: signal.Signals,
 
 
 def _is_ending_on_signal() -> bool:
-    """Return whether the launcher is shutting down because of a signal, which torch raises as SignalException."""
+    """Return whether the launcher is shutting down because it received a signal."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     return isinstance(sys.exc_info()[1], SignalException)
@@ -199,7 +199,7 @@ def _collect_stack_locations(error_files: Iterable[str]) -> None:
 
 
 def describe_stack_locations() -> list[str]:
-    """List which ranks were executing which line of user code, with the most common line last."""
+    """List the lines of user code that the ranks were executing, with the ranks at each line."""
     ranks: dict[str, list[int]] = {}
     for rank, place in sorted(STACK_LOCATIONS.items()):
         ranks.setdefault(place, []).append(rank)

@@ -36,7 +36,7 @@ class Dim(StrEnum):
 
 
 class IndexOrder(StrEnum):
-    """Order in which the indices of a dimension are assigned to the ranks.
+    """Order in which the elements of a sharded dimension, such as tokens, are assigned to ranks.
 
     With 8 indices over 2 ranks, rank 0 gets:
 
@@ -51,14 +51,14 @@ class IndexOrder(StrEnum):
 
 
 class ShardedFrom(StrEnum):
-    """Point in a model from which on an activation dimension is sharded."""
+    """Point in the model at which an activation dimension starts to be sharded."""
 
     INPUTS = "inputs"  # the inputs of the model
     STACK = "stack"  # the first layer of a stack, until its last layer or the norm that follows
 
 
 class ModelRegion(StrEnum):
-    """Region of a model, such as a stack of layers, in which activations are sharded in the same way."""
+    """Part of a model, such as its layers, in which all activations are sharded in the same way."""
 
     OUTSIDE = "outside"  # before and after the stacks: embeddings, heads
     STACK = "stack"  # in a stack, between its blocks
@@ -76,7 +76,7 @@ class ActivationShard:
     begin: ShardedFrom = ShardedFrom.STACK
 
     def make_split(self, length: int, num_ranks: int) -> Split:
-        """Return which indices of a dimension with ``length`` elements each rank stores.
+        """Return the indices that each rank stores if a dimension of size ``length`` is sharded.
 
         >>> ActivationShard(Dim.SEQUENCE, "sequence", IndexOrder.ZIGZAG).make_split(8, 2).parts
         (((0, 2), (6, 8)), ((2, 4), (4, 6)))
@@ -104,7 +104,7 @@ class ActivationLayout:
     block: tuple[str, ...] = ("tensor",)
 
     def get_region_shards(self, region: ModelRegion) -> tuple[ActivationShard, ...]:
-        """Return how activations are sharded in a region of the model, with one entry for each sharded dimension."""
+        """Return which activation dimensions are sharded in a part of the model."""
         if not self.shards:
             return ()
         in_stack = {ModelRegion.STACK: list(Dim), ModelRegion.GATHERED: [Dim.BATCH]}.get(region, [])
@@ -112,15 +112,15 @@ class ActivationLayout:
 
     @property
     def is_stack_sharded(self) -> bool:
-        """Whether activations are sharded inside a stack of layers, but not before and after it."""
+        """Whether an activation dimension is sharded in the layers but not in the embeddings and heads."""
         return any(shard.begin is ShardedFrom.STACK for shard in self.shards)
 
     def get_stack_shard(self, axis: str) -> ActivationShard | None:
-        """Return which activation dimension is sharded over ``axis`` inside a stack of layers, or None."""
+        """Return the activation dimension that is sharded over ``axis`` in the layers only, or None."""
         return next((s for s in self.shards if s.begin is ShardedFrom.STACK and s.axis == axis), None)
 
     def get_gradient_sum_axes(self, region: ModelRegion) -> tuple[str, ...]:
-        """Return the axes over which the gradients of replicated parameters in a model region are summed."""
+        """Return the axes over which to sum the gradients of replicated parameters in a part of the model."""
         axes = [shard.axis for shard in self.get_region_shards(region)]
         return tuple(dict.fromkeys((*axes, *self.block) if region is ModelRegion.BLOCK else axes))
 
@@ -130,11 +130,11 @@ class ActivationLayout:
         return tuple(shard.axis for shard in self.get_region_shards(ModelRegion.OUTSIDE))
 
     def count_input_shards(self, axis_sizes: Mapping[str, int]) -> int:
-        """Return into how many shards the model inputs are split. Each rank's loss is the mean over its shard."""
+        """Return the number of shards of the model inputs. Each rank's loss is the mean over its shard."""
         return prod(map(axis_sizes.__getitem__, self.input_axes))
 
     def get_random_stream_index(self, region: ModelRegion, coords: Coords, axis_sizes: Mapping[str, int]) -> int:
-        """Return the index of the random number stream from which a rank draws in a model region.
+        """Return which random number stream a rank uses in a part of the model.
 
         The index is 0 where all ranks have the same activations and must draw the same numbers. Ranks with different
         shards get different positive indices.

@@ -35,7 +35,7 @@ FAST_CPU_KERNEL = "support_avx512bf16_for_cpu"
 
 
 def find_packed_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the packed parameters of a model that is not sharded yet, by name. Tied parameters have several names."""
+    """Return the quantized parameters of an unsharded model, by name. Tied parameters have several names."""
     frozen = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
     is_quantized = bool(frozen) and has_quantization_config(model)
     return {name: param for name, param in frozen if _is_packed(param, is_quantized)}
@@ -65,7 +65,7 @@ def is_4bit_linear(module: nn.Module) -> bool:
 
 
 def get_packed_tensors(weight: nn.Parameter) -> list[Tensor]:
-    """Return the plain tensors that store a packed weight: its bytes and its scales."""
+    """Return the tensors in which a quantized weight stores its bytes and scales."""
     if is_wrapper_tensor(weight):
         wrapper: Any = weight
         names, _ = wrapper.__tensor_flatten__()
@@ -78,18 +78,18 @@ def get_packed_tensors(weight: nn.Parameter) -> list[Tensor]:
 
 
 def count_unpacked_values(param: Tensor) -> int:
-    """Return the number of values that a parameter represents. A packed 4-bit weight has two values in each byte."""
+    """Return the number of elements of a parameter before quantization. 4-bit weights store two per byte."""
     shape = getattr(getattr(param, "quant_state", None), "shape", None)
     return prod(param.shape if shape is None else shape)
 
 
 def count_packed_values(model: nn.Module) -> int:
-    """Return the number of values that the full, unsharded packed weights of a sharded model represent."""
+    """Return the number of quantized weight values in the full, unsharded model."""
     return sum(module.num_packed_values for module in find_packed_modules(model))
 
 
 class PackedWeightsMixin:
-    """Mixin for modules that store packed weights as attributes, outside their parameters and state dicts."""
+    """Mixin for modules that store quantized weights as plain attributes instead of parameters."""
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if name in self.__dict__["packed_names"]:
@@ -114,7 +114,7 @@ class PackedWeightsMixin:
 
 
 def hide_packed_weights(model: nn.Module) -> int:
-    """Turn the packed parameters of a model into attributes of their modules, and return how many these are."""
+    """Turn quantized parameters into plain attributes of their modules, and return their number."""
     packed = set(map(id, find_packed_weights(model).values()))
     count = 0
     for module in model.modules():
@@ -160,13 +160,13 @@ def find_packed_modules(model: nn.Module) -> Iterator[Any]:
 
 
 def check_quantized_model_has_adapters(model: nn.Module, adapters: object) -> None:
-    """Raise ConfigError, as the Trainer does, if a quantized transformers model has no adapters to train."""
+    """Raise ConfigError if a quantized model has no adapters to train."""
     if adapters is None and any(getattr(module, "is_quantized", False) for module in model.modules()):
         check_no_packed_weights(model, "Training")
 
 
 def check_no_packed_weights(model: nn.Module, action: str) -> None:
-    """Raise ConfigError if a sharded model has quantized weights, whose values ``action`` would need."""
+    """Raise ConfigError if a sharded model has quantized weights, because ``action`` does not support them."""
     if (module := next(find_packed_modules(model), None)) is not None:
         raise ConfigError(
             f"{action} does not support the quantized {type(module).__name__} layers of this {type(model).__name__}.",

@@ -1,4 +1,4 @@
-"""Tensor subclass for shards in a state dict, which prevents saving a shard as if it were the full tensor.
+"""Tensor subclass that prevents saving a shard from a state dict as if it were the full tensor.
 
 These tensors can be loaded, copied, compared and used in computations. ``torch.save``, pickle, safetensors and NumPy
 raise an error, because their result would be mistaken for the full model.
@@ -20,7 +20,7 @@ MARKED = "_shardformer_slices"
 
 
 class ExportGuardedShard(Tensor):
-    """Shard of a parameter in a state dict, which raises an error if it is saved or read by another library.
+    """Tensor that holds only a shard and raises an error if it is saved or read by another library.
 
     Operations that keep the number of elements return a ``ExportGuardedShard``, too. ``as_subclass(torch.Tensor)``
     returns a plain tensor that shares the memory.
@@ -83,12 +83,12 @@ def _to_guarded_shard(x: Tensor, name: str) -> ExportGuardedShard:
 
 
 def to_plain_tensor(x: Tensor) -> Tensor:
-    """Return a ``ExportGuardedShard`` as a plain tensor that shares its memory, and any other tensor unchanged."""
+    """Convert an ``ExportGuardedShard`` to a plain tensor, and return any other tensor unchanged."""
     return x.as_subclass(Tensor) if isinstance(x, ExportGuardedShard) else x
 
 
 def mark_state_dict_shards(module: nn.Module, names: Collection[str] | None) -> None:
-    """Make the state dict of a module return its shards as ``ExportGuardedShard``.
+    """Make the state dict of a module mark its shards, so that they cannot be saved as full tensors.
 
     Args:
         names: names of the sharded parameters of the module itself. None marks all its parameters and buffers.

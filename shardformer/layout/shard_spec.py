@@ -22,14 +22,14 @@ Axes = tuple[str, ...]
 
 
 def get_even_bounds(count: int, ranks: int) -> list[int]:
-    """Return the boundaries between ``ranks`` nearly equal slices, longest first: (10, 4) -> [0, 3, 6, 8, 10]."""
+    """Return the boundaries of ``ranks`` nearly equal slices of ``count`` elements: (10, 4) -> [0, 3, 6, 8, 10]."""
     base, more = divmod(count, ranks)
     return [r * base + min(r, more) for r in range(ranks + 1)]
 
 
 @dataclass(frozen=True)
 class Split:
-    """Sharding of one tensor dimension: the index ranges that each rank stores, in local order.
+    """Sharding of one tensor dimension, as the index ranges that each rank stores.
 
     >>> Split.even(10, 4).parts
     (((0, 3),), ((3, 6),), ((6, 8),), ((8, 10),))
@@ -65,12 +65,12 @@ class Split:
 
     @classmethod
     def fused(cls, sizes: Sequence[int], ranks: int, unit: int = 1) -> Split:
-        """Split a dimension that concatenates blocks of these sizes, such as q, k and v, by splitting each block."""
+        """Split each block of a fused dimension, such as q, k and v in one weight, over the ranks."""
         return cls.stack([cls.even(size, ranks, unit) for size in sizes], sizes)
 
     @classmethod
     def stack(cls, splits: Sequence[Split], sizes: Sequence[int]) -> Split:
-        """Combine the splits of several dimensions into a split of their concatenation."""
+        """Combine the splits of several dimensions into the split of their concatenation."""
         offsets = [0, *accumulate(sizes)]
         parts = [
             merge_slices([(a + o, b + o) for s, o in zip(splits, offsets, strict=False) for a, b in s.parts[r]])
@@ -79,24 +79,24 @@ class Split:
         return cls(tuple(parts), splits[0].axes, splits[0].sizes)
 
     def with_axis(self, axis: str) -> Split:
-        """Return a split with the same index ranges over another axis of the process grid."""
+        """Return a copy of this split over another axis of the process grid."""
         return Split(self.parts, (axis,))
 
     def get_rank(self, coords: Coords) -> int:
-        """Return the rank within this split of the process at ``coords``. The last axis varies fastest."""
+        """Return the index of the shard that the process at ``coords`` stores. The last axis varies fastest."""
         return _compute_rank(self.axes, self.sizes, coords)
 
     def slices(self, length: int, coords: Coords) -> tuple[Slice, ...]:
-        """Return the index ranges of a dimension of this length that the rank at ``coords`` stores."""
+        """Return the index ranges that the rank at ``coords`` stores."""
         assert length == self.full, (length, self.full)
         return self.parts[self.get_rank(coords)]
 
     def get_local_length(self, rank: int) -> int:
-        """Return how many indices of the dimension a rank stores."""
+        """Return the size of this dimension in the shard of a rank."""
         return sum(b - a for a, b in self.parts[rank])
 
     def get_local_lengths(self) -> tuple[int, ...]:
-        """Return how many indices of the dimension each rank stores."""
+        """Return the size of this dimension in the shard of each rank."""
         return tuple(map(self.get_local_length, range(len(self.parts))))
 
     @cached_property
@@ -106,7 +106,7 @@ class Split:
 
     @cached_property
     def holders(self) -> list[tuple[int, int, int]]:
-        """Number of ranks that store each index range, as tuples (start, end, count)."""
+        """Index ranges and the number of ranks that store each of them, as a list of (start, end, count)."""
         return count_ranks_per_range(self.parts)
 
     def indices(self, rank: int) -> Tensor:
@@ -126,7 +126,7 @@ class Split:
 
 @dataclass(frozen=True)
 class EvenSplit:
-    """Further split of a dimension that is already sharded: each local shard is split evenly.
+    """Even split of every local shard of a dimension that is already sharded over another axis.
 
     >>> EvenSplit("data", 2).slices(5, {"data": 1})
     ((3, 5),)
@@ -145,7 +145,7 @@ class EvenSplit:
         return (self.ranks,)
 
     def slices(self, length: int, coords: Coords) -> tuple[Slice, ...]:
-        """Return the index ranges of a dimension that the rank at ``coords`` stores."""
+        """Return the index ranges that the rank at ``coords`` stores."""
         units = -(-length // self.unit)
         bounds = [min(b * self.unit, length) for b in get_even_bounds(units, self.ranks)]
         rank = _compute_rank(self.axes, self.sizes, coords)
@@ -156,7 +156,7 @@ AnySplit = Split | EvenSplit
 
 
 def count_ranks_per_range(parts: Sequence[Sequence[Slice]]) -> list[tuple[int, int, int]]:
-    """Count how many shards contain each index, as runs of equal counts: (start, end, count).
+    """Return how many shards contain each index range, as tuples (start, end, count).
 
     >>> count_ranks_per_range([[(0, 2)], [(1, 3)], [(4, 5)]])
     [(0, 1, 1), (1, 2, 2), (2, 3, 1), (3, 4, 0), (4, 5, 1)]
@@ -211,17 +211,17 @@ class Box:
     size: Offsets
 
     def view_in_full(self, x: Tensor) -> Tensor:
-        """Return the view of the full tensor that this box describes."""
+        """Return this block as a view of the full tensor."""
         return _narrow_dims(x, self.full, self.size)
 
     def view_in_local(self, x: Tensor) -> Tensor:
-        """Return the view of the local shard that this box describes."""
+        """Return this block as a view of the local shard."""
         return _narrow_dims(x, self.local, self.size)
 
 
 @dataclass(frozen=True, init=False)
 class ShardSpec:
-    """Layout of a tensor over the process grid: its full shape, and the splits of its sharded dimensions.
+    """Sharding of a tensor over the process grid: its full shape and the split of each sharded dimension.
 
     Splits of one dimension are applied in order: the first to the full dimension, the next to the local slices of the
     previous one. An axis may shard only one dimension of a tensor.
@@ -298,7 +298,7 @@ class ShardSpec:
         )
 
     def get_local_slices(self, dim: int, coords: Coords) -> tuple[Slice, ...]:
-        """Return the index ranges of a dimension that the rank at ``coords`` stores."""
+        """Return the index ranges of dimension ``dim`` that the rank at ``coords`` stores."""
         length, splits = self.shape[dim], self.splits.get(dim, ())
         local: tuple[Slice, ...] = ((0, length),) if length else ()
         for at, split in enumerate(splits):
@@ -314,7 +314,7 @@ class ShardSpec:
         return tuple(shape)
 
     def slice_full_tensor(self, full: Tensor, coords: Coords) -> Tensor:
-        """Slice the tensor ``full``, and return a copy of the shard that the rank at ``coords`` stores.
+        """Return a copy of the shard of ``full`` that belongs to the rank at ``coords``.
 
         Raises:
             ConfigError: if ``full`` does not have the full shape.
@@ -345,7 +345,7 @@ class ShardSpec:
 
     @cached_property
     def _holders(self) -> dict[int, list[tuple[int, int, int]]]:
-        """Number of ranks that store each index range, as tuples (start, end, count), by sharded dimension."""
+        """Index ranges of each sharded dimension, with the number of ranks that store each range."""
         holders = {}
         for dim, splits in self.splits.items():
             first = splits[0]
@@ -359,7 +359,7 @@ class ShardSpec:
 
     @cached_property
     def shared_axes(self) -> tuple[str, ...]:
-        """Axes over which a dimension is sharded with overlaps, so that several ranks store the same indices."""
+        """Axes over which a dimension is sharded into overlapping slices."""
         if not self.splits:
             return ()
         shared = [dim for dim, runs in self._holders.items() if max([count for *_, count in runs], default=0) > 1]
@@ -371,7 +371,7 @@ class ShardSpec:
         return all(count == 1 for runs in self._holders.values() for *_, count in runs)
 
     def count_copies(self, coords: Coords | None = None) -> Tensor | int:
-        """Return how many ranks store each element: 1, or a tensor of fp64 counts.
+        """Return how many ranks store each element, as a tensor of fp64 counts, or 1 if all are stored once.
 
         The counts broadcast against the shard at ``coords``, or against the full tensor without ``coords``.
         """
@@ -395,7 +395,7 @@ def _list_all_coords(axes: Mapping[str, int]) -> list[Coords]:
 
 
 def _iter_slices_with_offsets(slices: Sequence[Slice]) -> Iterator[tuple[int, int, int]]:
-    """Yield the start in the full dimension, the start in the shard and the length of each index range."""
+    """Yield each index range as (start in the full dimension, start in the shard, length)."""
     at = 0
     for a, b in slices:
         yield a, at, b - a
@@ -421,7 +421,7 @@ def _narrow_dims(x: Tensor, start: Offsets, size: Offsets) -> Tensor:
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Assignment of an attention module's query heads and KV heads to the tensor-parallel ranks.
+    """Assignment of query heads and KV heads to the tensor-parallel ranks.
 
     Splits query heads as evenly as possible, in full groups if there are enough KV heads. With fewer KV heads than
     ranks, each KV head is replicated on all ranks whose query heads read it. Six query heads on two KV heads over four
@@ -459,7 +459,7 @@ class HeadLayout:
 
     @cached_property
     def partition(self) -> HeadLayout:
-        """The layout of the heads within one partition. All partitions have the same number of heads."""
+        """Layout of the heads in one of the equal ``partitions`` of the module."""
         n = self.partitions
         return replace(self, num_heads=self.num_heads // n, num_kv_heads=self.num_kv_heads // n, partitions=1)
 
@@ -469,7 +469,7 @@ class HeadLayout:
 
     @cached_property
     def query_head_bounds(self) -> list[int]:
-        """Head indices at which the query heads of each rank begin and end in one partition: ranks + 1 boundaries."""
+        """Boundaries between the query heads of successive ranks in one partition, as ranks + 1 head indices."""
         if (kv_heads := self.num_kv_heads // self.partitions) >= self.ranks:
             return [b * self.query_heads_per_kv_head for b in get_even_bounds(kv_heads, self.ranks)]
         return get_even_bounds(self.num_heads // self.partitions, self.ranks)
@@ -489,7 +489,7 @@ class HeadLayout:
         return sorted(set(self._get_kv_head_per_query(rank)))
 
     def get_local_kv_head_per_query(self, rank: int) -> list[int] | None:
-        """Return the local KV head for each query head of a rank, or None if the model can derive it.
+        """Return the local KV head of each query head on a rank, or None for standard grouped-query attention.
 
         None means that the same number of query heads reads each KV head, so that repeating each KV head is correct.
         """
@@ -499,7 +499,7 @@ class HeadLayout:
         return [partition * len(stored) + stored.index(h) for partition in range(self.partitions) for h in read]
 
     def get_used_kv_heads(self, rank: int) -> list[int]:
-        """Return the indices of the KV heads that a rank's forward pass reads, in the order in which it reads them."""
+        """Return the KV heads that a rank reads in its forward pass, in order."""
         own = (
             self.get_stored_kv_heads(rank)
             if self.get_local_kv_head_per_query(rank) is None
@@ -513,11 +513,11 @@ class HeadLayout:
         return len(self.get_used_kv_heads(rank))
 
     def get_query_split(self, unit: int | None = None) -> Split:
-        """Return the split of a dimension that has ``unit`` features (default: the head dim) per query head."""
+        """Return how to split a dimension by query heads, with ``unit`` features per head (default: the head dim)."""
         return self._make_head_split(pairwise(self.query_head_bounds), unit)
 
     def get_kv_split(self, unit: int | None = None) -> Split:
-        """Return the split of a dimension that has ``unit`` features (default: the head dim) per KV head."""
+        """Return how to split a dimension by KV heads, with ``unit`` features per head (default: the head dim)."""
         stored = [self.get_stored_kv_heads(r) for r in range(self.ranks)]
         return self._make_head_split([(h[0], h[-1] + 1) for h in stored], unit)
 
@@ -527,7 +527,7 @@ class HeadLayout:
         return Split.stack([partition] * self.partitions, [partition.full] * self.partitions)
 
     def get_grouped_projection_split(self, has_queries: bool, num_features: int) -> Split:
-        """Return the split of a fused qkv or kv projection whose features are grouped by KV head.
+        """Return how to split a fused qkv or kv projection that groups its features by KV head.
 
         Args:
             has_queries: whether each group contains the query heads of the KV head, before its k and v.
@@ -552,7 +552,7 @@ class HeadLayout:
         return Split(tuple(parts))
 
     def get_parameter_split(self, path: str, full_tensor: Tensor, attr_spec: str | tuple[str, int]) -> dict[int, Split]:
-        """Return the split of a parameter or buffer that ``local_attrs`` lists, as a dict from dims to splits."""
+        """Return the splits of a parameter that the policy lists in ``local_attrs``, by dimension."""
         kind, dim = (attr_spec, None) if isinstance(attr_spec, str) else attr_spec
         if kind == "inside":
             return {}
@@ -574,7 +574,7 @@ class HeadLayout:
         return {dims[0]: split}
 
     def get_local_attr_values(self, rank: int) -> dict[str, int]:
-        """Return the values that ``local_attrs`` can assign on a rank, by name: heads, kv_heads, groups and width."""
+        """Return the local number of heads, KV heads, groups and features of a rank, by name."""
         heads, kv_heads = self.count_query_heads(rank), self.count_used_kv_heads(rank)
         return {"heads": heads, "kv_heads": kv_heads, "groups": heads // kv_heads, "width": heads * self.head_dim}
 

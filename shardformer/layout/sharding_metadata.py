@@ -43,7 +43,7 @@ def get_gradient_reduction(
     axis_sizes: Mapping[str, int],
     stages: tuple[int, ...] = (),
 ) -> GradientReduction:
-    """Return how to reduce the gradient of a parameter with the layout ``spec`` in a region of the model.
+    """Return how to sum and scale a parameter's gradient over the ranks.
 
     Over ``data`` and the axes that shard the model inputs, each rank has the gradient of the mean loss of its samples.
     The sum is divided by the number of these ranks. Gradients are partial over three kinds of ranks: axes that shard
@@ -139,7 +139,7 @@ class ParameterOwner(Protocol):
 
 
 class ConsistencyMonitorProtocol(Protocol):
-    """Protocol for the monitor in ``shardformer.consistency.rank_divergence`` that detects diverging ranks."""
+    """Protocol for a monitor that detects when the ranks of a model diverge."""
 
     steps: int
     training: bool
@@ -162,7 +162,7 @@ class ConsistencyMonitorProtocol(Protocol):
 
 
 class RegionHook(Protocol):
-    """Protocol for a hook that shards or gathers activations at the start or the end of a model region."""
+    """Protocol for a hook that shards or gathers activations between two parts of a model."""
 
     def reset_after_error(self) -> None: ...
 
@@ -197,7 +197,7 @@ class ShardingMetadata:
     on_adapted: Callable[[nn.Module], None] = lambda _: None  # called when adapters were added or removed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingMetadata:
-        """Copy the metadata for a copy of the model, which no optimizer owns yet."""
+        """Copy the metadata for a copied model, without the optimizer of the original."""
         memo[id(self)] = copied = type(self).__new__(type(self))
         fields = {**self.__dict__, "gradient_owner": None, "parameter_owner": None}
         copied.__dict__.update((name, deepcopy(value, memo)) for name, value in fields.items())
@@ -403,7 +403,7 @@ def _build_metadata_from_layers(model: nn.Module) -> ShardingMetadata:
 
 
 def get_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
-    """Return a dict from parameter names, including tied names, to layouts. Replicated parameters have no splits."""
+    """Return how each parameter is sharded, by name. Replicated parameters have no splits."""
     entries_by_id = get_or_build_metadata(model).get_entries_by_param()
     return {
         name: entries_by_id[id(p)].spec if id(p) in entries_by_id else ShardSpec(p.shape)

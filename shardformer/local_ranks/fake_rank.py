@@ -76,7 +76,7 @@ class FakeWorld:
 
 
 class FakeTransport:
-    """Transport that returns this rank's own tensors and objects without communication."""
+    """Replacement for communication that returns this rank's own tensors and objects."""
 
     group = None
 

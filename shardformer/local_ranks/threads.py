@@ -30,7 +30,7 @@ class PeerFailedError(Exception):
 
 
 class MessageKey(NamedTuple):
-    """Key of a message in a ``Mailbox``: the operation, the channel with a message number, and the sending rank."""
+    """Identifier of a message between ranks: its operation, its number in a channel, and its sender."""
 
     what: str
     place: Hashable
@@ -131,7 +131,7 @@ class Mailbox:
         return [key for key in keys if key not in self._values]
 
     def _is_deadlocked(self) -> bool:
-        """Return whether the ranks are in a deadlock, because each rank has ended or waits for a missing value."""
+        """Return whether every rank has ended or waits for a value that no rank has sent."""
         has_all_ranks = len(self._waiting) + len(self._ended) == self._size
         return has_all_ranks and all(map(self._find_missing_keys, self._waiting.values()))
 
@@ -159,7 +159,7 @@ def _describe_wait(rank: int, missing_keys: Sequence[MessageKey]) -> str:
 
 
 class ThreadWorld:
-    """All ranks of a mesh, which are threads of one process. Each rank's thread creates its own instance."""
+    """Mesh whose ranks are threads of one process. Each rank's thread creates its own instance."""
 
     store = None
 
@@ -169,7 +169,7 @@ class ThreadWorld:
         self._connected: Counter[tuple[int, ...]] = Counter()
 
     def create_transport(self, rank_groups: RankGroups) -> Transport:
-        """Create a transport for the group in ``rank_groups`` that contains this rank, or for this rank alone."""
+        """Return a ``Transport`` that connects this rank with the other ranks of its group."""
         line = next((line for line in rank_groups if self.rank in line), (self.rank,))
         self._connected[line] += 1
         return ThreadTransport(self, line, self._connected[line])
@@ -274,7 +274,7 @@ class ThreadTransport:
 
 
 class DeferredWork:
-    """Handle of a transfer that ``wait`` completes by calling ``finish``. If it is None, the transfer is complete."""
+    """Work handle whose ``wait`` calls ``finish`` to complete the transfer. If it is None, the transfer is complete."""
 
     def __init__(self, finish: Callable[[], object] | None) -> None:
         self._finish = finish

@@ -85,7 +85,7 @@ class WorkerPool:
 
     @contextmanager
     def with_timeout(self, timeout_s: float) -> Iterator[Self]:
-        """Change the timeout of calls within the body of a ``with`` statement."""
+        """Change the timeout of calls inside a ``with`` block."""
         before, self.timeout_s = self.timeout_s, timeout_s
         try:
             yield self
@@ -209,7 +209,7 @@ class WorkerPool:
 
 
 class Worker:
-    """Handle of a worker process in the parent, with one pipe for calls and one for stack traces.
+    """Parent's handle of a worker process, with pipes for function calls and stack traces.
 
     Args:
         context: multiprocessing context that starts the process.
@@ -281,7 +281,7 @@ class Worker:
 
 
 def _get_fork_server_context(imports: Sequence[str]) -> Any:
-    """Return a multiprocessing context whose fork server imports torch only once, so that workers start quickly.
+    """Return a multiprocessing context that starts workers quickly, because its fork server has imported torch.
 
     The server also imports the transformers models that the parent has imported, if they are few.
     """
@@ -302,7 +302,7 @@ def start_fork_server(imports: Sequence[str]) -> None:
 
 
 class ProcessGroupAddress:
-    """Address of a pool: a file store for its process group, and a free port for groups that functions create."""
+    """File store and free port with which the workers of a pool create process groups."""
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory(prefix="shardformer-", ignore_cleanup_errors=True)  # a worker may still write

@@ -225,7 +225,7 @@ def _import_module(name: str, file: str) -> None:
 
 
 def _create_namespace_packages(name: str, file: str) -> None:
-    """Create the parent packages of a module that was imported from a file, so that pickles can refer to it."""
+    """Create parent packages for a module that was imported from a file, so that pickle can find it."""
     packages = name.split(".")[:-1]
     folder = os.path.dirname(file)
     for depth in range(len(packages), 0, -1):

@@ -35,7 +35,7 @@ from shardformer.torch_compat import count_collectives_by_group, get_group_name
 
 @dataclass(frozen=True)
 class RankWaitReport:
-    """Report in which a rank describes the collective or message that it is waiting for.
+    """Report of a rank about the communication for which it waits.
 
     Args:
         seconds: time that its main thread has waited in one call; -1 if it does not wait.
@@ -66,7 +66,7 @@ class RankWaitReport:
 
 
 def find_deadlock(reports: Mapping[int, RankWaitReport], after_s: float) -> dict[int, int]:
-    """Find ranks that are deadlocked for at least ``after_s`` seconds; map each to another rank that it waits for.
+    """Return the ranks that are deadlocked for ``after_s`` seconds, each with a rank for which it waits.
 
     The result is empty if all of them wait at the same line of the script, which is the case in a slow collective.
     """
@@ -84,12 +84,12 @@ def find_deadlock(reports: Mapping[int, RankWaitReport], after_s: float) -> dict
 
 
 def get_message_count_key(group: str, rank: int) -> str:
-    """Return the key in ``Report.begun`` for the number of messages sent to a rank over a process group."""
+    """Return the key under which a report counts the messages sent to a rank over a process group."""
     return f"{group}>{rank}"
 
 
 def get_uncounted_messages_key(group: str) -> str:
-    """Return the key in ``Report.begun`` that marks a process group whose messages were not counted."""
+    """Return the key in a report that marks a process group whose messages were not counted."""
     return f"{group}>?"
 
 
@@ -169,7 +169,7 @@ class DeadlockMonitor:
         self._thread.join(END_S)
 
     def stop_reporting(self) -> None:
-        """Stop the monitor thread, because a new monitor of this process reports to another store."""
+        """Stop the monitor thread, so that a new monitor can replace it."""
         atexit.unregister(self.stop_at_exit)
         self._has_left = True
         self._ends.set()
@@ -184,7 +184,7 @@ class DeadlockMonitor:
         return 0
 
     def find_blocked_ranks(self, ranks: Collection[int], since: int) -> dict[int, str]:
-        """Map each rank that has ended or waits for other ranks to a description of its status.
+        """Return a description of the status of each rank that has ended or waits for other ranks.
 
         Args:
             since: ignore reports for requests before this number.

@@ -92,7 +92,7 @@ def init_process_group(device: torch.device, backend: str | None, timeout_s: flo
 
 @contextmanager
 def _report_missing_ranks(rank: int, size: int, timeout_s: float) -> Iterator[None]:
-    """Raise LostPeerError with the missing ranks if the ``with`` block cannot connect to all processes."""
+    """Raise LostPeerError with the missing ranks if not all processes connect inside the ``with`` block."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     advice = STARTED if _launchers_share_store() else SRUN if get_num_slurm_tasks() else SAME_ADDRESS
     rendezvous = Rendezvous(host, port, rank, size, "rank", _get_restart_count(), advice)
@@ -153,7 +153,7 @@ def find_network_interface(host: str) -> str | None:
 
 
 def _create_store_after_restart(timeout: timedelta) -> Any:
-    """Return a key-value store for restarted processes that previous attempts have not used, or None.
+    """Return a new key-value store if the launcher has restarted the processes, or None.
 
     torch's static rendezvous reuses its store across attempts, with the addresses of exited processes that gloo would
     try to reach. None at the first attempt, or if the launcher provides no store.
@@ -206,7 +206,7 @@ def _is_other_thread_running() -> bool:
 
 
 def get_launcher_env_variable() -> str | None:
-    """Return the name of the environment variable that shows that a launcher started this process, or None.
+    """Return the name of an environment variable that a launcher has set, or None without a launcher.
 
     SLURM also sets ``SLURM_PROCID`` in the script of sbatch and in the shell of salloc, which are not tasks of srun.
     """
@@ -259,7 +259,7 @@ def launch_from_torch(
     seed: int | None = None,
     timeout_s: float | None = None,
 ) -> ParallelContext:
-    """Connect the launched processes in a mesh of parallel axes. By default, all of them are on the tensor axis.
+    """Connect the launched processes and arrange them in a mesh. By default, all of them are on the tensor axis.
 
     Works under ``shardformer run``, torchrun and SLURM (srun).
 
@@ -346,14 +346,14 @@ def launch(
     local_rank: int | None = None,
     **kwargs: Any,
 ) -> ParallelContext:
-    """Call ``launch_from_torch`` with the rank, the world size and the address of rank 0 as arguments."""
+    """Connect processes that were started without a launcher, from their rank and the address of rank 0."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=host, MASTER_PORT=str(port))
     os.environ["LOCAL_RANK"] = str(rank if local_rank is None else local_rank)
     return launch_from_torch(config, **kwargs)
 
 
 def launch_from_slurm(config: Mapping[str, Any] | str | None = None, **kwargs: Any) -> ParallelContext:
-    """Call ``launch_from_torch``, which reads the environment variables of srun in a SLURM job."""
+    """Connect the processes that srun has started in a SLURM job, as ``launch_from_torch`` does."""
     return launch_from_torch(config, **kwargs)
 
 

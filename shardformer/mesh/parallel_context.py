@@ -61,7 +61,7 @@ class ProcessWorld:
         return get_launcher_store()
 
     def create_transport(self, rank_groups: RankGroups) -> Transport:
-        """Create a process group for each tuple of ranks, and return the transport over the group of this process."""
+        """Create the process groups ``rank_groups``, and return the ``Transport`` for the group of this process."""
         if max(len(line) for line in rank_groups) == 1:
             return NO_TRANSPORT
         ranks = next((list(line) for line in rank_groups if dist.get_rank() in line), [])
@@ -100,7 +100,7 @@ class ProcessGroupTransport:
         get_deadlock_monitor(get_default_store(), dist.get_rank()).carriers.append(weakref.ref(self))
 
     def get_message_counts(self) -> dict[str, int]:
-        """Count the messages sent to each rank and all messages received, with the keys of ``Report.begun``."""
+        """Return the numbers of messages sent and received, for reports about waiting ranks."""
         name = get_group_name(self.group)
         sent = {
             get_message_count_key(name, rank): count
@@ -125,14 +125,14 @@ class ProcessGroupTransport:
         return x.device.type != "cpu" and self._backends.get(x.device.type) == "gloo"
 
     def prefers_direct_exchange(self, x: Tensor) -> bool:
-        """Return whether ``x`` is sent over gloo, where a direct exchange is faster than a gather or scatter.
+        """Return whether exchanging tensors like ``x`` directly is faster than a gather or scatter.
 
         gloo's reduce-scatter sends as many bytes as an all-reduce, and its small messages take two rounds.
         """
         return x.device.type == "cpu" or self._backends.get(x.device.type) == "gloo"
 
     def serializes_sends(self, device: torch.device) -> bool:
-        """Return whether tensors on ``device`` are sent over NCCL, which sends messages between two ranks in turn."""
+        """Return whether two ranks can send each other only one message at a time, as with NCCL."""
         return self._backends.get(device.type) == "nccl"
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
@@ -239,7 +239,7 @@ class ProcessGroupTransport:
         return gathered
 
     def announce_collective(self, call: str, *, waits: bool) -> PeerCollectiveStatus:
-        """Write the number and name of this rank's next collective call to the launcher's store, for other ranks."""
+        """Announce this rank's next collective call to the other ranks through the launcher's store."""
         store, rank = get_default_store(), dist.get_rank()
         reporter = get_deadlock_monitor(store, rank)
         name = f"shardformer/calls/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
@@ -278,7 +278,7 @@ class ProcessGroupTransport:
     def _get_announced_collectives(
         self, store: Any, group_name: str, call_number: int
     ) -> list[AnnouncedCollective | None]:
-        """Return the collective call that each rank announced as its call ``call_number``, or None if there is none.
+        """Return each rank's collective call with the number ``call_number``, or None if it made no such call.
 
         A rank with a higher number has made this call too, unless the call failed.
         """
@@ -342,7 +342,7 @@ _AXIS_NUMBERS = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One axis of the mesh from the perspective of this process, with its size, rank and transport.
+    """One axis of the process mesh, with its size and the rank of this process on it.
 
     Args:
         ranks: global ranks along the axis.
@@ -368,7 +368,7 @@ class Axis:
 
     @staticmethod
     def get_by_key(key: str) -> Axis:
-        """Return the axis with this key, by which graphs of torch.compile refer to the axis."""
+        """Look up an axis by the key that graphs of torch.compile contain."""
         return _AXES[key]
 
     @property
@@ -469,7 +469,7 @@ class ParallelContext:
 
     @property
     def same_batch_axis(self) -> Axis:
-        """Axis of all ranks in a pipeline stage that train on the same batch: sequence and tensor combined.
+        """Combined sequence and tensor axis, whose ranks all train on the same batch.
 
         All processes must access it for the first time together, because it may create a process group.
         """
@@ -487,7 +487,7 @@ class ParallelContext:
         return thread is None or thread is threading.current_thread()
 
     def expand_views(self, names: Iterable[str]) -> set[str]:
-        """Return axis names in which each reshaped axis is replaced with the axes into which it was reshaped."""
+        """Replace the names of reshaped axes, such as tensor, with the names of their new axes, such as row."""
         views = {view.of[0]: tuple(view.sizes) for view in self.grid.views if len(view.of) == 1}
         return {finer for name in names for finer in views.get(name, (name,))}
 
@@ -510,7 +510,7 @@ class ParallelContext:
         world: World | None = None,
         device: torch.device | None = None,
     ) -> ParallelContext:
-        """Build the context of one rank from the axis sizes and the coordinates of the rank, without other processes.
+        """Build the context of one rank without starting the other processes.
 
         Missing coordinates are 0. Without a ``world``, collectives raise LaunchError. The default device is the CPU.
 
@@ -522,7 +522,7 @@ class ParallelContext:
 
     @classmethod
     def from_group(cls, group: Axis | dist.ProcessGroup | None, device: torch.device | None = None) -> ParallelContext:
-        """Build a context whose only parallel axis is tensor, over the ranks of ``group`` or over all processes."""
+        """Build a context for tensor parallelism only, over the ranks of ``group`` or all processes."""
         tensor = group if isinstance(group, Axis) else replace(Axis.of(group), traffic=CollectiveLog())
         if tensor.group is not None:
             _LOGS[tensor.group] = tensor.traffic
@@ -562,7 +562,7 @@ class ParallelContext:
         return context._add_axes(AXES)
 
     def flatten(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> Axis:
-        """Merge several mesh axes into one axis over the product of their ranks. Axes of size 1 are ignored.
+        """Return one axis that combines several mesh axes. Axes of size 1 are ignored.
 
         The ranks are in mesh order. All processes must call this method in the same order, because it may create
         process groups.
@@ -580,7 +580,7 @@ class ParallelContext:
         return self._by_rank_group.get(rank_groups) or self._create_axis("_".join(wide), rank_groups)
 
     def reshape_axis(self, of: str | Sequence[str], **sizes: int) -> ParallelContext:
-        """Reshape a mesh axis, or the product of several axes, into named axes, which are added to the mesh.
+        """Add new axes to the mesh by reshaping one of its axes or several of them together.
 
         ``context.reshape_axis("tensor", row=2, column=2).axis("row")`` contains this process and the one two tensor
         ranks away. All processes must call it, in the same order, because it creates process groups. Raises ConfigError
@@ -619,7 +619,7 @@ class ParallelContext:
 
 
 def reshape_sequence_axis(context: ParallelContext, ring_ulysses_size: RingUlyssesSize | None) -> ParallelContext:
-    """Reshape the sequence axis into a ring axis and a Ulysses axis if ``ring_ulysses_size`` is a pair of sizes."""
+    """Split the sequence axis into ring and Ulysses axes if ``ring_ulysses_size`` is a pair of sizes."""
     if ring_ulysses_size is None or isinstance(ring_ulysses_size, int):
         return context
     ring, group = ring_ulysses_size
@@ -627,7 +627,7 @@ def reshape_sequence_axis(context: ParallelContext, ring_ulysses_size: RingUlyss
 
 
 def reshape_tensor_axis(context: ParallelContext, grid_size: TensorGridSize | None) -> ParallelContext:
-    """Reshape the tensor axis into row, column and depth axes if ``grid_size`` is a tuple of two or three sizes."""
+    """Split the tensor axis into row, column and depth axes if ``grid_size`` is a tuple of sizes."""
     if not isinstance(grid_size, tuple | list) or len(grid_size) == 1:
         return context
     row, column, *depth = grid_size
@@ -635,7 +635,7 @@ def reshape_tensor_axis(context: ParallelContext, grid_size: TensorGridSize | No
 
 
 def get_local_device() -> torch.device:
-    """Return the GPU of this process, which LOCAL_RANK selects, or the CPU if there is no GPU."""
+    """Return the GPU that LOCAL_RANK selects for this process, or the CPU if there is no GPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     return torch.device("cpu")

@@ -80,7 +80,7 @@ class PeerRanks:
 
 
 class MonitoredWork:
-    """Wrapper of a torch work handle, whose ``wait`` raises an error that identifies the lost rank, if any.
+    """Work handle whose ``wait`` reports which rank was lost if a connection fails.
 
     Attributes:
         joined: (process group, number of collectives that this process has started on it including this one, kind of
@@ -132,7 +132,7 @@ class ReceiveWork(MonitoredWork):
 
     @property
     def awaited_message(self) -> tuple[Any, int, int] | None:
-        """The message that this rank waits for: (process group, sender, number of messages from it), or None."""
+        """Message for which this rank waits, as (process group, sender, number of messages received), or None."""
         if self.joined is None or self._from < 0:
             return None
         return self.joined[0], self._peers.ranks[self._from], self._arrived[self._from]
@@ -170,7 +170,7 @@ class Rendezvous:
 
     @contextmanager
     def report_missing_processes(self) -> Iterator[None]:
-        """While the ``with`` block waits for all processes, print from a thread which of them have not connected."""
+        """Print which processes have not connected while the ``with`` block waits for them."""
         is_complete = threading.Event()
         report = self._print_missing_processes if self.place == 0 else self._print_if_host_unreachable
         thread = threading.Thread(target=report, args=[is_complete], name="shardformer-rendezvous", daemon=True)

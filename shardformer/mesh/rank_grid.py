@@ -23,7 +23,7 @@ AXES = ("data", "pipe", "sequence", "tensor")
 
 @dataclass(frozen=True)
 class ReshapedAxesView:
-    """View of a rank grid, which reshapes the product of some axes into other named axes."""
+    """Additional axes of a rank grid that reshape some of its axes, as ``Tensor.view`` does."""
 
     of: tuple[str, ...]
     sizes: Mapping[str, int]
@@ -71,7 +71,7 @@ class RankGrid:
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """Names of the grid axes, followed by the axis names of the views."""
+        """Names of the grid axes, followed by those of reshaped axes."""
         return (*self.sizes, *(name for view in self.views for name in view.sizes))
 
     def check_axis_names(self, *names: str) -> None:
@@ -84,7 +84,7 @@ class RankGrid:
                 )
 
     def get_coords(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of a global rank as a dict from axis names to indices, including the axes of views."""
+        """Return the index of a global rank on each axis, by axis name."""
         return self._index_to_coords(self.ranks.index(rank))
 
     def get_rank_at(self, coords: Mapping[str, int]) -> int:
@@ -100,7 +100,7 @@ class RankGrid:
         return self.ranks[place]
 
     def list_rank_groups(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> RankGroups:
-        """Return the groups of ranks that differ only in their coordinates on the axes ``names``.
+        """Return the groups of ranks that communicate along the axes ``names``.
 
         Args:
             only: axis -> coordinates that take part; ranks at other coordinates are in no group.
@@ -117,7 +117,7 @@ class RankGrid:
         return tuple(tuple(line) for line in found.values())
 
     def with_reshaped_axes(self, reshaped_axes: Sequence[str], sizes: Mapping[str, int]) -> RankGrid:
-        """Return a grid with additional named axes that reshape the product of the axes ``reshaped_axes``.
+        """Return a copy of the grid with new axes that reshape the axes ``reshaped_axes``.
 
         Raises ConfigError if names or sizes do not fit.
         """
@@ -158,7 +158,7 @@ class RankGrid:
         return coords
 
     def _find_fixed_axes(self, names: Sequence[str]) -> list[str]:
-        """Return the axes on which all ranks of each group along the axes ``names`` have the same coordinate."""
+        """Return the axes on which the ranks of one group along ``names`` do not differ."""
         self.check_axis_names(*names)
         named = set(names)
         views = [v for v in self.views if named & v.sizes.keys() and not named.issuperset(v.of)]
@@ -198,7 +198,7 @@ COMPOSITE_AXES = {
 
 
 def count_ranks_on_axis(sizes: TensorGridSize | None, axis: str = "sequence") -> int:
-    """Return the number of ranks on an axis whose size is a number or a tuple of factors.
+    """Return the number of ranks on an axis from its size, such as 4 or (2, 2).
 
     Raises ConfigError if the size is invalid.
     """

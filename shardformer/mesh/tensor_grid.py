@@ -26,7 +26,7 @@ GRID_MODES = ("2d", "2.5d", "3d")
 
 @dataclass(frozen=True, eq=False)
 class TensorGrid:
-    """Row, column and depth axes of a tensor parallel grid, from the perspective of one process.
+    """Row, column and depth axes of the grid for 2D, 2.5D and 3D tensor parallelism.
 
     Args:
         whole: all ranks of the grid.

@@ -32,7 +32,7 @@ WIRE_FACTOR = {
 
 
 class CallSite(NamedTuple):
-    """Module and pipeline action in which a collective starts. Unknown parts are empty."""
+    """Location of a collective: the module and the pipeline action that started it. Unknown parts are empty."""
 
     module: str = ""
     action: str = ""
@@ -59,7 +59,7 @@ class CollectiveRecord:
 
 
 class CollectiveEvent(NamedTuple):
-    """Event in the log of collectives, which is either the start of a collective or the wait for its result.
+    """Log entry for the start of a collective or for the wait for its result.
 
     ``kind`` is "start" or "wait". Both events have the same ``collective`` object.
     """
@@ -117,14 +117,14 @@ class Work(Protocol):
 
 
 class AnnouncedCollective(NamedTuple):
-    """Collective call that a rank has reached, as it is announced to the other ranks."""
+    """Announcement of one rank to the others that it has reached a collective call."""
 
     call: str
     is_step: bool  # whether the ranks compare numbers at this call
 
 
 class PeerCollectiveStatus(NamedTuple):
-    """Collective calls that the ranks of an axis have announced, and the status of ranks that did not arrive.
+    """Collective calls that the ranks have announced, and the status of the ranks that are missing.
 
     Args:
         calls: the call of each rank in order, or None for a rank that did not arrive.
@@ -147,7 +147,7 @@ class World(Protocol):
         """Thread that runs this rank, or None if the rank is a process."""
 
     def create_transport(self, rank_groups: RankGroups) -> Transport:
-        """Create a transport per group of ranks, in the same order on all ranks; return that of this rank's group."""
+        """Create a ``Transport`` for each group of ranks, and return the one for this rank's group."""
 
 
 class Transport(Protocol):
@@ -167,7 +167,7 @@ class Transport(Protocol):
         """Process group of torch.distributed that sends the messages, or None without process groups."""
 
     def prefers_direct_exchange(self, x: Tensor) -> bool:
-        """Return whether ``exchange`` is the fastest way to gather or scatter tensors like ``x``, as with gloo."""
+        """Return whether ``exchange`` gathers and scatters tensors like ``x`` faster than the collectives do."""
 
     def serializes_sends(self, device: torch.device) -> bool:
         """Return whether two ranks can send each other only one message at a time, as with NCCL."""
@@ -190,10 +190,10 @@ class Transport(Protocol):
     def receive(self, x: Tensor, source: int, tag: int) -> Work: ...
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        """Overwrite ``x`` with the values that it has on rank ``source``."""
+        """Copy the values of ``x`` on rank ``source`` to all other ranks."""
 
     def broadcast_object(self, value: Any, source: int) -> Any:
-        """Return the object that rank ``source`` passes as ``value``. The object must be picklable."""
+        """Send the object ``value`` of rank ``source`` to all ranks, and return it. The object must be picklable."""
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Gather one picklable object from each rank, and return the objects in rank order."""

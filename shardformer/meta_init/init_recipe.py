@@ -1,4 +1,4 @@
-"""Record the operations that initialize a meta tensor as its recipe, and run them later to compute its values.
+"""Record the operations that initialize meta tensors, and run them later to compute the values.
 
     DeferredStorage    a storage on the meta device, shared by all views of a tensor
     RecordedInitStep           a recorded operation, with references to the steps that wrote its inputs
@@ -39,7 +39,7 @@ _GENERATOR_LOCK = threading.Lock()  # All threads share torch's default generato
 
 @dataclass(eq=False)
 class DeferredStorage:
-    """A storage on the meta device whose values can be computed later, by the operations of its recipe."""
+    """A storage on the meta device, with the recorded operations that compute its values."""
 
     num_bytes: int
     writer: RecordedInitStep | None = None
@@ -47,7 +47,7 @@ class DeferredStorage:
 
 @dataclass(frozen=True)
 class DeferredTensorView:
-    """A strided view of a deferred storage, which replaces a meta tensor in the arguments of a recorded operation."""
+    """A placeholder for a meta tensor in the arguments of recorded operations."""
 
     deferred: DeferredStorage
     dtype: torch.dtype
@@ -56,14 +56,14 @@ class DeferredTensorView:
     offset: int
 
     def to_tensor(self, storage: UntypedStorage) -> Tensor:
-        """Return the tensor that this view describes in a storage that has values."""
+        """Return the real tensor for this placeholder, as a view of ``storage``."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(eq=False)
 class RecordedInitStep:
-    """A recorded tensor operation, with references to the steps that wrote its inputs."""
+    """A recorded tensor operation, with links to the operations that computed its inputs."""
 
     func: Any  # a torch operator or a ``SafetensorsTensorReader``
     args: tuple[Any, ...]  # each tensor without values is a ``DeferredTensorView``
@@ -74,7 +74,7 @@ class RecordedInitStep:
     number: int = field(default_factory=lambda: next(_STEP_NUMBERS))
 
     def list_deferred_storages(self) -> list[DeferredStorage]:
-        """Return the deferred storages that the step reads or writes, each once."""
+        """Return all lazily built storages that this operation reads or writes."""
         views = [x for x in tree_flatten((self.args, self.kwargs, self.out))[0] if isinstance(x, DeferredTensorView)]
         return list({id(v.deferred): v.deferred for v in views}.values())
 
@@ -96,12 +96,12 @@ def defer_storage(tensor: Tensor) -> DeferredStorage:
 
 
 def drop_init_recipe(tensor: Tensor) -> None:
-    """Remove the recipe of a meta tensor, whose values can then no longer be computed."""
+    """Delete the recorded operations of a meta tensor, so that its values can no longer be computed."""
     tensor.untyped_storage().__dict__.pop(ATTRIBUTE, None)
 
 
 def get_deferred_view(tensor: Tensor) -> DeferredTensorView:
-    """Return a view of a tensor's deferred storage that has the shape, strides and offset of the tensor."""
+    """Return the placeholder for a lazily built tensor in recorded operations."""
     deferred = get_deferred_storage(tensor)
     assert deferred is not None
     return DeferredTensorView(
@@ -110,7 +110,7 @@ def get_deferred_view(tensor: Tensor) -> DeferredTensorView:
 
 
 def get_init_recipe(deferred: DeferredStorage) -> list[RecordedInitStep]:
-    """Return the recorded steps that compute the values of a deferred storage, in the order of recording."""
+    """Return the recorded operations that compute the values of a storage, in order."""
     found: dict[int, RecordedInitStep] = {}
     waiting = [deferred.writer] if deferred.writer is not None else []
     while waiting:
@@ -122,7 +122,7 @@ def get_init_recipe(deferred: DeferredStorage) -> list[RecordedInitStep]:
 
 
 def run_init_recipe(deferred: DeferredStorage) -> UntypedStorage:
-    """Run the recipe of a deferred storage on the CPU, and free intermediate storages after their last use."""
+    """Compute the values of a storage on the CPU by running its recorded operations."""
     steps = get_init_recipe(deferred)
     uses = Counter(id(p) for step in steps for p in step.list_deferred_storages())
     storages: dict[int, UntypedStorage] = {}
@@ -140,13 +140,13 @@ def run_init_recipe(deferred: DeferredStorage) -> UntypedStorage:
 
 
 def compute_deferred_values(tensor: Tensor) -> Tensor:
-    """Run the recipe of a meta tensor, and return the resulting values as a CPU tensor."""
+    """Compute the values of a lazily built tensor, and return them as a CPU tensor."""
     view = get_deferred_view(tensor)
     return view.to_tensor(run_init_recipe(view.deferred))
 
 
 def run_init_step(step: RecordedInitStep, storages: dict[int, UntypedStorage]) -> None:
-    """Run one recorded step, and store its results in ``storages``.
+    """Run one recorded operation, and store its results in ``storages``.
 
     Args:
         storages: id of each deferred storage -> storage with values.
@@ -190,7 +190,7 @@ def _allocate_storage(deferred: DeferredStorage) -> UntypedStorage:
 
 
 def _convert_to_recorded_layout(value: Tensor, view: DeferredTensorView) -> UntypedStorage:
-    """Return the storage of a result, copied first if its strides or dtype differ from the recorded ones."""
+    """Return the storage of a result, after converting it to the recorded strides and dtype."""
     if (value.stride(), value.storage_offset(), value.dtype) == (view.stride, view.offset, view.dtype):
         return value.untyped_storage()
     storage = _allocate_storage(view.deferred)
@@ -199,12 +199,12 @@ def _convert_to_recorded_layout(value: Tensor, view: DeferredTensorView) -> Unty
 
 
 def iter_random_init_steps(deferred: DeferredStorage) -> Iterator[RecordedInitStep]:
-    """Iterate over the steps of a recipe that draw random numbers."""
+    """Iterate over the recorded operations of a storage that draw random numbers."""
     return (step for step in get_init_recipe(deferred) if step.state is not None)
 
 
 def describe_init_recipe(deferred: DeferredStorage) -> str:
-    """Describe the operators of a recipe and a hash of their arguments as text, without random seeds."""
+    """Return a text that identifies the recorded operations of a storage, except for random seeds."""
     digest, names = hashlib.sha256(), []
     numbers: dict[int, int] = {}
 

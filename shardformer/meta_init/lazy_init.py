@@ -62,7 +62,7 @@ DEVICE: Any = getattr_static(Tensor, "device").__get__
 
 
 class ReportCpuDeviceMode(TorchFunctionMode):
-    """A function mode in which lazily built tensors report the CPU as their device, because init functions check it."""
+    """A function mode in which lazily built tensors report the CPU as their device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == IS_META and get_deferred_storage(args[0]) is not None:
@@ -318,7 +318,7 @@ def _list_writer_steps(deferred_storages: Any) -> tuple[RecordedInitStep, ...]:
 
 
 def _advance_generator(func: Any, step: RecordedInitStep, generator: Any, overwrites: bool) -> None:
-    """Run a recorded step only to advance a random generator as the step does, and discard the result."""
+    """Advance a random generator as a recorded operation does, by running it and discarding the result."""
     given = {"generator": generator} if generator is not None else {}
     inputs = [] if overwrites else step.list_deferred_storages()
     probe = RecordedInitStep(func, step.args, {**step.kwargs, **given})
@@ -326,7 +326,7 @@ def _advance_generator(func: Any, step: RecordedInitStep, generator: Any, overwr
 
 
 def _snapshot_argument(argument: Any) -> Any:
-    """Prepare an argument for a recorded step: replace a meta tensor with a view, and copy a tensor with values."""
+    """Copy a tensor argument of a recorded operation, or return a placeholder if it has no values."""
     if not isinstance(argument, Tensor):
         return argument
     return get_deferred_view(argument) if get_deferred_storage(argument) is not None else argument.detach().clone()
@@ -347,7 +347,7 @@ def _replace_device_kwarg(device: str, kwargs: dict[str, Any]) -> dict[str, Any]
 
 
 class RecordingMethodWrapper:
-    """A wrapper around a method of a lazily built model, which records how the method changes weights."""
+    """A wrapper around a model's method that records how the method changes lazily built weights."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self._model, self._name = model, name

@@ -37,7 +37,7 @@ def has_deferred_weights(model: nn.Module) -> bool:
 
 
 def record_changes_if_lazy(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context that records changes to a lazily built model, or one without effect for other models."""
+    """Return a context manager that records changes to a model if it was built lazily."""
     return InitRecorderMode() if has_deferred_weights(model) else nullcontext()
 
 
@@ -68,7 +68,7 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
 
 
 def list_lazy_init_notes(model: nn.Module) -> list[str]:
-    """Return sentences for ``describe`` about how the weights of a lazily built model were computed."""
+    """Return notes about how the weights of a lazily built model were computed."""
     return ["Built with LazyInit: each rank computed only its own shards.", *vars(model).get(NOTES, ())]
 
 

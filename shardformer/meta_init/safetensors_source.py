@@ -33,7 +33,7 @@ TENSOR_BYTES = 1 << 12
 
 @dataclass(frozen=True)
 class FileFingerprint:
-    """The size and hashes of a file, which identify its contents under any path."""
+    """The size and hashes of a file, to compare its contents with other files."""
 
     size: int  # in bytes
     header: str  # SHA-256
@@ -168,7 +168,7 @@ class SafetensorsTensorReader:
         return value
 
     def __str__(self) -> str:
-        """Return a description of the tensor that is identical on all ranks that read the same file contents."""
+        """Return a text that is the same on two ranks if both read the same tensor from equal files."""
         return f"read {self.key} {hashlib.sha256(str(self.file.contents).encode()).hexdigest()[:16]}"
 
 

@@ -138,7 +138,7 @@ class ActivationStore:
         return type(self), (self._to_host, self._axis, self._min_bytes)
 
     def stats(self) -> ActivationStats:
-        """Return the current and the maximum number of bytes of activations on the device and on the host."""
+        """Return the current and peak memory of the stored activations, on the device and on the host."""
         self._update_byte_counts()
         rates = {
             way: self._link.measure_bandwidth(way) if self._link is not None else None
@@ -148,7 +148,7 @@ class ActivationStore:
         return ActivationStats(dict(counter.now), counter.host, counter.most, counter.most_host, rates)
 
     def reset(self) -> None:
-        """Reset the maximum number of bytes to the current number."""
+        """Reset the peak memory statistics to the current values."""
         self._update_byte_counts()
         self.counter.reset_peaks()
 
@@ -192,7 +192,7 @@ class ActivationStore:
         self._update_byte_counts()
 
     def register_layer_input(self, name: str, x: Any) -> None:
-        """Register a layer input, which is identical on all tensor ranks and can therefore be sharded over them."""
+        """Register the input of a layer, so that it is sharded over the tensor ranks instead of replicated."""
         if not self._hooks.is_entered or not _is_plain_tensor(x) or not is_non_overlapping_and_dense(x):
             return
         key, (start, end) = (torch_compat.get_storage_id(x), x._version), get_byte_range_in_storage(x)
@@ -207,7 +207,7 @@ class ActivationStore:
                 self._shard_layer_input(stored, name)
 
     def _offload_non_layer_inputs(self, keep_last: int) -> None:
-        """Offload saved tensors that have not become layer inputs, except for the ``keep_last`` most recent ones."""
+        """Offload all but the ``keep_last`` most recent saved tensors that are not layer inputs."""
         while self._possible_inputs and self._possible_inputs[0][0] + keep_last <= len(self._graph.order):
             self._start_offload(self._possible_inputs.popleft()[1])
 
@@ -242,7 +242,7 @@ class ActivationStore:
         return SavedTensorHandle(stored, self._graph, x)
 
     def _shard_layer_input(self, stored: SavedStorage, name: str) -> None:
-        """Replace the saved input of a layer by this rank's shard of it."""
+        """Replace the saved input of a layer with this rank's shard of it."""
         assert self._axis is not None and stored.data is not None
         with torch.no_grad():
             stored.data, stored.number = get_local_partition(stored.data, self._axis)
@@ -330,7 +330,7 @@ class ActivationStore:
         self._fetched.add(stored)
 
     def _gather_full_input(self, stored: SavedStorage) -> Tensor:
-        """Return the full input of a layer, whose shards are all-gathered in the first call."""
+        """Return the full input of a layer, after an all-gather of its shards in the first call."""
         if stored.gathered is None:
             assert self._axis is not None and stored.data is not None and stored.number is not None
             with torch.no_grad():
@@ -394,7 +394,7 @@ class ActivationStore:
 
 
 def _is_plain_tensor(x: Any) -> bool:
-    """Return whether an object is an ordinary strided tensor, and not, for example, quantized or a subclass."""
+    """Return whether an object is an ordinary strided tensor, not a subclass or a quantized tensor."""
     return (
         type(x) in (Tensor, nn.Parameter)
         and x.layout is torch.strided
@@ -419,7 +419,7 @@ STORE = "_shardformer_activations"
 
 @deprecate_renamed_parameters({"on": "to"})
 def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 2**16) -> ActivationStore:
-    """Reduce device memory by storing saved activations in host memory or sharded over tensor ranks.
+    """Save device memory by moving saved activations to host memory or sharding them over tensor ranks.
 
     Call this function once before training. Losses and gradients are bitwise unchanged.
 

@@ -190,7 +190,7 @@ class OffloadFileLayout:
         return sum(round_up_to_block(dtype.itemsize * shape.numel()) for *_, dtype, shape in self.fields)
 
     def split_buffer(self, buffer: Tensor) -> list[Tensor]:
-        """Return the tensors of the shard as views of a buffer with the bytes that were read from the file."""
+        """Return the tensors of a shard as views of the bytes that were read from the file."""
         found, at = [], 0
         for *_, dtype, shape in self.fields:
             size = dtype.itemsize * shape.numel()
@@ -294,7 +294,7 @@ class FileShard(HostShard):
         return True
 
     def evict(self) -> None:
-        """Start writing the updated tensors to the file without overwriting the previous version, and release them."""
+        """Write the updated tensors to the file in the background, next to the previous version, and free them."""
         self.wait()
         record, tensors = self._get_layout_and_tensors()
         try:
