@@ -67,7 +67,7 @@ def partition_balanced(costs: Sequence[float], num_stages: int) -> list[int]:
 
 
 def partition_uniform(layers: int, num_stages: int) -> list[int]:
-    """Distribute layers as evenly as possible over pipeline stages, and return the stage bounds.
+    """Return the stage bounds that distribute layers as evenly as possible over pipeline stages.
 
     Extra layers, if the number is not divisible, go to the middle stages: to later ones first, because earlier stages
     keep more micro-batches in flight. The next ones go to the first stage, which also computes the embedding, and then

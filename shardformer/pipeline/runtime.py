@@ -113,7 +113,7 @@ class LastStageOutputs:
 
     @property
     def has_only_class_means(self) -> bool:
-        """Whether the loss is a sum of means over class labels, which never compare samples."""
+        """Whether the loss only averages over class labels, and so cannot compare samples."""
         return self._weights is not None and self._weights.has_only_class_means
 
     def stop_loss_recording(self) -> None:

@@ -24,7 +24,7 @@ from shardformer.errors import ConfigError, check_choice, check_int
 
 
 class ActionKind(StrEnum):
-    """The kinds of actions in a pipeline schedule: forward passes, and full or partial backward passes."""
+    """The kinds of passes in a pipeline schedule: forward, backward, and backward for inputs or weights only."""
 
     FORWARD = "F"
     BACKWARD = "B"  # the full backward pass
@@ -53,7 +53,7 @@ class Action:
         return self.stage + (1 if self.kind is ActionKind.FORWARD else -1)
 
     def list_dependencies(self, last_stage: int) -> tuple[Action, ...]:
-        """Return the actions that must complete before this action can start.
+        """Return the forward and backward passes that must complete before this one can start.
 
         Args:
             last_stage: index of the last virtual stage.
@@ -251,7 +251,7 @@ MAX_ACTIONS = 2**20
 
 @lru_cache(maxsize=256)
 def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
-    """Build the pipeline schedule ``name`` for the specified numbers of stages and micro-batches.
+    """Build a pipeline schedule by name for the specified numbers of stages and micro-batches.
 
     Args:
         chunks: virtual stages per rank, or None for the schedule's default.
@@ -396,7 +396,7 @@ def _build_1f1b(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
 
 
 def _build_interleaved(stages: int, micro_batches: int, chunks: int) -> tuple[RankActions, ...]:
-    """Build the interleaved 1F1B schedule with v chunks per rank (Narayanan et al., 2021, section 2.2).
+    """Build the interleaved 1F1B schedule, in which each rank runs v model chunks (Narayanan et al., 2021).
 
     Micro-batches run in groups of p. A group passes the first chunk of a rank, then the second, and so on; its
     backward passes pass the chunks in reverse. The bubble shrinks from the time of a stage to the time of a chunk::

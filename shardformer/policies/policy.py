@@ -113,7 +113,7 @@ class Policy(LegacyPolicy):
         return None
 
     def replicated_paths(self) -> list[str] | None:
-        """Return the paths of modules and parameters that may remain replicated, or None if all of them may."""
+        """Return which modules and parameters may stay replicated, or None if all may."""
         return None
 
 

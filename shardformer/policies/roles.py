@@ -147,7 +147,7 @@ def make_unknown_attr_kind_error(
 @deprecate_renamed_arguments({"exits_with": "shared_exit"})
 @dataclass(frozen=True)
 class MLP(_TypeCheckedRole):
-    """Describes an MLP in a layer: the linear layers that read its input and the one that computes its output.
+    """Describes an MLP by the linear layers that read its input and compute its output.
 
     Args:
         at: path of the module. Its first tensor argument is the input. ``*`` matches several modules (experts).

@@ -52,7 +52,7 @@ OTHER_PROCESSES_TIMEOUT_S = 10.0
 
 
 def create_checked_context(config: ShardConfig) -> ParallelContext:
-    """Check that all processes passed the same process groups, and return the parallel context of the config.
+    """Return the parallel context, after checking that all processes passed the same process groups.
 
     No collective is possible before this check. Each process announces its group in the launcher's store and reads the
     announcements of all other processes.
@@ -253,7 +253,7 @@ def check_quantized_weights(model: nn.Module, plan: ShardingPlan, context: Paral
 
 
 def check_no_integer_weights(model: nn.Module, axis_sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError if layers with integer weights in buffers, as in GPTQ and AWQ, would be sharded."""
+    """Raise ConfigError if GPTQ, AWQ or other layers with integer weights would be sharded."""
     axis = next((name for name in ("tensor", "sequence") if axis_sizes.get(name, 1) > 1), None)
     if axis is None or not has_quantization_config(model):
         return

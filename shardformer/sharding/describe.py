@@ -96,7 +96,7 @@ def wrap_paths(path_list: str, width: int, no_break_pattern: str = "(?<=:) ") ->
 
 
 def make_replicated_parameter_rows(parameters: Iterable[tuple[str, str, int, float]]) -> list[TableRow]:
-    """Merge the rows of replicated parameters that belong to the same module, or to identical modules."""
+    """Merge the table rows of replicated parameters that belong to the same module or to identical ones."""
     leaves: dict[tuple[str, str, int], tuple[list[str], float]] = {}
     for path, shape, count, share in parameters:
         owner, _, leaf = path.rpartition(".")
@@ -294,7 +294,7 @@ def abbreviate_paths(paths: Sequence[str]) -> list[str]:
 
 
 def find_covering_paths(param_names: Collection[str], all_parameters: Mapping[str, object]) -> list[str]:
-    """Return the shortest list of module paths that cover all of these parameters and no other parameters.
+    """Return the shortest list of module paths that contain exactly these parameters.
 
     >>> names = ["e.word.weight", "e.place.weight", "h.weight"]
     >>> find_covering_paths(names, dict.fromkeys([*names, "h.bias"]))

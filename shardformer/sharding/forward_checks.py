@@ -417,7 +417,7 @@ class ForwardChecks:
         return resolve_deferred_tensors(output)
 
     def _should_sync_random_state(self, model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-        """Return whether ranks with the same batch must synchronize their random states before this forward pass.
+        """Return whether this forward pass must start by synchronizing random states between ranks.
 
         Not in a pipeline, where each micro-batch has a seed, nor in recomputation, which restores the random state of
         the forward pass. In generation, later tokens skip the check because the first tokens were compared.
