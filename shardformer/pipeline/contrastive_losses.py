@@ -140,7 +140,7 @@ class LossTrial:
     rejects_unknown: bool
 
     def list_micro_batches(self, data_rank: int) -> list[Batch]:
-        """Return the six micro-batches to run for the test.
+        """Return the six micro-batches whose losses show whether the loss compares samples.
 
         They are A, B, A, B, AB, and again A on the first data rank or B on others. The first two have weighted losses.
         """

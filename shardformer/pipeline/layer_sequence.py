@@ -179,7 +179,7 @@ class LayerSequence:
 
     @classmethod
     def from_stacks(cls, model: nn.Module, stacks: Sequence[StackDescription]) -> LayerSequence:
-        """Concatenate stacks of layers into the layer sequence of a model. Stacks without layers are ignored."""
+        """Combine encoder, decoder and other stacks of layers into one sequence. Stacks without layers are ignored."""
         found = []
         for at, stack in enumerate(stacks):
             layers = _list_layer_paths(model.get_submodule(stack.layers), stack.layers)

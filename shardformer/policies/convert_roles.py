@@ -56,7 +56,7 @@ class LayerRoleConverter:
     classes: ParallelLayerClasses = LAYERS_BY_MODE["1d"]
 
     def has_role(self, role: Role) -> bool:
-        """Return whether the layer contains the module that a role in the policy describes.
+        """Return whether the layer contains the attention module, MLP or experts that the policy describes.
 
         An optional role does not exist if the layer has its module but not its output layer.
         ``check_output_layers_exist`` ensures that at least one layer has the output layer. Raises PolicyError if a

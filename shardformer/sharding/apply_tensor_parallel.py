@@ -110,7 +110,7 @@ def install_tensor_parallel_hooks(
 def _install_all_stack_hooks(
     model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, config: ShardConfig, grid: TensorGrid | None
 ) -> dict[str, ActivationSharding]:
-    """Register the hooks of all layers. Return how each shards its activations, by the prefix of its paths."""
+    """Register hooks that shard activations. Return how each shards its activations, by the prefix of its paths."""
     axis, uses_random = state.context.tensor, uses_dropout(model)
     streams: dict[str, ActivationSharding] = {}
     for stack in plan.stacks:
