@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def make_lazy_imports(package: str, renamed: Mapping[str, str] | None = None) -> tuple[Callable[[str], Any], list[str]]:
-    """Return a ``__getattr__`` and an ``__all__`` with which a package imports public names on first use.
+    """Return the ``__getattr__`` and ``__all__`` of a package that imports public names lazily.
 
     Args:
         package: its ``__name__``.
@@ -75,7 +75,7 @@ def deprecate_renamed_arguments(
     values: Mapping[str, Mapping[Any, str]] | None = None,
     attributes: Mapping[str, str] | None = None,
 ) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator that accepts deprecated names of arguments and attributes, with a DeprecationWarning.
+    """Return a class decorator that keeps deprecated names of arguments and attributes working.
 
     Args:
         names: earlier name of an argument -> its name.
@@ -105,7 +105,7 @@ def deprecate_renamed_arguments(
 
 
 def deprecate_renamed_parameters(names: Mapping[str, str], earlier_order: Sequence[str] = ()) -> Callable[[F], F]:
-    """Return a function decorator that accepts deprecated names and orders of arguments, with a DeprecationWarning.
+    """Return a function decorator that keeps deprecated names and orders of arguments working.
 
     Args:
         names: earlier name of an argument -> its name.
@@ -137,7 +137,7 @@ def _is_model(value: Any) -> bool:
 
 
 def _pop_renamed_arguments(owner: str, kwargs: dict[str, Any], names: Mapping[str, str]) -> list[tuple[str, Any]]:
-    """Remove arguments with deprecated names from ``kwargs``, and return them as pairs (current name, value)."""
+    """Remove arguments with deprecated names from ``kwargs``, and return them with their current names."""
     found = []
     for old in [name for name in kwargs if name in names]:
         new = names[old]
@@ -169,7 +169,7 @@ def _parse_lazy_imports(source: str) -> dict[str, tuple[str, str]]:
 
 
 class RenamedModuleFinder(MetaPathFinder, Loader):
-    """Import hook for renamed modules, which can still be imported by their old name with a DeprecationWarning.
+    """Import hook that makes renamed modules importable by their old names, with a DeprecationWarning.
 
     Args:
         names: earlier full name -> the module that replaces it. Parents of nested names are listed too.
@@ -183,7 +183,7 @@ class RenamedModuleFinder(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, is_package=True) if fullname in self._names else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Create a module object that forwards attribute lookups to the renamed module."""
+        """Create a module object that forwards attribute access to the renamed module."""
         new = self._names[spec.name]
         warnings.warn(f"{spec.name} is now {new}", DeprecationWarning, stacklevel=2)
         module = ModuleType(spec.name)

@@ -35,7 +35,7 @@ def get_random_states(device: torch.device = CPU) -> RandomStates:
 
 
 def set_random_states(states: RandomStates, device: torch.device = CPU) -> None:
-    """Restore random states of torch, NumPy and Python that ``get_random_states`` has returned."""
+    """Restore random states that ``get_random_states`` returned."""
     of_torch, of_numpy, of_python = states
     for generator, state in zip(get_random_generators(device), of_torch, strict=True):
         generator.set_state(state)
@@ -65,7 +65,7 @@ def hash_to_seed(*seed_parts: object) -> int:
 
 
 def seed_generators(*seed_parts: object) -> None:
-    """Seed the random number generators on the CPU with a hash of the arguments."""
+    """Seed the CPU random number generators with a hash of the arguments."""
     seed_random(hash_to_seed(*seed_parts), cuda=False)
 
 
@@ -159,7 +159,7 @@ def derive_local_seed(seed: int, rank: int) -> int:
 
 
 class LocalRandomState:
-    """Gives each rank a random state of its own, for example for dropout, until ``leave_local_state`` is called.
+    """Switches between a random state shared by all ranks and one per rank, for example for dropout.
 
     With ``share``, switches from one random state per rank to a shared one. This broadcasts one number.
 
@@ -199,7 +199,7 @@ class LocalRandomState:
 
     @contextmanager
     def use_outer_state(self) -> Iterator[None]:
-        """In the ``with`` block, use the outer random state, which ``enter_local_state`` has replaced."""
+        """Use the random state from before ``enter_local_state`` in the ``with`` block."""
         if self.is_in_graph and torch.compiler.is_compiling():
             torch.ops.shardformer.swap_random_state()
             try:
@@ -219,7 +219,7 @@ class LocalRandomState:
 
 
 class ResumableRandomState:
-    """Separate random state that is used in ``with`` blocks, and that continues from one block to the next."""
+    """A separate random state that continues from one ``with`` block to the next."""
 
     def __init__(self, *seed_parts: object) -> None:
         self._seed_parts = seed_parts
@@ -254,7 +254,7 @@ class SharedEpochRandomness:
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Use the seed of the epoch for the generators of the sampler and the dataset in the ``with`` block."""
+        """Make the sampler and dataset use the epoch's seed inside the ``with`` block."""
         before = [(part, part.generator) for part, _ in self._generators]
         try:
             for part, own in self._generators:

@@ -65,7 +65,7 @@ def shard_model_in_place(
     on_sharded: Callable[[nn.Module], object] = lambda _: None,
     get_example_batch: Example = lambda: None,
 ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-    """Shard a model in place with its policy, which is validated first.
+    """Validate a model's policy, and use it to shard the model in place.
 
     Some methods of the model are replaced. Adapters that PEFT added to the model are sharded too. The wrapper of
     ``torch.compile(model)`` is removed, and the layers of the sharded model are compiled with its arguments.
@@ -152,7 +152,7 @@ NO_POLICY, DERIVED = "no policy", "a derived and validated policy"
 def _find_and_bind_policy(
     sharder: Sharder, policy: Policy | type[Policy] | None, get_example_batch: Example
 ) -> ResolvedPolicy:
-    """Find the policy of a model, and create the plan to shard the model with it.
+    """Find the policy of a model, and create a plan of the changes that shard the model.
 
     Returns a policy without rules if none is found and only data parallelism is used.
     """
@@ -171,7 +171,7 @@ def _find_and_bind_policy(
 
 
 def _validate_layout(sharder: Sharder, resolved: ResolvedPolicy, *, is_user_policy: bool) -> None:
-    """Validate the policy under the parallel layout on a reduced model, and store the results in ``resolved``.
+    """Check on a reduced version of the model that the policy works with the parallel layout.
 
     Raises PolicyError if the user's policy is wrong, ConfigError if the model does not support the layout.
     """
@@ -220,7 +220,7 @@ class ModelSharder:
         self.model, self.shard_config, self._policy = model, _require_shard_config(shard_config), policy
 
     def shard(self) -> list[dict[int, Tensor]]:
-        """Shard the model, and return the parameters that several pipeline stages share (see ``Sharder.shard``)."""
+        """Shard the model in place, and return the parameters that several pipeline stages share."""
         self.model, shared_params = shard_model_in_place(self.model, self.shard_config, self._policy)
         return shared_params
 
@@ -239,7 +239,7 @@ def _require_shard_config(config: Any) -> ShardConfig:
 
 
 class ShardedModel(tuple[nn.Module, list[dict[int, Tensor]]]):
-    """Result of ``ShardFormer.optimize``: a tuple (model, shared_params) with a method to move the model."""
+    """The tuple (model, shared_params) that ``ShardFormer.optimize`` returns."""
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedModel:
         """Move the model to another device or convert it to another dtype, like ``nn.Module.to``."""
@@ -259,7 +259,7 @@ class ShardFormer:
         self.shard_config = _require_shard_config(shard_config)
 
     def optimize(self, model: nn.Module, policy: Policy | type[Policy] | None = None) -> ShardedModel:
-        """Shard ``model`` in place with a policy, by default with the policy that is registered for its family.
+        """Shard ``model`` in place with a policy, by default the one registered for its model family.
 
         Returns:
             (model, shared_params).
@@ -321,7 +321,7 @@ def measure_pipeline_costs(
     *,
     repeats: int = 3,
 ) -> list[float]:
-    """Measure the time of each layer's forward pass in seconds, to divide a model into balanced pipeline stages.
+    """Measure the forward time of each layer in seconds, to balance the pipeline stages.
 
     Pass the result as ``PipelineStageManager(layer_costs=...)``.
     Run this in one process before sharding, and pass the result to all processes. The first and last entries include
@@ -410,7 +410,7 @@ def _derive_policy(model: nn.Module, get_example_batch: Example) -> RolePolicy:
 
 
 def _fits_only_submodel(model: nn.Module, policy: Policy) -> bool:
-    """Return whether a policy fits only a transformers model inside ``model``, and not ``model`` itself."""
+    """Return whether a policy fits a transformers model inside ``model`` but not ``model`` itself."""
     config, library = getattr(model, "config", None), type(model).__module__.partition(".")[0]
     has_submodel = any(module is not model and getattr(module, "config", None) is config for module in model.modules())
     if not has_submodel or has_user_policy(model) or library in ("transformers", "timm"):

@@ -29,7 +29,7 @@ MAX_LOGGED_COPIES = 4096
 
 @dataclass(frozen=True)
 class FinishedCopy:
-    """A completed copy between host and device: its direction, its size in bytes, and its begin and end time.
+    """The direction, size, begin time and end time of a completed copy between host and device.
 
     Times are in seconds of ``time.perf_counter``. On a GPU, ``begin`` is 0, because GPU events have no common clock
     with the host.
@@ -76,7 +76,7 @@ class AsyncCopy:
 
 
 class HostDeviceCopier:
-    """Copies tensors asynchronously between a device and its host, and keeps the order in each direction.
+    """Copies tensors asynchronously between a device and host memory, in order within each direction.
 
     Args:
         bandwidth: Bytes per second in each direction, to simulate a slower link on the CPU. None is unlimited.
@@ -96,7 +96,7 @@ class HostDeviceCopier:
             self._workers = {way: ThreadPoolExecutor(1, f"copies {way}") for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)}
 
     def allocate_on_host(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a tensor in host memory, which is pinned if the device is a GPU."""
+        """Allocate a tensor in host memory, pinned if the device is a GPU."""
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._is_cuda)
 
     def start_copy_to_host(self, target: Tensor, source: Tensor) -> AsyncCopy:
@@ -232,7 +232,7 @@ MAX_COPIES_IN_FLIGHT = 4
 
 
 class HostOffloadManager:
-    """Manages the host memory for the offloaded shards of a device, and the copies between host and device."""
+    """Manages host memory for offloaded shards, and copies tensors between the device and the host."""
 
     def __init__(self, config: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
         self.link = HostDeviceCopier(device, bandwidth=config.bandwidth)
@@ -251,12 +251,12 @@ class HostOffloadManager:
         return copy
 
     def create_shard(self, numel: int, dtype: torch.dtype) -> HostShard:
-        """Create a ``HostShard``, which allocates host memory for the master weights and gradients of a shard."""
+        """Allocate host memory for the master weights and gradients of a shard, as a ``HostShard``."""
         return HostShard(self, numel, dtype)
 
     @contextmanager
     def use_optimizer_threads(self) -> Iterator[None]:
-        """Use several CPU threads for the optimizer step inside this context, even if the launcher set only one."""
+        """Set the number of CPU threads for the optimizer step, and restore it after the ``with`` block."""
         before = torch.get_num_threads()
         try:
             if self._threads is not None:
@@ -272,7 +272,7 @@ def _get_local_world_size() -> int:
 
 
 class MasterWeightStore:
-    """The base class of stores that load master weights before the optimizer step and release them afterward.
+    """Base class for loading master weights before the optimizer step and releasing them afterward.
 
     This class keeps the master weights on the device.
     """
@@ -285,20 +285,20 @@ class MasterWeightStore:
         return True
 
     def wait(self) -> None:
-        """Wait until no copy of the master weights is in progress, after which they may be overwritten."""
+        """Wait until no copy of the master weights is in progress, so that they can be overwritten."""
 
     def evict(self) -> None:
-        """Write the updated master weights back, and free their memory until the next optimizer step."""
+        """Save the updated master weights, and free their memory until the next optimizer step."""
 
     def discard(self, *, keeps_memory: bool = False) -> None:
-        """Free the memory of unchanged master weights without writing them back.
+        """Free the memory of the master weights without saving them, because they did not change.
 
         Args:
             keeps_memory: Whether the released tensors are still referenced, so that their memory must not be reused.
         """
 
     def write_back(self) -> None:
-        """Write back master weights that were changed between two optimizer steps."""
+        """Save master weights that were changed between two optimizer steps."""
 
 
 class HostShard(MasterWeightStore):
@@ -319,11 +319,11 @@ class HostShard(MasterWeightStore):
         self._leaving: AsyncCopy | None = None
 
     def list_host_tensors(self) -> list[Tensor]:
-        """Return all tensors in host memory that belong to this shard, except for buffers shared with others."""
+        """Return the tensors in host memory that only this shard uses."""
         return [x for x in (self.values, self._sum, self._staging) if x is not None]
 
     def accumulate_gradients(self, reduced_grads: Tensor, loss_scale: float) -> None:
-        """Start copying reduced gradients to the host, where they are divided by the loss scale and accumulated."""
+        """Start copying reduced gradients to the host, to unscale and accumulate them there."""
         self._accumulate_copied_grads()
         self._arriving = (
             self.host.copy_to_host(self._get_staging_buffer(reduced_grads.dtype), reduced_grads),
@@ -359,7 +359,7 @@ class HostShard(MasterWeightStore):
         self._has_sum = False
 
     def copy_to_device(self, local_params: Tensor) -> AsyncCopy:
-        """Start copying the master weights into ``local_params``, this rank's shard of the parameters on the device.
+        """Start copying the master weights into ``local_params``, this rank's parameter shard on the device.
 
         The master weights must not change until ``wait`` returns.
         """

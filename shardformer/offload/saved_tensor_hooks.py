@@ -1,4 +1,4 @@
-"""Hooks for saved tensors that can be nested, and counters of the memory that saved tensors use.
+"""Nestable hooks for the tensors that autograd saves, and counters of the memory of these tensors.
 
 torch calls only the innermost pair of ``saved_tensors_hooks``. Here, all pairs are called in turn until one accepts the
 tensor. If no pair accepts a tensor, it is saved with its version, as autograd does.
@@ -24,7 +24,7 @@ HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class SavedTensorHooks:
-    """A pair of pack and unpack hooks for saved tensors, which can be nested with other pairs.
+    """Pack and unpack hooks for the tensors that autograd saves, which can be nested.
 
     The pair is active from ``activate`` to ``deactivate``.
 
@@ -49,7 +49,7 @@ class SavedTensorHooks:
         torch_compat.push_saved_tensors_hooks(*self._get_torch_hooks())
 
     def deactivate(self) -> None:
-        """Deactivate this pair of hooks by removing it from the stack of active hooks.
+        """Remove this pair of hooks from the stack of active hooks.
 
         The pair may not be on top, because an exception may have prevented the removal of an inner pair.
         """
@@ -144,7 +144,7 @@ class ActivationStats:
 
 
 class ActivationByteCounter:
-    """A counter of the bytes that saved activations use on the device and on the host."""
+    """Counts the bytes that saved activations use on the device and on the host."""
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()
@@ -169,7 +169,7 @@ class ActivationByteCounter:
 
 @dataclass(eq=False)
 class ForwardRecord:
-    """The list of tensor storages that autograd saved during one forward pass, in their order.
+    """The tensor storages that autograd saved during one forward pass, in the order of saving.
 
     Args:
         fetched: All storages from this index on were fetched or are being fetched.
@@ -180,7 +180,7 @@ class ForwardRecord:
 
 
 class SavedStorage:
-    """A range of bytes of a saved tensor's storage, which can be moved to the host or sharded over ranks.
+    """The stored bytes of a saved tensor, which can be moved to the host or sharded over ranks.
 
     Attributes:
         source: The storage. This reference prevents another storage from getting the same address.
@@ -215,19 +215,19 @@ class SavedStorage:
         self.add_device_bytes(ON_DEVICE, self.size)
 
     def add_device_bytes(self, kind: str, size: int) -> None:
-        """Add ``size`` bytes of the kind ``kind`` to the counters of this storage and of its model."""
+        """Count ``size`` more bytes on the device as ``kind``, for this storage and for the model."""
         self._counted[kind] += size
         self.counter.add_device_bytes(kind, size)
 
     def set_data_kind(self, kind: str) -> None:
-        """Count the stored bytes on the device as a different kind, for example as being copied to the host."""
+        """Change how the bytes on the device are counted, for example as being copied to the host."""
         size = 0 if self.data is None else len(self.data)
         for was in (ON_DEVICE, COPYING_TO_HOST, PARTITIONED):
             self.add_device_bytes(was, -self._counted[was])
         self.add_device_bytes(kind, size)
 
     def keep_count_after_deletion(self, kind: str, size: int) -> None:
-        """Keep counting ``size`` fetched bytes for the model even after this storage is deleted."""
+        """Keep ``size`` bytes in the memory count of the model even after this storage is deleted."""
         self._counted[kind] -= size
 
     @property
@@ -247,7 +247,7 @@ class SavedStorage:
 
 
 class SavedTensorHandle:
-    """A handle that autograd saves instead of a tensor, and from which the tensor can be restored.
+    """A handle that autograd saves in place of a tensor, to restore the tensor later.
 
     Args:
         place: Index in the forward record.
@@ -263,7 +263,7 @@ class SavedTensorHandle:
         stored.unread_handles.add(id(self))
 
     def restore_tensor(self, storage: Tensor, base_offset: int) -> Tensor:
-        """Return the saved tensor as a view of ``storage``, a copy of the original one from byte ``base_offset``."""
+        """Restore the saved tensor as a view of a copy of its storage, which begins at byte ``base_offset``."""
         out = torch.empty(0, dtype=self.dtype, device=storage.device)
         offset = (self.offset - base_offset) // out.element_size()
         return out.set_(storage.untyped_storage(), offset, self.shape, self.stride)
@@ -273,7 +273,7 @@ class SavedTensorHandle:
 
 
 def get_byte_range_in_storage(x: Tensor) -> tuple[int, int]:
-    """Return the range of bytes that a tensor uses in its storage, as (first byte, end)."""
+    """Return the range of bytes (start, end) that a tensor uses in its storage."""
     start = int(x.storage_offset())
     last = start + sum((int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True))
     return start * x.element_size(), (last + 1) * x.element_size()

@@ -97,7 +97,7 @@ class _GatherSamples(Function):
 
 
 class LossTrialResult(IntEnum):
-    """The result of one rank's trial, which shows whether the loss compares the samples of a batch."""
+    """The result of testing on one rank whether the loss compares the samples of a batch."""
 
     INDEPENDENT = 0
     INCONCLUSIVE = 1  # the loss cannot be computed in a trial, or the step itself rejects it
@@ -107,7 +107,7 @@ class LossTrialResult(IntEnum):
 
 
 def merge_loss_trial_results(rank_results: Sequence[Sequence[int]]) -> list[int] | None:
-    """Combine the trial results of all ranks, or return None if the results are inconclusive due to a random loss.
+    """Combine all ranks' tests of the loss function, or return None if randomness makes them inconclusive.
 
     A loss that is not repeatable and draws no random numbers reads samples of other data ranks, which differ between
     repetitions.
@@ -123,11 +123,11 @@ def merge_loss_trial_results(rank_results: Sequence[Sequence[int]]) -> list[int]
 
 @dataclass(frozen=True)
 class LossTrial:
-    """Two small groups of samples (A and B) whose losses are compared with the loss of both as one batch (AB).
+    """Two groups of samples, run separately and as one batch to test whether the loss compares samples.
 
     Args:
-        parts: A and B.
-        both: AB.
+        parts: the two groups of samples, A and B.
+        both: AB, the two groups as one batch.
         sizes: numbers of samples in A and B.
         uses_counts: whether micro-batches are weighted by label counts instead of ``loss_weight``.
         rejects_unknown: whether the step rejects losses whose label counts are unknown.
@@ -140,14 +140,14 @@ class LossTrial:
     rejects_unknown: bool
 
     def list_micro_batches(self, data_rank: int) -> list[Batch]:
-        """Return the six micro-batches of the trial: A, B, A, B, AB, and finally A or B again.
+        """Return the six micro-batches whose losses show whether the loss compares samples.
 
-        The first two have weighted losses. The first data rank repeats A, and the other ranks repeat B.
+        They are A, B, A, B, AB, and again A on the first data rank or B on others. The first two have weighted losses.
         """
         return [*self.parts, *self.parts, self.both, self.parts[min(data_rank, 1)]]
 
     def classify_losses(self, losses: Sequence[float], *, data_rank: int, eps: float) -> LossTrialResult:
-        """Decide from the losses of the trial's micro-batches whether the loss function compares samples.
+        """Decide from the losses of the micro-batches whether the loss function compares samples.
 
         Args:
             losses: weighted A plus weighted B, A, B, AB, and the repetition.
@@ -179,7 +179,7 @@ def make_loss_trial(
     uses_counts: bool,
     rejects_unknown: bool,
 ) -> LossTrial | None:
-    """Create a trial from the first samples of a batch, or return None if the samples cannot be separated.
+    """Create a ``LossTrial`` from the first samples of a batch, or return None if the batch cannot be split.
 
     Args:
         main_input, special_token_ids: as in ``split_batch``.
@@ -204,7 +204,7 @@ def make_loss_trial(
 
 
 class LossTrialOutputs(LastStageOutputs):
-    """Collects the losses of a trial, and ignores errors of the loss function."""
+    """Collects the losses of a ``LossTrial``, and ignores errors of the loss function."""
 
     def __init__(
         self, trial: LossTrial, parts: Sequence[Batch], stage_forward: StageForward, loss_fn: LossFn | None
@@ -239,7 +239,7 @@ class LossTrialOutputs(LastStageOutputs):
             self.stop_loss_recording()
 
     def list_losses(self) -> list[float]:
-        """Return the losses of the trial's micro-batches in the order that ``Trial.classify_losses`` expects."""
+        """Return the collected losses in the order that ``LossTrial.classify_losses`` expects."""
         try:
             if self._trial_weights is not None:
                 self._trial_weights.run_deferred_checks()
@@ -249,7 +249,7 @@ class LossTrialOutputs(LastStageOutputs):
 
 
 class _DeferredErrorLossWeights(MicroBatchLossScaler):
-    """Loss weights whose errors are raised only at the end of the model's forward pass."""
+    """Scales the losses of micro-batches, and defers errors to the end of the model's forward pass."""
 
     _first_error: Exception | None = None
 
@@ -269,7 +269,7 @@ class _DeferredErrorLossWeights(MicroBatchLossScaler):
 
 @contextmanager
 def restore_after_trial(model: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
-    """Context manager that undoes the side effects of a trial forward pass on random state, buffers and attributes.
+    """Restore the random state, buffers and attributes of a model after the ``with`` block.
 
     Disables the forward hooks that the user registered. Yields a list, which on exit contains the modules that wrote to
     their buffers.

@@ -26,7 +26,7 @@ Record = TypeVar("Record", bound=Any)
 
 
 def prepend_to_module_paths(record: Record, path: str, *fields: str) -> Record:
-    """Return a copy of a dataclass in which ``path`` is prepended to the module paths in ``fields``.
+    """Prepend ``path`` to the module paths in some fields of a dataclass, and return the copy.
 
     Removes a trailing ``?`` from these paths.
     """
@@ -50,7 +50,7 @@ def _prepend_path(prefix: str, paths: Any) -> Any:
 )
 @dataclass(frozen=True, kw_only=True)
 class PipelineHints:
-    """Assigns the modules outside a stack of layers, such as embeddings and heads, to pipeline stages.
+    """Assigns embeddings, heads and other modules outside the layers to pipeline stages.
 
     Args:
         with_first_layer, with_last_layer: paths of modules that belong to the first or the last layer of the stack.
@@ -68,7 +68,7 @@ class PipelineHints:
     num_outputs: int | None = 0
 
     def resolve_num_outputs(self, layers: nn.Module) -> PipelineHints:
-        """Return hints in which ``num_outputs=None`` is replaced with the number of outputs of a layer."""
+        """Replace ``num_outputs=None`` with the number of values that a layer returns, and return the hints."""
         if self.num_outputs is not None:
             return self
         forward = type(next(layers.children())).forward
@@ -113,7 +113,7 @@ class SequenceParallelHints:
 
 @dataclass(frozen=True)
 class StackDescription:
-    """A stack of layers in a model, which can be split into pipeline stages or sharded by sequence parallelism.
+    """Describes consecutive layers of a model, such as a decoder, for pipeline and sequence parallelism.
 
     Args:
         layers: path of the ModuleList.
@@ -137,14 +137,14 @@ class StackDescription:
     sequence: SequenceParallelHints = SequenceParallelHints()
 
     def with_path_prefix(self, path: str) -> StackDescription:
-        """Return this stack with the paths of a larger model that contains the model at ``path``."""
+        """Return a copy with ``path`` prepended to all paths, for a model that is part of a larger model."""
         own = prepend_to_module_paths(self, path, "layers", "final_norm", "layer_calls")
         stages = prepend_to_module_paths(self.stages, path, "with_first_layer", "with_last_layer", "on_every_stage")
         context = self.context and (_prepend_path(path, self.context[0]), self.context[1])
         return replace(own, context=context, stages=stages)
 
     def get_activation_layout(self, model_layout: ActivationLayout) -> ActivationLayout:
-        """Return how the activations inside this stack are sharded.
+        """Return how the activations of these layers are sharded.
 
         If the stack needs full sequences, this omits sequence sharding that starts at a stack.
 
@@ -173,13 +173,13 @@ LayerRange = range
 
 @dataclass(frozen=True)
 class LayerSequence:
-    """The stacks of layers in a model, such as an encoder and a decoder, in execution order."""
+    """All layers of a model, such as those of an encoder and a decoder, in execution order."""
 
     stacks: tuple[StackDescription, ...]
 
     @classmethod
     def from_stacks(cls, model: nn.Module, stacks: Sequence[StackDescription]) -> LayerSequence:
-        """Create the layer sequence of a model from its stacks. Stacks without layers are ignored."""
+        """Combine encoder, decoder and other stacks of layers into one sequence. Stacks without layers are ignored."""
         found = []
         for at, stack in enumerate(stacks):
             layers = _list_layer_paths(model.get_submodule(stack.layers), stack.layers)
@@ -193,15 +193,15 @@ class LayerSequence:
 
     @property
     def stack_starts(self) -> tuple[int, ...]:
-        """The index of the first layer call of each stack."""
+        """The index at which each stack of layers, such as encoder or decoder, begins."""
         return tuple(accumulate((len(s.layer_calls) for s in self.stacks[:-1]), initial=0))[: len(self.stacks)]
 
     def find_stack_index(self, layer: int) -> int:
-        """Return the index of the stack that contains the layer call with index ``layer``."""
+        """Return the index of the stack, such as encoder or decoder, that contains layer number ``layer``."""
         return max(i for i, start in enumerate(self.stack_starts) if start <= layer)
 
     def list_received_activations(self, layer: int) -> tuple[str, ...]:
-        """Return which activations a stage that starts at ``layer`` receives: "hidden", "context", both, or none."""
+        """Return the names of the activations that a pipeline stage receives if its first layer is ``layer``."""
         if layer == 0:
             return ()
         index = self.find_stack_index(layer)
@@ -210,12 +210,12 @@ class LayerSequence:
         return (() if begins and has_context else ("hidden",)) + (("context",) if has_context else ())
 
     def get_stage_ranges(self, bounds: Sequence[int]) -> list[LayerRange]:
-        """Convert the stage bounds of a partition to one range of layers per pipeline stage."""
+        """Convert stage boundaries to one range of layer indices per pipeline stage."""
         return [LayerRange(a, b) for a, b in pairwise(bounds)]
 
 
 def map_tensors_to_layers(model: nn.Module, layers: LayerSequence) -> dict[str, frozenset[int]]:
-    """Map the name of each parameter and buffer to the indices of the layer calls that it belongs to.
+    """Map the name of each parameter and buffer to the indices of the layers that it belongs to.
 
     Tensors inside a layer belong to every call of the layer. All other tensors belong to the first or last layer of a
     stack. Modules registered before a stack's first layer belong to that layer. Modules registered after it, or inside
@@ -261,7 +261,7 @@ def _find_owner_layers(name: str, layers: LayerSequence, order: Mapping[str, int
 
 
 def _find_adjacent_layer(name: str, layers: LayerSequence, order: Mapping[str, int]) -> int:
-    """Assign a parameter outside the layers to the first or last layer of a stack, by the order of registration."""
+    """Choose the layer whose pipeline stage stores a parameter outside the layers, by registration order."""
     starts = layers.stack_starts
     firsts = [min(at for n, at in order.items() if _is_inside_module(n, s.layer_calls[0])) for s in layers.stacks]
     later = [i for i, first in enumerate(firsts) if order[name] < first]
@@ -285,7 +285,7 @@ def _is_inside_module(name: str, path: str) -> bool:
 
 
 def make_no_layers_error(model: nn.Module, pipe_size: str, notes: Sequence[str] = ()) -> ConfigError:
-    """Return the error for pipeline parallelism with a model whose policy describes no stack of layers.
+    """Return the error for pipeline parallelism with a model whose policy describes no layers.
 
     Args:
         notes: the reasons that the policy reports.
@@ -305,7 +305,7 @@ MIN_COST = 1e-9
 def estimate_layer_costs(
     model: nn.Module, layers: LayerSequence, owner_layers_by_name: Mapping[str, frozenset[int]]
 ) -> list[float]:
-    """Estimate the cost of each layer call by the number of weights that each token is multiplied with.
+    """Estimate the cost of each layer by counting the weights that multiply each token.
 
     Embedding lookups count as free. Modules before and after a stack count for its first and last layer.
     """
@@ -336,7 +336,7 @@ def _count_matrix_elements(model: nn.Module, module: nn.Module) -> float:
 def measure_layer_costs(
     model: nn.Module, layer_sequence: LayerSequence, run_forward: Callable[[], Any], rounds: int, device: torch.device
 ) -> list[float]:
-    """Measure the time of each layer call in seconds, as the minimum over ``rounds`` forward passes.
+    """Measure the forward time of each layer in seconds, as the minimum over ``rounds`` runs.
 
     The time between two layers counts for the second layer, and the time after the last layer for the last layer.
     """

@@ -80,7 +80,7 @@ TensorMetas = tuple[TensorMeta, ...]
 
 @dataclass
 class _PostedMessage:
-    """A message from another stage that this rank has started to receive asynchronously.
+    """A message from another stage that is being received asynchronously.
 
     If the shapes are unknown, the receive of a header with the shapes is posted first.
     """
@@ -93,7 +93,7 @@ class _PostedMessage:
 
 @dataclass
 class _MessageQueue:
-    """The messages that this rank expects from another pipeline rank, in the order in which they are sent."""
+    """The messages that this rank expects from another pipeline rank, in the order of sending."""
 
     source: int
     expected: deque[Action]
@@ -101,7 +101,7 @@ class _MessageQueue:
 
 
 class StageCommunicator:
-    """Exchanges activations and gradients between this rank and the other ranks of the pipe axis.
+    """Exchanges activations and gradients with the other pipeline ranks.
 
     ``known`` maps (receiving virtual stage, key of the micro-batch) to the metadata of the activations, across steps.
     A trace of a single rank receives no headers. It takes the metadata from ``given``, the ``known`` of earlier
@@ -188,17 +188,17 @@ class StageCommunicator:
             self._sent.popleft()
 
     def start_next_receives(self) -> None:
-        """Start to receive the next messages from all ranks asynchronously, to overlap them with computation."""
+        """Start receiving the next messages from all ranks, so that communication overlaps with computation."""
         for incoming in self._incoming.values():
             self._post_next_receives(incoming)
 
     def receive_activations(self, stage: int, micro_batch: int) -> tuple[list[Tensor], TensorMetas]:
-        """Wait for the input activations of a virtual stage for a micro-batch; return them and their metadata."""
+        """Wait for a virtual stage's input activations, and return them with their metadata."""
         parts = self._receive_tensors(Action(ActionKind.FORWARD, stage - 1, micro_batch))
         return parts, self.known[stage, self._keys[micro_batch]]
 
     def receive_gradients(self, stage: int, micro_batch: int, kind: ActionKind) -> list[Tensor]:
-        """Wait for the gradients of the activations that a virtual stage sent to the next stage."""
+        """Wait for the gradients of a virtual stage's output activations, and return them."""
         return self._receive_tensors(Action(kind, stage + 1, micro_batch))
 
     def _receive_tensors(self, action: Action) -> list[Tensor]:
@@ -262,7 +262,7 @@ class StageCommunicator:
         return [self._gather_full_tensor(part, shape) for part, shape in zip(posted.parts, metas, strict=True)]
 
     def _infer_tensor_metas(self, boundary: int, key: Hashable) -> TensorMetas:
-        """Use the activation shapes of the nearest earlier stage, because a rank traced alone receives no messages."""
+        """Return the tensor shapes of the nearest earlier stage, for a rank that is traced without other ranks."""
         metas_at = {**self.given, **self.known}
         earlier = {b: metas for (b, k), metas in metas_at.items() if k == key and b <= boundary}
         if not earlier:

@@ -41,7 +41,7 @@ def check_partition(partition: Any, layer_costs: Any = None, recompute_layers: A
 
 
 def partition_balanced(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Partition layers so that the most expensive pipeline stage is as cheap as possible; return the stage bounds.
+    """Return the stage bounds that make the most expensive pipeline stage as cheap as possible.
 
     Among equal partitions, this prefers even layer counts (the smallest sum of squares), then fewer layers in earlier
     stages, which keep more micro-batches in flight.
@@ -67,7 +67,7 @@ def partition_balanced(costs: Sequence[float], num_stages: int) -> list[int]:
 
 
 def partition_uniform(layers: int, num_stages: int) -> list[int]:
-    """Distribute layers as evenly as possible over pipeline stages, and return the stage bounds.
+    """Return the stage bounds that distribute layers as evenly as possible over pipeline stages.
 
     Extra layers, if the number is not divisible, go to the middle stages: to later ones first, because earlier stages
     keep more micro-batches in flight. The next ones go to the first stage, which also computes the embedding, and then
@@ -156,7 +156,7 @@ def _find_best_partition(
     empty_value: Any,
     extend: Callable[[int, int, Any], Any],
 ) -> Any:
-    """Find the best partition whose stages cost at most ``max_stage_cost``, and return its value.
+    """Return the best value of any partition whose stages cost at most ``max_stage_cost``.
 
     Args:
         empty_value: value of the empty partition.

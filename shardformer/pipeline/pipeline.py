@@ -64,12 +64,12 @@ def ensure_training_mode(model: nn.Module) -> nn.Module:
 
 
 def get_training_modes(model: nn.Module) -> dict[str, bool]:
-    """Return whether each module is in training mode, by the path of the module."""
+    """Return a dict that maps the path of each module to whether the module is in training mode."""
     return {path: module.training for path, module in model.named_modules()}
 
 
 def set_training_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
-    """Restore the training or eval mode of each module from the result of ``get_training_modes``."""
+    """Restore the training or eval mode of each module from a result of ``get_training_modes``."""
     modules = [(module, modes[path]) for path, module in model.named_modules() if path in modes]
     for module, mode in modules:  # parents first: ``train`` also sets their submodules
         if module.training != mode:
@@ -80,7 +80,7 @@ def set_training_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Context manager that puts a model into eval mode, and restores the previous mode of each module on exit."""
+    """Put a model into eval mode inside the ``with`` block, and restore each module's mode afterward."""
     before = get_training_modes(model)
     try:
         model.eval()
@@ -226,7 +226,7 @@ class Pipeline:
         return sums[0] / sums[1]
 
     def forward(self, batch: Batch, *, gather: bool = False) -> Any:
-        """Run the forward pass of a batch without gradients, and return the model's output on the last pipeline stage.
+        """Run the forward pass of a batch without gradients, and return the output on the last pipeline stage.
 
         Args:
             gather: whether to send the output to all stages.
@@ -244,7 +244,7 @@ class Pipeline:
 
     @contextmanager
     def trace(self) -> Iterator[PipelineTrace]:
-        """Context manager that records when each forward and backward pass on this rank starts and ends."""
+        """Record when each forward and backward pass on this rank starts and ends in the ``with`` block."""
         self._runtime.trace = PipelineTrace()
         try:
             yield self._runtime.trace
@@ -316,7 +316,7 @@ class Pipeline:
                 )
 
     def _check_same_batch(self, batches: Sequence[Batch]) -> bool:
-        """Check that ranks received the same batch if the layout requires them to process the same batch.
+        """Check that ranks received the same batch if the parallel layout requires it.
 
         Returns whether any of these ranks uses random numbers in training.
         """
@@ -329,7 +329,7 @@ class Pipeline:
         return sync_random_state_and_check_ranks(self._state, tensors, self._uses_random_numbers()) and training
 
     def _broadcast_loss(self, head: LastStageOutputs, runs_trial: bool) -> list[Tensor]:
-        """Broadcast the loss of a batch and statistics about the loss from the last pipeline stage to all stages.
+        """Broadcast the loss of a batch and statistics about it from the last pipeline stage to all stages.
 
         The statistics are the mean of the loss factors, the mean of their squares, and two flags: whether a trial is
         needed, and whether the loss compares samples.
@@ -353,7 +353,7 @@ class Pipeline:
         return [*found[:-2], loss[-2:]] if runs_trial else found
 
     def _must_run_loss_trial(self, num_parts: int, *, backward: bool) -> bool:
-        """Return whether to check if the loss compares samples, as the first step in training or eval mode does.
+        """Return whether this step must check that the loss does not compare samples.
 
         An evaluation whose loss is not averaged over data ranks is not checked, because data ranks may run it
         independently.
@@ -365,7 +365,7 @@ class Pipeline:
         return self._loss_weight is None and (num_parts > 1 or self._averages_tokens)
 
     def _needs_loss_trial(self, head: LastStageOutputs) -> bool:
-        """Return whether a trial run is needed to find out if the loss compares samples of a batch.
+        """Return whether a test run of the loss is needed to detect comparisons between samples.
 
         With several stages, the last stage checks ``loss_fn`` without a trial.
         """
@@ -380,7 +380,7 @@ class Pipeline:
     def _check_samples_are_independent(
         self, batches: Sequence[Batch], num_parts: int, needs_trial: bool, is_known_to_compare: bool
     ) -> None:
-        """Raise ConfigError or warn if the loss compares samples that are split over micro-batches or data ranks.
+        """Raise ConfigError or warn if the loss compares samples that are in different parts of the batch.
 
         Communicates a few numbers per rank if a trial is needed.
         """
@@ -411,7 +411,7 @@ class Pipeline:
         self._checked_modes.add(mode)
 
     def _run_loss_trial_on_all_ranks(self, trial: LossTrial | None) -> tuple[Sequence[int] | None, list[nn.Module]]:
-        """Run a trial on every rank, and return the results of all ranks and the modules that wrote to their buffers.
+        """Test the loss function on all ranks, and return the results and the modules that wrote to buffers.
 
         The results are None if the loss is random.
         """
@@ -458,7 +458,7 @@ class Pipeline:
         )
 
     def _uses_random_numbers(self) -> bool:
-        """Return whether the layers of this rank may draw random numbers in training.
+        """Return whether layers on this rank may use random numbers in training, such as for dropout.
 
         Ranks of a stage may return different values if another thread draws numbers. ``_check_same_batch`` combines
         them.
@@ -514,9 +514,9 @@ class Pipeline:
         return make_schedule(manager.schedule, manager.num_stages, micro_batches, manager.num_model_chunks)
 
     def _check_stages_agree(self, parts: Sequence[Batch], backward: bool, seed: int) -> tuple[list[Hashable], int]:
-        """Check that all stages received the same batch; return a shape key per micro-batch and a common random seed.
+        """Check that all pipeline stages received the same batch, and return a common random seed.
 
-        Micro-batches with equal activation shapes have equal keys.
+        Also returns a key for each micro-batch. Micro-batches with equal activation shapes have equal keys.
 
         Raises InputError on every stage if stages received batches of different shapes or made different numbers of
         steps. Unless ``check_inputs=False``, this also compares the contents of the batches in the first call, or in
@@ -551,7 +551,7 @@ class Pipeline:
         return [(s, (*modes, stages)) for s in shapes], next((row[-1] for row in rows if row[-1]), 0)
 
     def _update_placeholder_dtypes(self, stages: tuple[int, ...]) -> None:
-        """Update the dtypes of the placeholders for other stages' parameters after a stage converted its parameters.
+        """Update the dtypes of parameter placeholders after another pipeline stage converted its parameters.
 
         Raises InputError on all stages if two stages store the same parameter in different dtypes.
         """
@@ -572,7 +572,7 @@ class Pipeline:
         self._stage_dtypes_hash = stages
 
     def _mask_allowed_differences(self, gathered: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Copy the gathered values of all stages, and remove the differences between stages that are allowed."""
+        """Remove the allowed differences from values that must be equal on all pipeline stages."""
         rows = [list(row) for row in gathered]
         are_known = all(row[OPTIONS] for row in rows)
         has_one_kind = len({row[OPTIONS] >> KIND_SHIFT for row in rows}) == 1
@@ -613,7 +613,7 @@ def _get_batch_shapes(part: Batch) -> Hashable:
 
 
 def _hash_repr(value: Any) -> int:
-    """Return a hash of ``repr(value)`` that, unlike Python's ``hash``, is the same in every process."""
+    """Return a hash of ``repr(value)`` that is the same in every process."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
@@ -647,7 +647,7 @@ def _make_stage_mismatch_error(rows: Sequence[Sequence[int]], axis: Axis) -> Inp
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Return whether a module is a BatchNorm layer, which in training mode normalizes with statistics of the batch."""
+    """Return whether a module is a BatchNorm layer."""
     return isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
 
 

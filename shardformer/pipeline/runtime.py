@@ -59,12 +59,12 @@ class LastStageOutputs:
         self.output: Any = None
 
     def begin_loss_recording(self, micro_batch: int) -> None:
-        """Start to record calls of loss functions for a micro-batch. Called before the model's head runs."""
+        """Start recording the calls of loss functions for a micro-batch. Called before the model's head runs."""
         if self._weights is not None:
             self._weights.start_recording(micro_batch)
 
     def store_output(self, micro_batch: int, output: Any) -> Tensor | None:
-        """Store the model's output for a micro-batch, and return its weighted loss for the backward pass, or None."""
+        """Store the model's output for a micro-batch, and return its loss for the backward pass, if any."""
         if self._weights is None:
             self._outputs[micro_batch] = output
             return None
@@ -94,7 +94,7 @@ class LastStageOutputs:
         )
 
     def _check_first_loss(self, loss: Tensor, output: Any) -> None:
-        """Raise an error if the first loss is NaN because all labels are ignored or other stages compute its inputs."""
+        """Raise an error if the first loss is NaN because of the labels or the pipeline."""
         is_valid, self._stage_forward.is_last_layer_valid = self._stage_forward.is_last_layer_valid, None
         outputs = [t for _, t in iterate_named_tensors({"output": output})]
         if not is_valid or not is_placeholder(loss) or not any(map(is_placeholder, outputs)):
@@ -113,7 +113,7 @@ class LastStageOutputs:
 
     @property
     def has_only_class_means(self) -> bool:
-        """Whether the loss is a sum of means over class labels, which never compare samples."""
+        """Whether the loss only averages over class labels, and so cannot compare samples."""
         return self._weights is not None and self._weights.has_only_class_means
 
     def stop_loss_recording(self) -> None:
@@ -159,7 +159,7 @@ def _describe_output(output: Any) -> str:
 
 
 class MissingOutput:
-    """A placeholder that ``Pipeline.forward`` returns on stages without an output. Raises ConfigError on access."""
+    """A placeholder that ``Pipeline.forward`` returns on all but the last stage. Raises ConfigError on access."""
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
@@ -180,7 +180,7 @@ class MissingOutput:
 
 
 def replace_placeholders_with_none(output: Any) -> Any:
-    """Set output tensors that only another stage computes to None, unless all outputs are placeholders."""
+    """Replace the outputs that only other pipeline stages compute with None."""
     tensors = [t for _, t in iterate_named_tensors({"output": output}) if t.is_floating_point() and t.numel()]
     placeholders = {id(t) for t in tensors if is_placeholder(t)}
     if len(placeholders) == len(tensors):
@@ -249,7 +249,7 @@ class PipelineRuntime:
         self.trace: PipelineTrace | None = None
 
     def check_not_interrupted(self) -> None:
-        """Raise LaunchError if an earlier step failed, because other stages still wait for its messages."""
+        """Raise LaunchError if an earlier training step failed on this rank."""
         if not self._interrupted_at or len(self._step.schedule.actions) == 1:
             return
         raise LaunchError(
@@ -354,12 +354,12 @@ class PipelineRuntime:
         return [x.grad for x in inputs]
 
     def _disable_autocast(self) -> torch.autocast:
-        """Return a context manager that disables autocast for a backward pass, because its dtypes are already fixed."""
+        """Return a context manager that disables autocast, which must be off in the backward pass."""
         return torch.autocast(self._exchange.device.type, enabled=False)
 
     @contextmanager
     def annotate_errors(self, where: str) -> Iterator[None]:
-        """Context manager that adds the pipeline stage and ``where`` (the current action) to errors as a note."""
+        """Add a note with the pipeline stage and the current action to errors in the ``with`` block."""
         where = f"stage {self._stage}, {where}"
         try:
             yield

@@ -35,7 +35,7 @@ _FONT_SIZE_RANGE = 3.0, 9.0  # points
 
 
 def format_schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None = None) -> str:
-    """Draw a pipeline schedule as a text grid with a legend, the bubble, and the micro-batches in flight.
+    """Draw a pipeline schedule as a text grid, with a legend, its idle time and its micro-batches in flight.
 
     The grid has a row per rank and a column per unit of time, which is the duration of the shortest action. ``F3`` is
     the forward pass of micro-batch 3, ``--`` is its continuation, and ``.`` is idle time. With several chunks per rank,
@@ -67,7 +67,7 @@ def format_schedule_as_text(schedule: Schedule, timeline: Timeline, width: int |
 
 
 def timeline_to_dict(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
-    """Convert a simulated schedule to a dict for JSON, with its statistics and the start and end of each action."""
+    """Convert a simulated schedule to a JSON-compatible dict with the start and end of each action."""
     ranks = [[{"action": str(s.action), "start": s.start, "end": s.end} for s in spans] for spans in timeline.spans]
     return {
         "schedule": schedule.name, "stages": schedule.stages, "micro_batches": schedule.micro_batches,
@@ -77,7 +77,7 @@ def timeline_to_dict(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
 
 
 def summarize_schedule(schedule: Schedule, timeline: Timeline) -> list[str]:
-    """Return two lines of text with the bubble of a schedule and its number of micro-batches in flight."""
+    """Describe the idle time (bubble) and the micro-batches in flight of a schedule in two lines of text."""
     form = compute_bubble_fraction(schedule.name, schedule.stages, schedule.micro_batches, schedule.num_model_chunks)
     by_formula = (
         "" if form is None or _list_action_kinds(schedule) == [ActionKind.FORWARD] else f" (formula: {form:.1%})"
@@ -113,7 +113,7 @@ def _format_legend(schedule: Schedule, timeline: Timeline) -> list[str]:
 
 
 def format_action(schedule: Schedule, action: Action) -> str:
-    """Format an action as text with its kind, micro-batch and chunk, such as ``F3b``."""
+    """Format a forward or backward pass in a schedule as short text, such as ``F3b`` for micro-batch 3."""
     return f"{action.kind}{action.micro_batch}{_format_chunk_suffix(schedule, schedule.get_chunk_index(action.stage))}"
 
 
@@ -133,7 +133,7 @@ def _get_shortest_action_duration(timeline: Timeline) -> float:
 
 
 def _compute_grid_cells(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
-    """Return the cells of the text grid, one list per rank. Every action has at least one cell."""
+    """Return the cells of the text grid of a schedule, one list per rank. Every action has at least one cell."""
     unit = _get_shortest_action_duration(timeline)
     if not 0 < timeline.makespan < MAX_COLUMNS * unit:
         raise ConfigError(
@@ -168,7 +168,7 @@ def check_chart_path(path: Path) -> None:
 
 
 def check_matplotlib(feature: str) -> None:
-    """Raise ConfigError if matplotlib, which ``feature`` needs, is not installed."""
+    """Raise ConfigError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise ConfigError(
             f"{feature} requires matplotlib, which is not installed.", remedy="Run pip install 'shardformer[plot]'."
@@ -177,7 +177,7 @@ def check_matplotlib(feature: str) -> None:
 
 @contextmanager
 def write_chart_atomically(path: Path) -> Iterator[Path]:
-    """Context manager that yields a temporary file and moves it to ``path``. Raises ConfigError if writing fails."""
+    """Yield a temporary file, and move it to ``path`` when it is complete. Raises ConfigError if writing fails."""
     try:
         with replace_file_atomically(path) as hidden:
             yield hidden
@@ -269,7 +269,7 @@ def _draw_legend(axes: Axes, schedule: Schedule) -> None:
 
 
 def choose_action_colors(schedule: Schedule, action: Action) -> tuple[str, str]:
-    """Return the colors of an action's box and text in a chart. Later chunks have lighter shades."""
+    """Return the colors of the box and text of an action in a chart. Later chunks have lighter shades."""
     share = 0.55 * schedule.get_chunk_index(action.stage) / max(1, schedule.num_model_chunks - 1)
     full = (int(ACTION_STYLES[action.kind][1][i : i + 2], 16) for i in (1, 3, 5))
     red, green, blue = (round(part + (255 - part) * share) for part in full)

@@ -24,7 +24,7 @@ from shardformer.errors import ConfigError, check_choice, check_int
 
 
 class ActionKind(StrEnum):
-    """The kinds of actions in a pipeline schedule: forward passes, and full or partial backward passes."""
+    """The kinds of passes in a pipeline schedule: forward, backward, and backward for inputs or weights only."""
 
     FORWARD = "F"
     BACKWARD = "B"  # the full backward pass
@@ -49,11 +49,11 @@ class Action:
 
     @property
     def receiver_stage(self) -> int:
-        """The virtual stage that receives the result, which is the next one, or the previous one in a backward pass."""
+        """The index of the virtual stage that receives the result of this forward or backward pass."""
         return self.stage + (1 if self.kind is ActionKind.FORWARD else -1)
 
     def list_dependencies(self, last_stage: int) -> tuple[Action, ...]:
-        """Return the actions that must complete before this action can start.
+        """Return the forward and backward passes that must complete before this one can start.
 
         Args:
             last_stage: index of the last virtual stage.
@@ -74,7 +74,7 @@ _IN_FLIGHT_CHANGE = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.
 
 
 class _PipelineSimulator:
-    """Simulates a pipeline step by step, and records the actions that each rank has run."""
+    """Simulates a pipeline step by step, and records the order in which each rank runs its actions."""
 
     def __init__(self, ranks: int, last: int) -> None:
         self.last = last
@@ -88,7 +88,7 @@ class _PipelineSimulator:
     def run_until_done(
         self, num_actions: int, choose_action: Callable[[int], Action | None]
     ) -> tuple[RankActions, ...]:
-        """Simulate the pipeline until ``num_actions`` actions are done, and return the actions of each rank in order.
+        """Simulate the pipeline, and return the order in which each rank runs its actions.
 
         Args:
             choose_action: returns the next action of a rank, or None if the rank stays idle.
@@ -105,7 +105,7 @@ class _PipelineSimulator:
 
 
 def split_backward_passes(rank_actions: Sequence[RankActions], last_stage: int) -> tuple[RankActions, ...]:
-    """Split every backward pass (B) into an input part (I) and a later weight part (W), to reduce idle time.
+    """Split each backward pass (B) into one for inputs (I) and a later one for weights (W), to reduce idle time.
 
     I replaces B. W runs where the rank would otherwise be idle.
     No rank keeps more activations than the largest number on any rank in ``rank_actions``. At that limit, a W precedes
@@ -138,12 +138,12 @@ def split_backward_passes(rank_actions: Sequence[RankActions], last_stage: int) 
 
 
 def count_peak_in_flight_micro_batches(order: Sequence[Action]) -> int:
-    """Return the peak number of micro-batches whose activations a rank keeps, counted separately per virtual stage."""
+    """Return how many micro-batch activations a rank stores at most, counted per virtual stage."""
     return max(accumulate((_IN_FLIGHT_CHANGE.get(action.kind, 0) for action in order), initial=0))
 
 
 def _build_zbv(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
-    """Build the zero-bubble V schedule (ZB-V), which has two chunks per rank.
+    """Build the zero-bubble V schedule (ZB-V), in which each rank runs two model chunks.
 
     A micro-batch passes the first chunks (a) from the first rank to the last, and the second chunks (b) back.
     Once the pipeline is full, a rank runs F, I and W of one chunk, then of the other. A message therefore has the time
@@ -160,7 +160,7 @@ def _build_zbv(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
 
 
 def _build_zbv_rank_actions(stages: int, micro_batches: int, rank: int) -> RankActions:
-    """Return the actions of one rank in the ZB-V schedule (Qi et al., 2024), for at least 2p - 1 micro-batches."""
+    """Return the forward and backward passes of one rank in the ZB-V schedule (Qi et al., 2024)."""
     down, up, ranks_left = rank, 2 * stages - 1 - rank, stages - rank
     counts = {(kind, stage): 0 for kind in ActionKind for stage in (down, up)}
     order: list[Action] = []
@@ -185,7 +185,7 @@ def _build_zbv_rank_actions(stages: int, micro_batches: int, rank: int) -> RankA
 
 
 def _build_zbv_few_micro_batches(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
-    """Simulate p stages to build the ZB-V schedule for fewer than 2p - 1 micro-batches.
+    """Build the ZB-V schedule for fewer than 2p - 1 micro-batches on p stages.
 
     The second chunk has priority over the first, and F over I. W runs if no other action can. One of the 2p activation
     slots is reserved for the second chunk, because a rank filled with activations of the first chunk would deadlock.
@@ -221,7 +221,7 @@ _CHUNKS = {"gpipe": 1, "1f1b": 1, "zbv": 2}
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule, which lists the actions of every rank of the pipe axis in order.
+    """A pipeline schedule, which lists the forward and backward passes of each rank in order.
 
     Args:
         placement: rank on the pipe axis of each virtual stage.
@@ -241,7 +241,7 @@ class Schedule:
         return self.stages * self.num_model_chunks - 1
 
     def get_chunk_index(self, stage: int) -> int:
-        """Return the position of a virtual stage among the virtual stages (chunks) of its rank."""
+        """Return the index of a virtual stage among the virtual stages of its rank."""
         return stage // self.stages
 
 
@@ -251,7 +251,7 @@ MAX_ACTIONS = 2**20
 
 @lru_cache(maxsize=256)
 def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
-    """Build the pipeline schedule ``name`` for the specified numbers of stages and micro-batches.
+    """Build a pipeline schedule by name for the specified numbers of stages and micro-batches.
 
     Args:
         chunks: virtual stages per rank, or None for the schedule's default.
@@ -284,13 +284,13 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
 
 
 def drop_backward_passes(schedule: Schedule) -> Schedule:
-    """Return a schedule without its backward passes, for evaluation."""
+    """Return a copy of a pipeline schedule without backward passes, for evaluation."""
     forwards = (tuple(a for a in order if a.kind is ActionKind.FORWARD) for order in schedule.actions)
     return replace(schedule, actions=tuple(forwards))
 
 
 def list_sent_actions(schedule: Schedule, sender: int, receiver: int) -> RankActions:
-    """Return the actions of one rank whose results are sent to another rank, in the order of sending.
+    """Return the actions of one rank whose results must be sent to another rank, in order.
 
     The output of F goes to the rank of the next virtual stage, the gradient from B or I to the rank of the previous
     one. Results that stay on a rank are not sent, and W has no result.
@@ -301,7 +301,7 @@ def list_sent_actions(schedule: Schedule, sender: int, receiver: int) -> RankAct
 
 
 def find_receiver_rank(schedule: Schedule, action: Action) -> int | None:
-    """Return the rank that needs the result of an action (possibly its own rank), or None if no rank needs it."""
+    """Return the rank that needs the result of a forward or backward pass, or None."""
     is_sent = action.kind is not ActionKind.WEIGHT and 0 <= action.receiver_stage <= schedule.last_stage
     return schedule.placement[action.receiver_stage] if is_sent else None
 
@@ -321,13 +321,13 @@ def assign_virtual_stages(name: str, stages: int, chunks: int) -> tuple[int, ...
 
 
 def get_default_num_chunks(name: str) -> int:
-    """Return how many chunks (virtual stages) each rank has by default in a schedule."""
+    """Return the default number of model chunks (virtual stages) per rank for a schedule."""
     check_choice("schedule", name, SCHEDULES)
     return _CHUNKS.get(name, 2)
 
 
 def check_schedule(name: str, stages: int, chunks: int) -> None:
-    """Raise ConfigError if the schedule does not exist, or does not support the numbers of stages and chunks."""
+    """Raise ConfigError if the schedule does not exist or does not support this number of stages or chunks."""
     check_choice("schedule", name, SCHEDULES)
     check_int("stages", stages)
     required = _CHUNKS.get(name, chunks)
@@ -344,7 +344,7 @@ def check_schedule(name: str, stages: int, chunks: int) -> None:
 
 
 def round_up_micro_batches(name: str, stages: int, chunks: int, at_least: int) -> int:
-    """Return the smallest number of micro-batches, not less than ``at_least``, that a schedule accepts."""
+    """Return the smallest number of micro-batches that a schedule accepts and that is not below ``at_least``."""
     check_schedule(name, stages, chunks)
     step = stages if name.startswith("interleaved") else 1
     return max(1, -(-at_least // step)) * step
@@ -396,7 +396,7 @@ def _build_1f1b(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
 
 
 def _build_interleaved(stages: int, micro_batches: int, chunks: int) -> tuple[RankActions, ...]:
-    """Build the interleaved 1F1B schedule with v chunks per rank (Narayanan et al., 2021, section 2.2).
+    """Build the interleaved 1F1B schedule, in which each rank runs v model chunks (Narayanan et al., 2021).
 
     Micro-batches run in groups of p. A group passes the first chunk of a rank, then the second, and so on; its
     backward passes pass the chunks in reverse. The bubble shrinks from the time of a stage to the time of a chunk::
@@ -414,7 +414,7 @@ def _build_interleaved(stages: int, micro_batches: int, chunks: int) -> tuple[Ra
 def _build_rank_actions(
     stages: int, micro_batches: int, chunks: int, num_warmup_forwards: Callable[[int], int]
 ) -> tuple[RankActions, ...]:
-    """Return each rank's actions: forward passes (warm-up), alternating passes, and finally backward passes."""
+    """Return the order of forward and backward passes on each rank: warm-up, alternation, cool-down."""
 
     def list_actions(kind: ActionKind, rank: int, chunk_order: range) -> list[Action]:
         return [
@@ -445,7 +445,7 @@ Durations = Mapping[ActionKind, float] | Mapping[ActionKind | tuple[ActionKind, 
 
 
 class ActionSpan(NamedTuple):
-    """The simulated start and end time of an action."""
+    """The simulated start and end time of a forward or backward pass."""
 
     action: Action
     start: float
@@ -454,7 +454,7 @@ class ActionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The simulated timeline of a pipeline schedule, with the idle time and peak activations of each rank.
+    """The simulated times of all actions in a schedule, with the idle time and peak activations of each rank.
 
     Args:
         spans: one row of action spans per rank of the pipe axis.
@@ -473,7 +473,7 @@ class Timeline:
 
 
 def simulate_schedule(schedule: Schedule, durations: Durations = DURATIONS, send_duration: float = 0.0) -> Timeline:
-    """Simulate a pipeline schedule in which each rank starts an action as soon as its inputs are available.
+    """Simulate a pipeline schedule in which each rank runs its actions as early as possible.
 
     Args:
         durations: time of each kind of action, or of (kind, virtual stage), in any unit. The default of a missing kind
@@ -512,7 +512,7 @@ def simulate_schedule(schedule: Schedule, durations: Durations = DURATIONS, send
 
 
 def compute_bubble_fraction(name: str, stages: int, micro_batches: int, chunks: int) -> float | None:
-    """Compute the bubble of a schedule (its share of idle time) by formula, or return None if there is no formula.
+    """Compute the idle fraction (bubble) of a pipeline schedule by formula, or return None if there is none.
 
     Assumes free communication and equal durations of F, I and W.
     With p stages, m micro-batches and v chunks a rank works for v m pairs of F and B, and waits for p - 1::
@@ -531,7 +531,7 @@ def compute_bubble_fraction(name: str, stages: int, micro_batches: int, chunks: 
 def _simulate_ranks(
     schedule: Schedule, durations: Mapping[Any, float], send_duration: float
 ) -> tuple[list[list[ActionSpan]], str]:
-    """Return the simulated start and end of each rank's actions, and a description of a deadlock or ""."""
+    """Simulate all ranks, and return the start and end of each action and a description of any deadlock."""
     spans: list[list[ActionSpan]] = [[] for _ in schedule.actions]
     ended: dict[Action, tuple[float, int]] = {}
     has_progress = True

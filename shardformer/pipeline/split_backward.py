@@ -42,7 +42,7 @@ Grads = tuple[Tensor | None, ...]
 def run_input_backward(
     outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], WeightBackward]:
-    """Compute the gradients of the inputs only; return them and a ``WeightBackward`` that you can run later.
+    """Compute only the gradients of the inputs, and return them with a ``WeightBackward`` to run later.
 
     Some nodes cannot run twice or in part (activation checkpointing, offloading, compiled code). In this case, or if a
     split would change the order of accumulation, this runs the full backward pass, and the returned one is empty. If no
@@ -120,7 +120,7 @@ class WeightBackward:
 
 @dataclass(eq=False)
 class _BranchNode:
-    """An autograd node between outputs and inputs that also computes gradients of weights.
+    """An autograd node that passes gradients both to inputs and to weights.
 
     Args:
         exits: edges that leave the chain, by index among the node's edges.
@@ -137,7 +137,7 @@ class _BranchNode:
     handles: list[Any] = field(default_factory=list)
 
     def add_hooks(self, executed_nodes: list[_BranchNode]) -> None:
-        """Register hooks that store the incoming gradients of this autograd node for the backward pass of the weights.
+        """Register hooks that store the gradients reaching this autograd node, for the later weight part.
 
         Args:
             executed_nodes: a list to which the hooks append this node when it runs.
@@ -185,14 +185,14 @@ class _BranchNode:
         return [k for k, (follower, _) in enumerate(self.node.next_functions) if follower is not None]
 
     def _select_needed_grads(self, for_weights: bool) -> tuple[bool, ...]:
-        """Return ``needs_input_grad`` flags that request only the gradients of weights, or only the other gradients."""
+        """Return ``needs_input_grad`` flags that select the gradients of weights, or all other gradients."""
         assert self.needed_grads is not None
         # needs_input_grad has an entry per argument, next_functions one per tensor; those with gradients correspond
         indices = iter(self._list_edge_indices())
         return tuple(needs and (next(indices) in self.exits) == for_weights for needs in self.needed_grads)
 
     def compute_grads_toward_weights(self) -> None:
-        """Call the autograd node again to compute the gradients that flow to the weights."""
+        """Run the autograd node again to compute the gradients that flow to the weights."""
         grads, self.grads = self.grads, ()
         if self.needed_grads is None:
             results = as_tuple(self.node(*grads))
@@ -204,7 +204,7 @@ class _BranchNode:
         self.results = {k: results[k] for k in self.exits}
 
     def pop_grads_toward_weights(self) -> Iterator[tuple[GradientEdge, Tensor]]:
-        """Yield each graph edge that leads to a weight and the gradient for it, and free the stored gradients."""
+        """Yield the gradients that flow to weights, each with its edge in the autograd graph, and free them."""
         results, self.results = self.results or {}, None
         for k, grad in results.items():
             if grad is not None:
@@ -213,7 +213,7 @@ class _BranchNode:
                 yield self._delay_accumulation(edge, grad), grad if grad.shape == shape else grad.sum_to_size(shape)
 
     def _delay_accumulation(self, edge: GradientEdge, grad: Tensor) -> GradientEdge:
-        """Return an edge to the same leaf through which autograd accumulates ``grad`` in the usual order.
+        """Return a graph edge that makes autograd accumulate ``grad`` in the usual order.
 
         A leaf accumulates gradients in the order of arrival, and floating-point sums depend on this order. A gradient
         that is passed to autograd for the leaf itself would arrive first. A view of the leaf that has the position of
@@ -229,7 +229,7 @@ class _BranchNode:
 
 
 def _find_nodes_between(starts: Iterable[Node], ends: set[Node]) -> tuple[set[Node], list[_BranchNode], bool]:
-    """Find the autograd nodes between ``starts`` and ``ends``, and those among them that lead to weights.
+    """Find the autograd nodes between ``starts`` and ``ends``, and which of them also lead to weights.
 
     Also returns whether a split backward pass accumulates gradients in the same order as a full one.
 

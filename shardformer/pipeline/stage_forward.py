@@ -1,4 +1,4 @@
-"""Runs the layers of one pipeline stage inside the model's own `forward`, and skips all other layers.
+"""Runs only the layers of one pipeline stage when the model's own `forward` is called.
 
 Parameters of other stages are removed from their modules and replaced with placeholder attributes: one NaN, expanded to
 the parameter's shape. A placeholder needs no memory, but has a shape, dtype and device for code that reads them. If a
@@ -29,7 +29,7 @@ from shardformer.torch_compat import has_data, tree_leaves
 
 
 class ParameterPlaceholders:
-    """Replaces parameters of other pipeline stages with placeholders that have a shape and dtype but no memory."""
+    """Replaces parameters of other pipeline stages with placeholders that use no memory."""
 
     def __init__(self) -> None:
         self.is_visible = False
@@ -77,7 +77,7 @@ class ParameterPlaceholders:
 
     @contextmanager
     def include_placeholders_in_parameters(self) -> Iterator[None]:
-        """Context manager within which ``module.parameters()`` includes the placeholders."""
+        """Make ``module.parameters()`` include the placeholders in the ``with`` block."""
         before, self.is_visible = self.is_visible, True
         try:
             yield
@@ -94,7 +94,7 @@ class ParameterPlaceholders:
         return any(id(m) in inside for m, _, _ in self._placeholders)
 
     def move_to_device_of(self, model: nn.Module) -> None:
-        """Move the placeholders to the device of the model's parameters. ``model.to`` does not move them."""
+        """Move the parameter placeholders to the device of the model's parameters."""
         param = self._find_local_param(model)
         if param is not None and param.device != self._device:
             self._device = param.device
@@ -102,7 +102,7 @@ class ParameterPlaceholders:
                 _convert_placeholder(module, name, param.device)
 
     def convert_dtypes(self, model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Convert each placeholder to the dtype that its parameter has on the stage that stores it.
+        """Convert each parameter placeholder to the dtype of the real parameter on its pipeline stage.
 
         Args:
             dtypes: dtypes of the parameters of all stages, by name. A missing parameter (in a trace of a single rank)
@@ -116,7 +116,7 @@ class ParameterPlaceholders:
             _convert_placeholder(module, name, known or converted.get(now, now))
 
     def _find_local_param(self, model: nn.Module) -> Tensor | None:
-        """Return the first floating-point parameter that this rank stores, and remember its module and name."""
+        """Return the first floating-point parameter that this rank stores."""
         if self._local_param is not None:
             found = self._local_param[0]._parameters.get(self._local_param[1])
             if found is not None:
@@ -130,7 +130,7 @@ class ParameterPlaceholders:
 
 
 class _NamedParametersOverride:
-    """Replaces the ``named_parameters`` method of a module, and can include placeholders for missing parameters."""
+    """Replaces ``module.named_parameters``, and can include placeholders for parameters of other stages."""
 
     def __init__(self, module: nn.Module, placeholders: ParameterPlaceholders) -> None:
         self._module, self._placeholders = module, placeholders
@@ -168,7 +168,7 @@ def _convert_placeholder(module: nn.Module, name: str, device_or_dtype: torch.de
 
 
 def make_nan_tensor(*shape: int, like: Tensor) -> Tensor:
-    """Return a NaN tensor of the specified shape, whose elements share the memory of one number."""
+    """Return a tensor of NaN with the specified shape, which uses the memory of one element."""
     return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(shape)
 
 
@@ -191,7 +191,7 @@ def compute_placeholder_output(module: nn.Module, args: tuple[Any, ...], kwargs:
 
 
 def has_nan(x: Any) -> bool:
-    """Return whether ``x`` is a tensor that contains NaN, as a tensor computed from placeholders does."""
+    """Return whether ``x`` is a tensor that contains NaN."""
     return _has_readable_float_values(x) and bool(x.isnan().any())
 
 
@@ -229,14 +229,14 @@ class StageForwardState:
 
 
 class StageBoundaryReached(BaseException):  # not an Exception: models may catch those
-    """Raised after the last layer of a stage to end the model's forward pass. Contains the activations to send."""
+    """Raised after the last layer of a stage, to end the forward pass early. Contains the activations to send."""
 
     def __init__(self, payload: StageActivations) -> None:
         self.payload = payload
 
 
 class StageForward:
-    """Overrides the `forward` methods of a model's layers, so that its forward pass runs only the layers of a stage.
+    """Overrides the `forward` methods of a model's layers to run only the layers of one pipeline stage.
 
     Args:
         model: the sharded model.
@@ -283,7 +283,7 @@ class StageForward:
 
     @contextmanager
     def override_forward_methods(self, model: nn.Module) -> Iterator[None]:
-        """Context manager that overrides the `forward` methods of the model's layers, and restores them on exit."""
+        """Override the `forward` methods of the model's layers inside the ``with`` block."""
         self._override_layer_forwards(model)
         try:
             yield
@@ -331,7 +331,7 @@ class StageForward:
         self._checkpointed |= {at for at, layer in enumerate(self._chain.layer_calls) if layer == path}
 
     def move_overrides_to_wrappers(self, model: nn.Module) -> None:
-        """Move the `forward` overrides to wrappers that the user added around layers, or back if wrappers were removed.
+        """Move the `forward` overrides of layers to the wrappers that the user added around these layers.
 
         A checkpointing wrapper recomputes its layer with the arguments that the wrapper received. An override inside it
         would recompute from the placeholder input, which is NaN.
@@ -500,7 +500,7 @@ class StageForward:
         self._remove_hooks.append(remove)
 
     def _skip_module_on_other_stages(self, module: nn.Module, owners: frozenset[int]) -> None:
-        """Skip an embedding or linear layer outside the stacks of layers on stages that do not need its output."""
+        """Skip an embedding or linear layer on pipeline stages that do not need its output."""
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -513,7 +513,7 @@ class StageForward:
 
 
 class _ForwardOverride:
-    """Replaces the `forward` method of one module, and raises ConfigError if the module is copied."""
+    """A `forward` method that replaces a module's own, and that raises ConfigError if the module is copied."""
 
     def __init__(self, forward: Callable[..., Any], original: Callable[..., Any]) -> None:
         functools.update_wrapper(self, original)
@@ -530,7 +530,7 @@ class _ForwardOverride:
 
 
 def _check_num_outputs(stack: StackDescription, path: str, output: Any) -> None:
-    """Raise PolicyError if the outputs that replace those of layers of other stages have another type."""
+    """Raise PolicyError if ``num_outputs`` in the policy does not match what a layer returned."""
     is_tuple, number = isinstance(output, tuple), stack.stages.num_outputs
     if is_tuple != bool(number):
         returned = len(output) if is_tuple else 0

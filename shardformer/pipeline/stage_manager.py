@@ -44,7 +44,7 @@ RENAMED_ARGUMENTS = {"cut": "partition", "costs": "layer_costs", "checkpoint_lay
 
 @deprecate_renamed_arguments(RENAMED_ARGUMENTS, {"partition": RENAMED_METHODS}, RENAMED_ARGUMENTS)
 class PipelineStageManager:
-    """Assigns virtual pipeline stages to the ranks of the pipe axis, as the schedule and the options require.
+    """Assigns the virtual stages of a pipeline to ranks, according to the schedule and options.
 
     Each rank of the pipe axis runs one *virtual stage*, or several (``num_model_chunks``) with a schedule that visits a
     rank more than once. A micro-batch passes the virtual stages in order.
@@ -79,7 +79,7 @@ class PipelineStageManager:
 
     @property
     def axis(self) -> Axis:
-        """The axis of the device mesh that contains the pipeline stages."""
+        """The device mesh axis of pipeline parallelism."""
         return self.context.pipe
 
     @property
@@ -88,7 +88,7 @@ class PipelineStageManager:
 
     @property
     def stage(self) -> int:
-        """This process's rank on the pipe axis."""
+        """This process's rank in the pipeline."""
         return self.axis.rank
 
     @property
@@ -105,7 +105,7 @@ class PipelineStageManager:
 
     @property
     def last_stage(self) -> int:
-        """The rank on the pipe axis that runs the last virtual stage and computes the loss."""
+        """The pipeline rank that runs the last layers of the model and computes the loss."""
         return self.placement[-1]
 
     def get_user_options(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ ALL_LAYER_OUTPUTS_REASON = "The option returns outputs of all layers, but a pipe
 
 
 class LayerSequencePolicy(Protocol):
-    """Protocol for policies that describe the layers of a model, so that a pipeline can split them into stages."""
+    """Protocol for policies that describe how to split a model into pipeline stages."""
 
     notes: Sequence[str]
 
@@ -152,7 +152,7 @@ class LayerSequencePolicy(Protocol):
 
 @dataclass
 class PipelineStages:
-    """The layers and parameters of each pipeline stage of a model, and the state of this rank's stages.
+    """The layers and parameters of each pipeline stage, and the state of the stages on this rank.
 
     Args:
         owner_layers: layer calls that each parameter and buffer belongs to, by name.
@@ -184,7 +184,7 @@ class PipelineStages:
         return self.stage_forward is not None and self.stage_forward.now is not None
 
     def find_owner_ranks(self, name: str) -> tuple[int, ...]:
-        """Return the ranks on the pipe axis whose stages store the parameter or buffer ``name``."""
+        """Return the pipeline ranks that store the parameter or buffer ``name``."""
         return tuple(sorted({self.manager.placement[v] for v in self.owner_stages[name]}))
 
     def is_stored_on_this_rank(self, name: str) -> bool:
@@ -197,13 +197,13 @@ class PipelineStages:
         return sum(dict(self.parameters.values()).values())
 
     def is_on_other_rank(self, path: str) -> bool:
-        """Return whether the module at ``path`` is in a layer that only other pipeline ranks run."""
+        """Return whether the module at ``path`` belongs to a layer that only other pipeline ranks run."""
         units = self.chain.layer_calls
         positions = [at for at, unit in enumerate(units) if path == unit or path.startswith(f"{unit}.")]
         return bool(positions) and not any(at in span for at in positions for span in self._get_local_layer_ranges())
 
     def get_canonical_names(self, prefix: str = "") -> dict[str, str]:
-        """Map each name in the full model's state dict to the first name of the same tensor, in the model's order.
+        """Map each name in the full model's state dict to the first name of the same tensor.
 
         Tied weights have several names.
 
@@ -213,7 +213,7 @@ class PipelineStages:
         return {prefix + name: prefix + first for name, (first, _) in self.state.items()}
 
     def rename_tensors(self, rename: Callable[[str], str]) -> None:
-        """Update the stored names of parameters and buffers after modules were moved inside the model."""
+        """Update the recorded names of parameters and buffers after modules were moved inside the model."""
         self.owner_layers = {rename(name): layers for name, layers in self.owner_layers.items()}
         self.owner_stages = {rename(name): stages for name, stages in self.owner_stages.items()}
         self.state = {rename(name): (rename(first), shape) for name, (first, shape) in self.state.items()}
@@ -222,7 +222,7 @@ class PipelineStages:
         self.placeholders.rename_parameters(rename)
 
     def add_tensor(self, name: str, same_stage_as: str, shape: tuple[int, ...]) -> None:
-        """Assign the new tensor ``name`` to the pipeline stages that store the tensor ``same_stage_as``."""
+        """Record that a new tensor is on the same pipeline stages as the tensor ``same_stage_as``."""
         self.owner_layers[name], self.owner_stages[name] = (
             self.owner_layers[same_stage_as],
             self.owner_stages[same_stage_as],
@@ -230,18 +230,18 @@ class PipelineStages:
         self.state[name], self.parameters[name] = (name, shape), (name, prod(shape))
 
     def drop_tensors(self, is_removed: Callable[[str], bool]) -> None:
-        """Remove the entries of parameters and buffers that the model no longer has."""
+        """Remove the records of parameters and buffers that the model no longer has."""
         tables: list[dict[str, Any]] = [self.owner_layers, self.owner_stages, self.state, self.parameters, self.shared]
         for table in tables:
             for name in [name for name in table if is_removed(name)]:
                 del table[name]
 
     def describe_partition(self) -> list[str]:
-        """Describe the partition in lines of text that must be the same on all ranks."""
+        """Describe in text how layers are assigned to pipeline stages, to compare it between ranks."""
         return [str(self.manager.get_user_options()), str(self.spans), *(f"{n}: {v}" for n, v in self.shared.items())]
 
     def remove_nonlocal_params(self, model: nn.Module) -> None:
-        """Remove the parameters of other pipeline stages from the model, and put placeholders in their place."""
+        """Replace the parameters of other pipeline stages with placeholders."""
         self.placeholders.replace_params(model, {name: self.is_stored_on_this_rank(name) for name in self.owner_stages})
 
     def _get_local_layer_ranges(self) -> list[LayerRange]:
@@ -254,7 +254,7 @@ class PipelineStages:
         context: ParallelContext,
         wrappers: Mapping[int, nn.Module] = MappingProxyType({}),
     ) -> None:
-        """Override the ``forward`` methods of the model's layers, so that this rank runs only its own stages.
+        """Override the ``forward`` methods of layers, so that this rank runs only its own pipeline stages.
 
         Call this after all other changes to the layers. With one stage, the overrides are active only during each step,
         and the model stays unchanged between steps.
@@ -287,7 +287,7 @@ class PipelineStages:
         return frozenset(u for span, n in zip(self.spans, counts, strict=True) for u in span[:n])
 
     def record_shared_params(self, model: nn.Module) -> None:
-        """Record the parameters that this rank shares with other pipeline stages, such as tied weights."""
+        """Record which parameters this rank shares with other pipeline stages, such as tied weights."""
         for name, param in model.named_parameters():
             if name in self.shared:
                 self.shared_params.append(dict.fromkeys(self.shared[name], param))
@@ -300,7 +300,7 @@ def _get_random_stream_index(stack: StackDescription, stream: ActivationLayout, 
 
 
 def build_stages(model: nn.Module, policy: LayerSequencePolicy, manager: PipelineStageManager) -> PipelineStages:
-    """Split the layers and parameters of an unsharded model into the virtual pipeline stages of ``manager``.
+    """Assign the layers and parameters of an unsharded model to virtual pipeline stages.
 
     Raises:
         ConfigError: if the model has no stack of layers, fewer layers than stages, LayerDrop, or an option that needs
@@ -376,7 +376,7 @@ def partition_model(
 
 
 def _map_to_canonical_name(tensors: Mapping[str, Any]) -> dict[str, tuple[str, Tensor]]:
-    """Map each name to its tensor and the first name of this tensor. Tied weights have the same first name."""
+    """Map each name to its tensor and to the first name of the same tensor. Tied weights have the same first name."""
     first: dict[int, str] = {}
     return {name: (first.setdefault(id(x), name), x) for name, x in tensors.items() if isinstance(x, Tensor)}
 
@@ -384,7 +384,7 @@ def _map_to_canonical_name(tensors: Mapping[str, Any]) -> dict[str, tuple[str, T
 def copy_first_layer_attributes(
     model: nn.Module, layer_sequence: LayerSequence, layer_ranges: Sequence[LayerRange]
 ) -> None:
-    """Copy the attributes in ``shared_from_first`` from a stack's first layer to its first layer on every stage."""
+    """Copy ``shared_from_first`` attributes from the first layer to the first layer of each pipeline stage."""
     for stack, start in zip(layer_sequence.stacks, layer_sequence.stack_starts, strict=True):
         for span in layer_ranges:
             at = max(span.start, start)

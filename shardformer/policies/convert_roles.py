@@ -1,4 +1,4 @@
-"""Convert the roles in a policy to descriptions of each module."""
+"""Describe how to shard each layer, according to the attention modules and MLPs in a policy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ColumnPaths = Mapping[str, dict[str, Any]]
 
 @dataclass
 class LayerRoleConverter:
-    """Converts the attention and MLP roles of a layer to descriptions of the modules that sharding replaces.
+    """Describes how to shard the attention modules and MLPs of one layer, according to its policy.
 
     Args:
         layer: the layer.
@@ -56,7 +56,7 @@ class LayerRoleConverter:
     classes: ParallelLayerClasses = LAYERS_BY_MODE["1d"]
 
     def has_role(self, role: Role) -> bool:
-        """Return whether the layer has the module at the path of a role.
+        """Return whether the layer contains the attention module, MLP or experts that the policy describes.
 
         An optional role does not exist if the layer has its module but not its output layer.
         ``check_output_layers_exist`` ensures that at least one layer has the output layer. Raises PolicyError if a
@@ -72,7 +72,7 @@ class LayerRoleConverter:
         return has
 
     def describe_mlps(self, mlp: MLP) -> ModulePolicyDescription:
-        """Describe how to shard one MLP, or each MLP whose path matches a path with ``*``."""
+        """Describe how to shard one MLP, or several if its path contains ``*``."""
         if "*" not in mlp.at:
             return self._describe_mlp(mlp)
         found = paths.match_paths(mlp.at, [name for name, _ in self.layer.named_modules()])
@@ -113,7 +113,7 @@ class LayerRoleConverter:
         row_split: Split,
         cross_columns: ColumnPaths | None = None,
     ) -> tuple[ModulePolicyDescription, BlockDescription]:
-        """Describe a tensor-parallel block and the parallel layers that replace its linear layers.
+        """Describe how to shard an attention module or MLP and its linear layers.
 
         Returns (module description, block).
         """
@@ -129,7 +129,7 @@ class LayerRoleConverter:
 
 
 def check_shardable_width(width: int, axis: Axis, path: str) -> None:
-    """Raise ConfigError if an MLP or expert has fewer features than the tensor axis has ranks."""
+    """Raise ConfigError if an MLP or expert has too few features for the tensor parallel size."""
     if width < axis.size:
         raise ConfigError(
             f"A tensor size of {axis.size} exceeds the {width} features of {path}.",
@@ -138,7 +138,7 @@ def check_shardable_width(width: int, axis: Axis, path: str) -> None:
 
 
 def check_output_layers_exist(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> None:
-    """Raise PolicyError if no layer has the output layer of an optional role, which then never applies."""
+    """Raise PolicyError if the output layer of an optional attention module or MLP exists in no layer."""
     for role in stack.blocks:
         out = get_output_layer_path(role) if role.optional else None
         there = [layer for layer in layers if paths.find_submodule(layer, role.at) is not None]
@@ -153,7 +153,7 @@ def check_output_layers_exist(stack: LayerStack, path: str, layers: Sequence[nn.
 
 @dataclass(frozen=True)
 class AttentionRoleConverter:
-    """Converts an attention role to a description of what sharding replaces in its attention module.
+    """Describes how to shard one attention module of a layer, according to its policy.
 
     Args:
         role: the attention role.
@@ -180,7 +180,7 @@ class AttentionRoleConverter:
 
     @property
     def num_uneven_heads(self) -> int | None:
-        """The number of heads if an early stage of the model has fewer heads than ranks, and otherwise None."""
+        """The number of heads if it is too small to shard a stage of a model such as Swin, otherwise None."""
         heads = self._get_head_count(self.num_heads)
         return heads if heads is not None and heads < self.layer.axis.size and self.layer.is_stage else None
 
@@ -235,7 +235,7 @@ class AttentionRoleConverter:
         return paths.resolve_path(self.role.at, name)
 
     def _get_local_attr_kind(self, name: str, entry_kind: str) -> str:
-        """Return the kind of number that an entry of ``local_attrs`` specifies, such as "heads".
+        """Return what an entry of ``local_attrs`` counts, such as "heads".
 
         Raises PolicyError if a module or tensor of the kind ``entry_kind`` cannot count that.
         """
@@ -246,7 +246,7 @@ class AttentionRoleConverter:
         return kind
 
     def _add_local_attrs(self, description: ModulePolicyDescription, key_kwargs: Mapping[str, Any]) -> dict[str, int]:
-        """Add the attribute changes of ``local_attrs`` to the description of the attention module.
+        """Add the changes of head counts and other ``local_attrs`` to the description of an attention module.
 
         Returns argument of `forward` -> its dim that counts heads.
 
@@ -297,7 +297,7 @@ class AttentionRoleConverter:
         )
 
     def _make_projection_kwargs(self, linears: AttentionProjections) -> dict[str, dict[str, Any]]:
-        """Return keyword arguments for the parallel layers that replace the input projections."""
+        """Return keyword arguments for the parallel layers that replace the q, k and v projections."""
         layout, q_unit = self.head_layout, None
         expand = layout.get_local_kv_head_per_query(self.layer.axis.rank)
         columns: dict[str, dict[str, Any]] = {}
@@ -355,7 +355,7 @@ class AttentionRoleConverter:
 def _remove_missing_projections(
     projections: AttentionProjections, attention_path: str, layer: nn.Module
 ) -> AttentionProjections:
-    """Remove the optional projections (paths that end in ``?``) that a layer's attention module does not have."""
+    """Remove optional projections (paths that end in ``?``) that the attention module does not have."""
     names = {field: getattr(projections, field) for field in ("q", "k", "v", "qkv", "kv")}
     optional = {field: name[:-1] for field, name in names.items() if name and name.endswith("?")}
     found: dict[str, Any] = {

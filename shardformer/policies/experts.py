@@ -1,4 +1,4 @@
-"""Shard a mixture of experts in which the weights of all experts are stacked into shared parameters.
+"""Shard mixture-of-experts modules that stack the weights of all experts in one parameter.
 
 Every expert is sharded over its features. The slice of each rank is a multiple of 8 features if the width allows it.
 Otherwise the experts are computed one by one, with slices of any size.
@@ -64,7 +64,7 @@ def _get_stacked_parameter(module: nn.Module, path: str, name: str) -> Tensor:
 
 
 def _choose_shard_dims(experts: Experts, shapes: Mapping[str, tuple[int, ...]], path: str) -> Mapping[str, int]:
-    """Return the dimension along which to shard each parameter of the experts.
+    """Return the dimension to shard for each parameter of the experts.
 
     Raises PolicyError if no dim or several dims are possible.
     """
@@ -89,7 +89,7 @@ def _choose_shard_dims(experts: Experts, shapes: Mapping[str, tuple[int, ...]], 
 def list_expert_dim_choices(
     shapes: Mapping[str, Sequence[int]], down_name: str, num_fused: int
 ) -> list[dict[str, int]]:
-    """Return every possible choice of the feature dimension of each expert parameter, as dicts from names to dims.
+    """Return all ways to choose which dimension of each expert parameter contains the features.
 
     ``down_name`` has the features once, the other parameters ``num_fused`` times. Biases without these features are
     omitted. There are several choices if the number of features equals the hidden size.
@@ -107,7 +107,7 @@ def list_expert_dim_choices(
 
 
 def _make_eager_experts_config(module: nn.Module, path: str) -> dict[str, Any]:
-    """Return a config that selects transformers' eager experts, because these support shards of any size."""
+    """Return a config with transformers' eager experts, which support shards of any size."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "_experts_implementation"):
         return {}

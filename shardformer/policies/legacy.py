@@ -76,14 +76,14 @@ class Argument:
 
 
 class LegacyPolicy:
-    """Base class of ``Policy`` that defines the methods which legacy policies override."""
+    """Defines the methods of ``Policy`` that only legacy policies override."""
 
     model: Any
     axis: Axis
 
     @staticmethod
     def argument_policy(model_config: Any, shard_config: int) -> dict[Any, Argument]:
-        """Return a dict from module classes to the changes that sharding makes to them.
+        """Return the changes that sharding makes to modules, as a dict with module classes as keys.
 
         ``shard_config`` is the tensor parallel size.
         """
@@ -94,12 +94,12 @@ class LegacyPolicy:
 
     @staticmethod
     def inject_policy() -> tuple[Any, ...]:
-        """Return the model's class and its replacement, or an empty tuple to keep the class."""
+        """Return the model's class and the class to replace it with, or an empty tuple to keep the class."""
         return ()
 
     @staticmethod
     def binding_policy() -> dict[str, str] | None:
-        """Return the pairs of parameters to tie, as a dict from the path of one to the path of the other."""
+        """Return the parameters to tie, as a dict that maps the path of one to the path of the other."""
         return None
 
     @staticmethod
@@ -134,7 +134,7 @@ class LegacyPolicy:
 
 
 def convert_legacy_policy(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescription]:
-    """Convert the ``Argument`` objects of a legacy policy to module descriptions.
+    """Convert the ``Argument`` objects of a legacy policy to ``ModulePolicyDescription`` objects.
 
     Raises PolicyError for an ``Argument`` without effect, or a layer without a weight or a kind of sharding.
     """
@@ -221,7 +221,7 @@ def check_legacy_policy(policy: LegacyPolicy, model: nn.Module) -> None:
 
 
 def _get_result_or_empty(result: Any) -> Any:
-    """Return what a method of a legacy policy returns, or () if the policy does not implement the method.
+    """Return the result of a legacy policy's method, or () if the method is not implemented.
 
     A method that is not implemented returns None or an exception.
     """
@@ -270,7 +270,7 @@ def _choose_parallel_class(layer: Layer, is_head: bool) -> Any:
 
 
 class ColumnParallelOrEmbedding(ParallelModule):
-    """Replaces an embedding with a vocabulary-parallel embedding, and a linear layer with a column-parallel layer."""
+    """Creates a vocabulary-parallel embedding from an embedding, and otherwise a column-parallel layer."""
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:

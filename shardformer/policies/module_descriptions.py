@@ -22,7 +22,7 @@ ModuleKey = str | type[nn.Module]
 
 @dataclass
 class SubModuleReplacementDescription:
-    """Describes a submodule, and the parallel layer that replaces it.
+    """Describes which parallel layer replaces a submodule.
 
     Args:
         suffix: path of the submodule inside the described module.
@@ -39,7 +39,7 @@ class SubModuleReplacementDescription:
 
 @dataclass
 class BlockArguments:
-    """Describes arguments of an attention module whose values differ between tensor-parallel ranks.
+    """Describes the arguments of an attention module that differ between tensor-parallel ranks.
 
     Args:
         at: path of the module.
@@ -60,7 +60,7 @@ class BlockArguments:
 
 @dataclass
 class BlockDescription:
-    """Describes a tensor-parallel block, such as an attention module or an MLP, and its linear layers.
+    """Describes a tensor-parallel attention module or MLP, and its column- and row-parallel linear layers.
 
     Args:
         entry: path of the module whose first tensor argument enters the region.
@@ -89,7 +89,7 @@ class BlockDescription:
     replicated_terms: Sequence[str] | None = None
 
     def with_path_prefix(self, prefix: str) -> BlockDescription:
-        """Return a copy of the block description with ``prefix`` prepended to all module paths."""
+        """Return a copy with ``prefix`` prepended to all module paths."""
         own = prepend_to_module_paths(
             self, prefix, "entry", "columns", "row", "cross_columns", "shared_exit", "gather_module"
         )
@@ -97,13 +97,13 @@ class BlockDescription:
 
     @property
     def contains_exit_layer(self) -> bool:
-        """Whether the module at the block's entry contains the linear layer at the block's exit."""
+        """Whether the module at path ``entry`` contains the linear layer at path ``row``."""
         return f"{self.row}.".startswith(f"{self.entry}." if self.entry else "")
 
 
 @dataclass
 class ModulePolicyDescription:
-    """Describes what sharding replaces in the modules of one class.
+    """Describes how sharding changes one kind of module: its attributes, parameters and submodules.
 
     Names of attributes and parameters may be paths.
 

@@ -65,7 +65,7 @@ class Policy(LegacyPolicy):
 
     @property
     def replaces_class_or_ties_params(self) -> bool:
-        """Whether the policy overrides ``inject_policy`` or ``binding_policy``."""
+        """Whether the policy replaces the model's class or ties parameters."""
         functions = (self.inject_policy, self.binding_policy)
         return functions != (LegacyPolicy.inject_policy, LegacyPolicy.binding_policy)
 
@@ -89,7 +89,7 @@ class Policy(LegacyPolicy):
         return model
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
-        """Return a dict from modules to descriptions of what sharding replaces in them.
+        """Return how sharding changes each kind of module, as a dict from modules to descriptions.
 
         The default converts the result of ``argument_policy``.
         """
@@ -101,11 +101,11 @@ class Policy(LegacyPolicy):
         return model
 
     def stacks(self) -> list[StackDescription]:
-        """Return the model's stacks of layers, which sequence and pipeline parallelism need."""
+        """Return descriptions of the model's layers for sequence and pipeline parallelism."""
         return []
 
     def layer_sequence(self) -> LayerSequence:
-        """Return the model's layers in the order in which they run, to be divided into pipeline stages."""
+        """Return the model's layers in execution order, to split them into pipeline stages."""
         return LayerSequence.from_stacks(self.model, self.stacks())
 
     def no_pipeline_reason(self) -> str | None:
@@ -113,7 +113,7 @@ class Policy(LegacyPolicy):
         return None
 
     def replicated_paths(self) -> list[str] | None:
-        """Return the paths of modules and parameters that may remain replicated, or None if all of them may."""
+        """Return which modules and parameters may stay replicated, or None if all may."""
         return None
 
 

@@ -19,7 +19,7 @@ from shardformer.policies.policy import Policy
 
 @dataclass(frozen=True)
 class PolicyLocation:
-    """The module and the class name of a policy, whose module is imported on first use.
+    """The module and class name of a policy that is imported on first use.
 
     Args:
         file_name: a module of ``shardformer.policies.models``, or the full name of a module.
@@ -93,7 +93,7 @@ def register_policy(model_type: str, policy: type[Policy]) -> None:
 
 
 def find_registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
-    """Return the policy that is registered for the model's family and a description of its source, or None."""
+    """Find the policy that is registered for the model's family, and describe where it comes from."""
     family = get_model_family(model)
     if not isinstance(family, str):
         return None

@@ -1,4 +1,4 @@
-"""A policy that lists the roles of a model's modules in a table, such as attention modules and MLPs.
+"""The base class of policies that list a model's attention modules, MLPs, embeddings and heads.
 
 Paths in a table are relative: those of stacks to the base model (so that one table serves every head class), those of
 attention modules and MLPs to one layer, and those of their projections to that module. A leading dot makes the path of
@@ -45,7 +45,7 @@ LARGE_SHARE = 0.1
 
 
 class RolePolicy(Policy):
-    """A policy that lists the roles of a model's modules: attention modules, MLPs, embeddings and heads.
+    """A policy that lists the paths of a model's attention modules, MLPs, embeddings and heads.
 
     See ``shardformer/policies/models`` for examples.
 
@@ -103,11 +103,11 @@ class RolePolicy(Policy):
             policy.config_sanity_check()
 
     def sums_block_outputs(self) -> bool:
-        """Return whether each layer directly sums the outputs of blocks that share one collective."""
+        """Return whether layers add the outputs of attention and MLP directly, which allows a single all-reduce."""
         return True
 
     def reads_layer_outputs(self) -> bool:
-        """Return whether the model reads the outputs of layers before the last one."""
+        """Return whether the model reads the outputs of intermediate layers."""
         return False
 
     def no_sequence_parallel_reason(self) -> str | None:
@@ -197,7 +197,7 @@ class RolePolicy(Policy):
         ]
 
     def _describe_own_stacks(self, *, accepts_any_norm: bool = False) -> list[StackDescription]:
-        """Return the stacks of layers that this policy describes itself, without those of its submodels.
+        """Return descriptions of the model's own layers, without the layers of submodels.
 
         Args:
             accepts_any_norm: whether any module is accepted as the final norm. Otherwise a module that reads several
@@ -252,7 +252,7 @@ class RolePolicy(Policy):
         return out
 
     def _find_existing_stacks(self) -> list[tuple[LayerStack, bool]]:
-        """Return the stacks of layers that exist in the model, and whether several match the same path."""
+        """Find the ModuleLists that match the policy's layer paths, and whether a path matches several."""
         base = paths.get_submodule_or_raise(self.model, self.base)
         names = [name for name, _ in base.named_modules()]
         out = []
@@ -298,18 +298,18 @@ class RolePolicy(Policy):
         return None
 
     def _create_attention_converter(self, role: Attention, converter: LayerRoleConverter) -> AttentionRoleConverter:
-        """Create the ``AttentionRoleConverter`` for a role, with the head counts of the policy if the role has none."""
+        """Create an ``AttentionRoleConverter`` with the policy's head counts as defaults."""
         heads, kv_heads = role.num_heads or self.num_heads, role.num_kv_heads or self.num_kv_heads
         return AttentionRoleConverter(role, converter, getattr(self.model, "config", None), heads, kv_heads)
 
 
 def is_library_policy(policy: Policy) -> bool:
-    """Return whether a policy belongs to this package or was derived by it, and was not written by the user."""
+    """Return whether a policy comes from this package and not from the user."""
     return type(policy).__module__.startswith("shardformer.")
 
 
 def get_checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyDescription]:
-    """Return the module descriptions of a policy, with checked types if the user wrote the policy.
+    """Return the module descriptions of a policy, after type checks if the user wrote it.
 
     Raises PolicyError for a value of the wrong type. Roles are checked when they are created.
     """
@@ -334,7 +334,7 @@ def get_checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyD
 def check_no_missing_roles(
     policy: Policy, model: nn.Module, matched_param_ids: Collection[int], stack_paths: Sequence[str]
 ) -> None:
-    """Raise PolicyError if a weight matrix is neither sharded by the policy nor listed in ``keep_replicated``.
+    """Raise PolicyError if the policy neither shards a weight matrix nor lists it in ``keep_replicated``.
 
     Args:
         matched_param_ids: ids of the parameters with a rule.

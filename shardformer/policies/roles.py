@@ -26,7 +26,7 @@ LOCAL_ATTR_KINDS = {
 
 @dataclass(frozen=True)
 class _TypeCheckedRole:
-    """Base class of roles, which raises PolicyError if a field has a value of the wrong type."""
+    """Base class that raises PolicyError if a dataclass field has a value of the wrong type."""
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -70,7 +70,7 @@ Q_K_V_OUT = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_pr
 )
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs(_TypeCheckedRole):
-    """Describes the inputs of an attention module that reads more than its first tensor argument.
+    """Describes which inputs an attention module reads in addition to its first tensor argument.
 
     Args:
         entry: the module whose first tensor argument is the input. For an attention module that adds its residual
@@ -134,7 +134,7 @@ class Attention(_TypeCheckedRole):
 def make_unknown_attr_kind_error(
     attention: Attention, name: str, kinds: Sequence[str], entry_kind: str = ""
 ) -> PolicyError:
-    """Return the error for an entry of ``local_attrs`` that specifies a kind of number that is not in ``kinds``."""
+    """Return the error for an unknown kind of number in an entry of ``local_attrs``."""
     entry = attention.local_attrs[name]
     kind = entry if isinstance(entry, str) else entry[0]
     return PolicyError(
@@ -147,7 +147,7 @@ def make_unknown_attr_kind_error(
 @deprecate_renamed_arguments({"exits_with": "shared_exit"})
 @dataclass(frozen=True)
 class MLP(_TypeCheckedRole):
-    """Describes an MLP in a layer: the linear layers that read its input and the one that computes its output.
+    """Describes an MLP by the linear layers that read its input and compute its output.
 
     Args:
         at: path of the module. Its first tensor argument is the input. ``*`` matches several modules (experts).
@@ -172,7 +172,7 @@ class MLP(_TypeCheckedRole):
 @deprecate_renamed_arguments({"summands": "replicated_terms"})
 @dataclass(frozen=True)
 class Experts(_TypeCheckedRole):
-    """Describes the experts of a layer if their weights are stacked into 3-D parameters.
+    """Describes a mixture of experts whose weights are stacked into 3-D parameters.
 
     Each expert is sharded along its features. All tensor inputs of the module enter the tensor-parallel region, and its
     output leaves the region.
@@ -203,7 +203,7 @@ Role = Attention | MLP | Experts
 
 
 def get_output_layer_path(role: Role) -> str | None:
-    """Return the path of a role's output layer relative to the layer, or None if the role has several."""
+    """Return the path of the output layer of an attention module or MLP, or None if there are several."""
     if isinstance(role, Experts) or "*" in role.at:
         return None
     return resolve_path(role.at, role.projections.out if isinstance(role, Attention) else role.down)
@@ -212,7 +212,7 @@ def get_output_layer_path(role: Role) -> str | None:
 @deprecate_renamed_arguments({"context": "cross_states", "whole_sequence": "no_sequence_parallel"})
 @dataclass(frozen=True)
 class LayerStack(_TypeCheckedRole):
-    """Describes a stack of layers by the path of its ModuleList and the roles in each layer.
+    """Describes a ModuleList of layers, and the attention modules and MLPs in each layer.
 
     Args:
         layers: path of the ModuleList, with ``*`` for an index if the model has several stages ("layers.*.blocks").

@@ -63,7 +63,7 @@ from shardformer.zero.torch_optimizer_patches import TRAINING_PATCHES
 
 @dataclass
 class ResolvedPolicy:
-    """The policy of a model, with its sharding plan and the results of the layout's validation.
+    """A policy that is bound to a model, with its sharding plan and validation results.
 
     Args:
         policy: the policy, bound to the model and to the configuration.
@@ -177,7 +177,7 @@ class Sharder:
         return plan
 
     def describe_for_comparison(self, plan: ShardingPlan) -> list[str]:
-        """Describe the config, model and plan as lines of text, which all ranks compare before any model changes."""
+        """Describe the config, model and plan as text, so that ranks can check that they agree."""
         config, state = self.config, self.state
         settings = [state.request.source, str(config.get_sharding_options()), str(sorted(config.extra_kwargs.items()))]
         settings += [str(state.activations), f"check_consistency={config.check_consistency}"]
@@ -212,7 +212,7 @@ class Sharder:
         return list(stages.shared_params)
 
     def _find_unsupported_inputs(self) -> dict[str, str]:
-        """Return the names of the ``forward`` arguments that this layout does not support, with the reasons."""
+        """Return the ``forward`` arguments that this parallel layout does not support, with the reasons."""
         resolved = self._resolved
         active = {
             "tensor": self.is_tensor_parallel,
@@ -225,7 +225,7 @@ class Sharder:
         }
 
     def _modify_model(self, plan: ShardingPlan) -> list[InstalledBlock]:
-        """Apply the plan, then load or initialize this rank's shards if the model was built lazily.
+        """Apply the plan to the model, and load or initialize the shards of a lazily built model.
 
         Returns the tensor-parallel blocks. Communicates only to create the process groups of context parallelism.
         """
@@ -363,7 +363,7 @@ class Sharder:
         return new
 
     def _get_sharding_axis(self, path: str, plan: ShardingPlan) -> Axis:
-        """Return the mesh axis that shards a module: the tensor axis, or the column axis for a layer on a grid."""
+        """Return the mesh axis over which a module's weights are sharded."""
         inside = self.grid is not None and path.startswith(tuple(f"{stack.layers}." for stack in plan.stacks))
         return self.grid.column if inside and self.grid is not None else self.context.tensor
 
@@ -386,7 +386,7 @@ class Sharder:
 
 
 def _get_modifiable_owner(model: nn.Module, path: str) -> Any:
-    """Return the module at ``path``, or a copy of the config at ``path``, because modules share configs."""
+    """Return the module at ``path``, or a private copy of the config at ``path``, to be modified."""
     owner = get_attribute_by_path(model, path)
     if not isinstance(owner, nn.Module):
         owner = copy.copy(owner)
@@ -397,7 +397,7 @@ def _get_modifiable_owner(model: nn.Module, path: str) -> Any:
 def create_resolved_policy(
     sharder: Sharder, policy: Policy, policy_source: str, *, applies_rules: bool = True, **findings: Any
 ) -> ResolvedPolicy:
-    """Assign a policy to the sharder's model, and create the sharding plan.
+    """Bind a policy to the sharder's model, and create the sharding plan.
 
     ``findings`` are further fields of the returned ``ResolvedPolicy``.
     """
@@ -414,7 +414,7 @@ def create_resolved_policy(
 def shard_for_validation(
     model: nn.Module, config: ShardConfig, policy: Policy, *, applies_rules: bool = True, **findings: Any
 ) -> Sharder:
-    """Shard a model that was built only to validate a policy or layout, and return its ``Sharder``.
+    """Shard a temporary model that is used only to validate a policy or layout.
 
     Args:
         applies_rules: whether the policy's rules are checked even if no tensor axis shards the model.

@@ -70,7 +70,7 @@ def explain_unsupported_attention(model: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class ContextParallelTrialResult:
-    """The findings of a trial run of a reduced model with context parallelism.
+    """The results of running a reduced version of the model with context parallelism.
 
     Args:
         dims: sequence dimensions of the arguments of layers and full-sequence modules.
@@ -138,7 +138,7 @@ def install_context_parallel_hooks(
     *,
     uses_random: bool,
 ) -> None:
-    """Install the hooks that shard the sequence within the stacks of layers of a model.
+    """Install hooks that shard the sequence across ranks inside the layers of a model.
 
     Call this after modules were replaced with parallel layers.
     """
@@ -158,7 +158,7 @@ def install_context_parallel_hooks(
 
 
 def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None:
-    """Warn on rank 0 that every rank will compute the attention of this model over the full sequence."""
+    """Warn on rank 0 that context parallelism does not shard this model's attention."""
     if context.rank == 0:
         warnings.warn(
             f"The attention of {type(model).__name__} cannot be sharded over the sequence axis, so each of its "
@@ -171,7 +171,7 @@ def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None
 def adapt_plan_to_context_parallel(
     plan: ShardingPlan, findings: ContextParallelTrialResult, *, has_sequence_parallelism: bool
 ) -> ShardingPlan:
-    """Return a plan in which no two blocks share a collective, if every rank computes the attention in full.
+    """Give attention and MLP separate collectives in the plan if every rank computes the full attention.
 
     Args:
         has_sequence_parallelism: whether sequence parallelism over the tensor axis is also enabled, which raises

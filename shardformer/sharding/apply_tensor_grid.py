@@ -1,4 +1,4 @@
-"""Extend tensor parallelism on a 2D, 2.5D or 3D grid of ranks to the modules between attention and MLP blocks."""
+"""Apply 2D, 2.5D or 3D tensor parallelism to modules between attention and MLPs, such as norms."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ArgumentSamples = dict[tuple[str, str], int | None]
 
 
 def reshape_config_to_grid(config: ShardConfig, context: ParallelContext) -> tuple[ShardConfig, TensorGrid]:
-    """Arrange the ranks of the tensor axis as a grid, and return the new config and the grid.
+    """Arrange the tensor parallel ranks as a 2D, 2.5D or 3D grid, and return the new config and the grid.
 
     All processes must call this function. Raises ConfigError if the sizes do not fit the tensor parallel mode.
     """
@@ -51,7 +51,7 @@ def reshape_config_to_grid(config: ShardConfig, context: ParallelContext) -> tup
 
 
 def adapt_plan_to_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
-    """Extend a sharding plan to the modules between blocks, where each rank has a shard of the hidden features.
+    """Add norms and other modules between attention and MLPs to a sharding plan for a grid of ranks.
 
     Shards norms and per-feature parameters. Other modules with parameters receive all features, which are gathered
     before the submodule of the layer that contains them. Raises PolicyError if a rule supports only one tensor axis.
@@ -94,7 +94,7 @@ def adapt_plan_to_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
 
 
 def _needs_sharding_rule(module: nn.Module, hidden_size: int) -> bool:
-    """Return whether a module outside the blocks needs a sharding rule, because it has parameters or is a norm."""
+    """Return whether a module outside attention and MLPs has parameters or is a norm."""
     own = next(module.parameters(recurse=False), None)
     return own is not None or (not module._modules and getattr(module, "normalized_shape", None) == (hidden_size,))
 
@@ -119,7 +119,7 @@ def _get_hidden_size(plan: ShardingPlan, blocks: list[BlockDescription]) -> int 
 def _add_rule_for_outer_module(
     plan: ShardingPlan, grid: TensorGrid, stack_prefix: str, path: str, module: nn.Module, hidden_size: int
 ) -> None:
-    """Add a sharding rule to the plan for a module that has parameters and is outside all blocks."""
+    """Specify in the plan how to shard a module outside attention and MLPs."""
     own = dict(module.named_parameters(recurse=False))
     shapes = {tuple(p.shape) for p in own.values()}
     if shapes <= {(hidden_size,)} and not module._modules and get_norm_kind(module) is not None:
@@ -162,7 +162,7 @@ def find_modules_with_extra_inputs(policy: Any) -> list[str]:
 
 
 def make_argument_key(path: str, argument: str) -> tuple[str, str]:
-    """Return a key for a module's argument that all layers share: its path, with ``*`` for indices."""
+    """Return a key for an argument of a module that is the same for all layers."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), argument
 
 
@@ -181,7 +181,7 @@ def _get_argument_names(module: nn.Module) -> list[str]:
 
 
 def _format_argument_path(path: Any, names: list[str]) -> str:
-    """Return the name of the argument that contains a tensor, followed by the path of the tensor inside it."""
+    """Return the argument name of a tensor, with its path inside a nested argument."""
     kind, key, *inner = path
     if kind.idx == 1:
         return f"{key.key}{keystr(tuple(inner))}"

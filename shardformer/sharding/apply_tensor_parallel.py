@@ -1,4 +1,4 @@
-"""Install the hooks and the gradient reduction of tensor parallelism after layers were replaced."""
+"""Install the forward hooks and the gradient reduction that tensor parallelism needs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ InstalledBlock = tuple[nn.Module, TensorParallelBlock]
 def install_tensor_parallel_hooks(
     model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, config: ShardConfig, grid: TensorGrid | None = None
 ) -> list[InstalledBlock]:
-    """Register the forward hooks of layer stacks and tensor-parallel blocks after modules were replaced."""
+    """Register the forward hooks of layers, attention modules and MLPs for tensor parallelism."""
     axis, uses_random = state.context.tensor, uses_dropout(model)
     classes = LAYERS_BY_MODE[config.tensor_parallel_mode]
     _check_layers_are_not_blocks(plan, state.activations)
@@ -110,7 +110,7 @@ def install_tensor_parallel_hooks(
 def _install_all_stack_hooks(
     model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, config: ShardConfig, grid: TensorGrid | None
 ) -> dict[str, ActivationSharding]:
-    """Register the hooks of all layer stacks. Return how each shards its activations, by the prefix of its paths."""
+    """Register hooks that shard activations. Return how each shards its activations, by the prefix of its paths."""
     axis, uses_random = state.context.tensor, uses_dropout(model)
     streams: dict[str, ActivationSharding] = {}
     for stack in plan.stacks:
@@ -136,7 +136,7 @@ def _return_input(hidden_states: Tensor) -> Tensor:
 
 
 def _check_layers_are_not_blocks(plan: ShardingPlan, activation_layout: ActivationLayout) -> None:
-    """Raise ConfigError if sequence parallelism shards a stack in which a layer is itself a tensor-parallel block."""
+    """Raise ConfigError if sequence parallelism is used and a layer is itself an attention module or MLP."""
     layouts = {stack.layers: stack.get_activation_layout(activation_layout) for stack in plan.stacks}
     sharded = {path for path, layout in layouts.items() if layout.is_stack_sharded}
     for _, block in plan.blocks:
@@ -152,7 +152,7 @@ def _check_layers_are_not_blocks(plan: ShardingPlan, activation_layout: Activati
 def _install_stack_hooks(
     model: nn.Module, stack: StackDescription, activation_sharding: ActivationSharding, axis: Axis, uses_random: bool
 ) -> None:
-    """Install hooks that shard the hidden states from the first to the last layer of a stack.
+    """Install hooks that keep the hidden states sharded from the first to the last layer.
 
     The states of another stack enter the tensor-parallel region once for all layers. If the model reads the hidden
     states between two layers, each layer gathers and shards them.
@@ -185,7 +185,7 @@ def _install_tensor_parallel_block(
     uses_random: bool,
     axis: Axis,
 ) -> InstalledBlock | None:
-    """Connect the parallel linear layers of an attention module or MLP to a tensor-parallel block.
+    """Combine the parallel linear layers of an attention module or MLP into a tensor-parallel block.
 
     Returns None if the block needs no hooks, or if two layers share the block and it is already installed.
 
@@ -271,7 +271,7 @@ def install_gradient_reduction(
 
 
 class ParameterRegionFinder:
-    """Determines whether a parameter is inside a block, between blocks, or outside the stacks of layers."""
+    """Determines whether a parameter is inside attention or an MLP, elsewhere in a layer, or outside the layers."""
 
     def __init__(self, plan: ShardingPlan, stream: ActivationLayout) -> None:
         self._stream, blocks = stream, [block for _, block in plan.blocks]
@@ -290,7 +290,7 @@ class ParameterRegionFinder:
         ]
 
     def find_region(self, param_name: str) -> tuple[ActivationLayout, ModelRegion]:
-        """Return the layout of the activations around a parameter, and the model region that contains it."""
+        """Return how activations are sharded at a parameter, and in which part of the model it is."""
         layout = next((layout for prefix, layout in self._stacks if param_name.startswith(prefix)), None)
         if param_name not in self._biases and param_name.startswith(self._inside):
             return layout or self._stream, ModelRegion.BLOCK
@@ -336,7 +336,7 @@ def _create_gradient_reduction_groups(
 
 @dataclass(eq=False)
 class _GradientDivisorHook:
-    """A forward pre-hook that sets the divisor of gradients, which are partial inside a block and full after it."""
+    """A forward pre-hook that sets the divisor of a module's gradients before their reduction."""
 
     block: TensorParallelBlock
     gradients: list[GradientSlot]
@@ -350,7 +350,7 @@ class _GradientDivisorHook:
 def _install_gradient_divisor_hooks(
     entry: nn.Module, block: TensorParallelBlock, gradient_by_param_id: dict[int, GradientSlot]
 ) -> None:
-    """Install hooks that detect whether a module runs before or after the output of its block is reduced.
+    """Install hooks that choose gradient divisors for modules before and after an all-reduce.
 
     ALBERT's norm runs after the reduction. The hooks are not needed if the stack shards the hidden states, because each
     rank then has only its shard after the reduction.

@@ -52,7 +52,7 @@ OTHER_PROCESSES_TIMEOUT_S = 10.0
 
 
 def create_checked_context(config: ShardConfig) -> ParallelContext:
-    """Check that all processes passed the same process groups, and return the parallel context of the config.
+    """Return the parallel context, after checking that all processes passed the same process groups.
 
     No collective is possible before this check. Each process announces its group in the launcher's store and reads the
     announcements of all other processes.
@@ -87,7 +87,7 @@ def create_checked_context(config: ShardConfig) -> ParallelContext:
 
 @dataclass(frozen=True)
 class _GroupAnnouncement:
-    """A message to other processes: the process group of this one, or why it cannot shard the model."""
+    """A message in which a process announces its process group, or why it cannot shard the model."""
 
     ranks: list[int]
     group: str
@@ -97,7 +97,7 @@ class _GroupAnnouncement:
 def _check_peer_announcement(
     store: Any, peer: int, announcement: _GroupAnnouncement, deadline: float
 ) -> ShardFormerError | None:
-    """Return an error if another process announced a different process group, or that it cannot shard the model.
+    """Return an error if another process passed a different process group or cannot shard the model.
 
     Waits for members of this process's group until the timeout of the store, for other processes until ``deadline``.
     Skips announcements of groups without this process. Keeps an announcement that belongs to a later call.
@@ -140,10 +140,10 @@ SAME_GROUP = "Pass the same group, with the ranks in the same order, on all of i
 
 
 def _wait_for_key(store: Any, key: str, deadline: float | None, peer: int) -> tuple[bool, str]:
-    """Wait until another process sets a key of the store, and return (whether it did, why it ended or "").
+    """Wait until another process sets a key of the store, and return whether it did.
 
-    Waits until the deadline, or for the store's timeout. Polls, because ``store.wait`` does not notice a process that
-    ended, and logs a warning for each interrupted wait.
+    Also returns why that process ended, or "". Waits until the deadline, or for the store's timeout. Polls, because
+    ``store.wait`` does not notice a process that ended, and logs a warning for each interrupted wait.
     """
     end = time.monotonic() + store.timeout.total_seconds() if deadline is None else deadline
     pause_s = FIRST_PAUSE_S
@@ -232,7 +232,7 @@ def make_checked_plan(
 
 
 def check_quantized_weights(model: nn.Module, plan: ShardingPlan, context: ParallelContext) -> None:
-    """Raise ConfigError if the layout does not support the model's quantized weights."""
+    """Raise ConfigError if the parallel layout does not support the model's quantized weights."""
     packed = find_packed_weights(model)
     owners = {name.rpartition(".")[0]: param for name, param in packed.items()}
     for path, param in owners.items():
@@ -253,7 +253,7 @@ def check_quantized_weights(model: nn.Module, plan: ShardingPlan, context: Paral
 
 
 def check_no_integer_weights(model: nn.Module, axis_sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError if layers with integer weights in buffers, as in GPTQ and AWQ, would be sharded."""
+    """Raise ConfigError if GPTQ, AWQ or other layers with integer weights would be sharded."""
     axis = next((name for name in ("tensor", "sequence") if axis_sizes.get(name, 1) > 1), None)
     if axis is None or not has_quantization_config(model):
         return
@@ -372,7 +372,7 @@ def check_shard_layouts(model: nn.Module, coords: Coords) -> None:
 
 @contextmanager
 def restore_model_on_error(model: nn.Module) -> Iterator[None]:
-    """Restore the model's modules, parameters, hooks, attributes and configs if the code in the context raises.
+    """Restore the model's modules, parameters, hooks, attributes and configs if the ``with`` block raises.
 
     Parameter values that functions of a policy overwrite in place are not restored.
     """
@@ -431,7 +431,7 @@ def check_tied_weights_on_same_stage(
 def restore_tied_weights(
     model: nn.Module, ties: Sequence[OverlapGroup], spec_by_shard_id: Mapping[int, ShardSpec]
 ) -> None:
-    """Make local shards share memory where the full parameters shared memory before sharding.
+    """Make the shards of tied weights share memory again after sharding.
 
     Args:
         model: the sharded model.
@@ -504,7 +504,7 @@ def _get_top_level_package(function: Any) -> str:
 
 
 def find_user_code_modules(model: nn.Module, stack_paths: list[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module of each module in these layers that runs user code that is not element-wise."""
+    """Yield the paths and modules in these layers that run user-written code, unless it is element-wise."""
     for stack in stack_paths:
         for path, module in model.get_submodule(stack).named_modules(prefix=stack):
             if not runs_library_code(module) and (module._modules or not is_elementwise(module)):
@@ -512,7 +512,7 @@ def find_user_code_modules(model: nn.Module, stack_paths: list[str]) -> Iterator
 
 
 def runs_user_code(model: nn.Module, policy: Policy) -> bool:
-    """Return whether any layer that a policy describes runs user code, except element-wise functions."""
+    """Return whether any layer runs user-written code, other than element-wise functions."""
     own = copy.copy(policy)
     own.set_model(model)
     return any(True for _ in find_user_code_modules(model, [stack.layers for stack in own.stacks()]))

@@ -49,7 +49,7 @@ OPTIONS = ("mode", "options", "dynamic", "fullgraph")
 
 @dataclass(eq=False)
 class StackCompiler:
-    """Compiles the layers of one stack with torch.compile, and counts the compiled graphs.
+    """Compiles a list of layers, such as a decoder, with torch.compile, and counts the compiled graphs.
 
     Args:
         path: path of the stack's layers.
@@ -217,7 +217,7 @@ class CompiledLayer:
 def compile_layer_stacks(
     model: nn.Module, state: ShardingMetadata, backend: Backend, options: Mapping[str, Any]
 ) -> None:
-    """Replace the ``forward`` method of each layer with one that compiles the layer when it is first called.
+    """Replace the ``forward`` method of each layer so that the layer is compiled at its first call.
 
     Raises ConfigError if the model, its layout or this computer does not support compilation.
     """
@@ -258,7 +258,7 @@ def compile_as_configured(
 
 
 def _find_local_layers(model: nn.Module, stack_path: str) -> dict[str, nn.Module]:
-    """Return a dict from paths to the layers of a stack that are on this pipeline stage."""
+    """Return the layers on this pipeline stage as a dict that maps paths to layers."""
     layers = {f"{stack_path}.{name}": layer for name, layer in model.get_submodule(stack_path).named_children()}
     return {path: layer for path, layer in layers.items() if next(layer.parameters(), None) is not None}
 
@@ -280,7 +280,7 @@ def _check_can_be_compiled(model: nn.Module, state: ShardingMetadata, backend: B
 
 
 def _explain_context_parallel_conflict(model: nn.Module, state: ShardingMetadata) -> str:
-    """Return the reason why context parallelism prevents compilation of the layers, or an empty string."""
+    """Return why context parallelism prevents compilation of the layers, or an empty string."""
     if state.context_run.is_whole:
         return "computes the attention of this model in full on every rank"
     if any(isinstance(hook, FullSequenceHook) for hook in state.region_hooks):
@@ -319,6 +319,6 @@ def compile_model(
 
 
 def get_stack_compilers(model: nn.Module) -> list[StackCompiler]:
-    """Return the ``StackCompiler`` of each stack of layers in a sharded model. Empty if the model is not compiled."""
+    """Return the objects that compile the layers of a sharded model. Empty if the model is not compiled."""
     compilers: list[StackCompiler] = get_metadata(model).compilers
     return compilers

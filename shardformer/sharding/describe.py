@@ -33,7 +33,7 @@ TableRow = tuple[str, tuple[str, ...], int]
 def format_table(
     header: tuple[str, ...], rows: Sequence[TableRow], num_layers_by_stack: Mapping[str, int]
 ) -> list[str]:
-    r"""Format table rows as lines of aligned columns, with one heading for each stack of layers.
+    r"""Format table rows as lines of aligned columns, with a heading for each group of layers.
 
     Args:
         header: the titles of the columns.
@@ -96,7 +96,7 @@ def wrap_paths(path_list: str, width: int, no_break_pattern: str = "(?<=:) ") ->
 
 
 def make_replicated_parameter_rows(parameters: Iterable[tuple[str, str, int, float]]) -> list[TableRow]:
-    """Merge the rows of replicated parameters that belong to the same module, or to identical modules."""
+    """Merge the table rows of replicated parameters that belong to the same module or to identical ones."""
     leaves: dict[tuple[str, str, int], tuple[list[str], float]] = {}
     for path, shape, count, share in parameters:
         owner, _, leaf = path.rpartition(".")
@@ -121,7 +121,7 @@ def format_percent(fraction: float) -> str:
 
 
 def _get_stack_pattern(path: str) -> str:
-    """Return the stack of layers in which a path is, such as ``transformer.h.*`` for ``transformer.h.*.attn``."""
+    """Return the path pattern of the layers that contain a module, such as ``h.*`` for ``h.*.attn``."""
     before, star, _ = f"{path}.".partition(".*.")
     return f"{before}.*" if star else ""
 
@@ -131,7 +131,7 @@ def _remove_stack_prefix(stack: str, path: str) -> str:
 
 
 def _merge_adjacent_rows(rows: Sequence[TableRow], num_layers: int) -> list[tuple[str, tuple[str, ...]]]:
-    """Merge adjacent rows of one module into one row, such as ``attn.q, k, v``, if their cells are equal."""
+    """Merge adjacent table rows of one module with equal cells, such as ``attn.q, k, v``."""
 
     def key(row: TableRow) -> tuple[str, tuple[str, ...], int, str]:
         path, cells, count = row
@@ -270,7 +270,7 @@ def describe_shared_parameters(stages: PipelineStages) -> list[str]:
 
 
 def abbreviate_paths(paths: Sequence[str]) -> list[str]:
-    """Abbreviate layer paths, such as ``h.0-2`` for three layers of a stack or ``h.0 (2 times)`` for repetitions.
+    """Abbreviate layer paths, such as ``h.0-2`` for ``h.0``, ``h.1`` and ``h.2``.
 
     >>> abbreviate_paths(["h.0", "h.1", "h.2", "h.6", "encoder.0"])
     ['h.0-2, 6', 'encoder.0']
@@ -294,7 +294,7 @@ def abbreviate_paths(paths: Sequence[str]) -> list[str]:
 
 
 def find_covering_paths(param_names: Collection[str], all_parameters: Mapping[str, object]) -> list[str]:
-    """Return the shortest list of module paths that cover all of these parameters and no other parameters.
+    """Return the shortest list of module paths that contain exactly these parameters.
 
     >>> names = ["e.word.weight", "e.place.weight", "h.weight"]
     >>> find_covering_paths(names, dict.fromkeys([*names, "h.bias"]))
@@ -446,7 +446,7 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
 
 
 def _list_sharded_shapes(model: nn.Module) -> dict[str, dict[str, tuple[str, str]]]:
-    """Return the full and local shapes of sharded parameters, grouped by module and table row.
+    """Return the full and local shape of each sharded parameter, grouped by module.
 
     A module has one row with the shape of its weight. A module with several sharded parameters, other than a bias, has
     a row for each of them.
@@ -482,7 +482,7 @@ def _format_title(model: nn.Module, state: ShardingMetadata, num_parameters: int
 def _replace_layer_index(
     model: nn.Module, path: str, num_layers_by_stack: dict[str, int], stages: PipelineStages | None = None
 ) -> str:
-    """Replace the layer index in a module path with ``*``, and count the layers in ``num_layers_by_stack``."""
+    """Replace the layer index in a module path with ``*``, and record the number of these layers."""
     out: list[str] = []
     module: Any = model
     parts = path.split(".")

@@ -73,7 +73,7 @@ class KVCacheHeadSelector:
             vars(cache)[LOCAL_HEADS] = True
 
     def mark_filled_caches(self, outputs: Sequence[Any]) -> None:
-        """Mark the KV caches that a forward pass has filled with only this rank's heads."""
+        """Mark KV caches that contain only this rank's heads after a forward pass."""
         for cache in self._find_caches(outputs):
             vars(cache)[LOCAL_HEADS] = True
 
@@ -141,7 +141,7 @@ class ModelStructureSnapshot:
         return new
 
     def update_snapshot(self, model: nn.Module) -> None:
-        """Record the model again after a change that ShardFormer itself has made."""
+        """Record the model again after ShardFormer itself has changed it."""
         self._modules, self._params = list(model.modules()), _get_parameter_ids(model)
         self._marks = self._snapshot_modules()
 
@@ -212,7 +212,7 @@ class ModelStructureSnapshot:
 
 @dataclass(frozen=True)
 class ModuleWithLocalActivations:
-    """A module whose input or output is only this rank's shard, so that a user's hooks on it would be wrong.
+    """A module on which user hooks would be wrong, because they would receive only this rank's shard.
 
     Args:
         why: what is local, as a clause for errors.
@@ -245,7 +245,7 @@ def find_modules_with_local_activations(
 
 
 def move_user_hooks_after_gather(model: nn.Module, plan: ShardingPlan) -> None:
-    """Reorder the forward hooks of final norms, so that the user's hooks receive the gathered hidden states."""
+    """Move the user's hooks on final norms after the all-gather, so that they receive the full hidden states."""
     for path in (stack.final_norm for stack in plan.stacks if stack.final_norm is not None):
         hooks = model.get_submodule(path)._forward_hooks
         for key in [key for key, hook in hooks.items() if not is_library_hook(hook)]:
@@ -279,7 +279,7 @@ def _check_shard_shapes(model: nn.Module) -> None:
 
 
 def _get_parameter_ids(model: nn.Module) -> dict[str, int]:
-    """Return a dict from names to ids of the parameters on this pipeline stage."""
+    """Return the ``id`` of each parameter on this pipeline stage by name."""
     return {name: id(p) for name, p in nn.Module.named_parameters(model, remove_duplicate=False)}
 
 
@@ -288,7 +288,7 @@ def _count_leaf_names_and_ids(param_ids: dict[str, int]) -> Counter[tuple[str, i
 
 
 def _get_instance_forward_id(module: nn.Module) -> int:
-    """Return the id of a ``forward`` method that was assigned to a module, or 0 if the class defines it."""
+    """Return the id of a ``forward`` method that the user assigned to a module instance, or 0."""
     forward = vars(module).get("forward")
     is_ours = type(forward).__module__.partition(".")[0] == "shardformer"
     is_of_class = getattr(forward, "__func__", None) is type(module).forward
@@ -417,7 +417,7 @@ class ForwardChecks:
         return resolve_deferred_tensors(output)
 
     def _should_sync_random_state(self, model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-        """Return whether ranks with the same batch must synchronize their random states before this forward pass.
+        """Return whether this forward pass must start by synchronizing random states between ranks.
 
         Not in a pipeline, where each micro-batch has a seed, nor in recomputation, which restores the random state of
         the forward pass. In generation, later tokens skip the check because the first tokens were compared.

@@ -26,7 +26,7 @@ class AlbertPolicy(RolePolicy):
     )
 
     def layer_sequence(self) -> LayerSequence:
-        """List a shared layer once for each time it runs. The runs share weights but are separate layers."""
+        """Return all layers, repeated as often as they run. The runs share weights but are separate layers."""
         config, groups = self.model.config, "encoder.albert_layer_groups"
         depth, kinds = config.num_hidden_layers, config.num_hidden_groups
         units = tuple(f"{groups}.{at * kinds // depth}" for at in range(depth))
