@@ -76,7 +76,7 @@ pop_saved_tensors_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 def get_innermost_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """Return the (pack, unpack) functions of the innermost ``saved_tensors_hooks`` context, or None."""
+    """Return the pack and unpack hooks of the innermost ``saved_tensors_hooks`` context, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -104,7 +104,7 @@ COMPILED_CALL = "_compiled_call_impl"  # attribute of a module with the compiled
 
 
 def get_initial_optimizer_state(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
-    """Return the state that an optimizer's constructor creates for a parameter, or {} if ``step`` creates it.
+    """Return the state that an optimizer creates for a parameter before its first step, or {} if it creates none.
 
     In torch 2.11 Adagrad creates its state only in the constructor, so its step raises KeyError for a parameter that is
     added to a group later.
@@ -144,7 +144,7 @@ def call_with_load_state_dict_hooks(
 
 
 def get_wrapped_module_attribute_name(module: nn.Module) -> str | None:
-    """Return the name of the attribute in which a torch wrapper stores its module, or None for any other module.
+    """Return the name of the attribute in which a wrapper stores its module, or None if ``module`` is no wrapper.
 
     The wrappers are those of activation checkpointing, activation offload and ``torch.compile``. Their classes are
     private or slow to import, so they are only looked up in modules that are already imported.
@@ -214,7 +214,7 @@ def get_group_name(group: dist.ProcessGroup | None) -> str:
 
 
 def counts_all_collectives(group: dist.ProcessGroup) -> bool:
-    """Return whether a process group counts all its collectives, which is true if gloo is its only backend."""
+    """Return whether a process group counts all its collectives, as groups with only a gloo backend do."""
     return {pair.partition(":")[2] for pair in dist.get_backend_config(group).split(",")} == {"gloo"}
 
 
@@ -235,7 +235,7 @@ apply_to_tensors = nn.Module._apply
 
 
 def is_wrapper_tensor(x: Tensor) -> bool:
-    """Return whether a tensor is of a subclass whose instances wrap other tensors and have no memory of their own."""
+    """Return whether a tensor only wraps other tensors and has no memory of its own."""
     return hasattr(type(x), "__tensor_flatten__")
 
 

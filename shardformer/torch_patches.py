@@ -30,7 +30,7 @@ Apply = Callable[[], Undo]
 
 @dataclass(frozen=True)
 class Patch:
-    """Description of a function of torch or transformers that ShardFormer replaces, with the reason.
+    """Describes which function of torch or transformers ShardFormer replaces, and why.
 
     Args:
         name: the replaced function, or the table that gets an entry.
@@ -167,7 +167,7 @@ def call_after_import(module_name: str, patch: Patch, callback: Callable[[], obj
 def replace_decorated_function(
     function: Any, make_replacement: Callable[[Any], Any], *locations: tuple[Any, str]
 ) -> Undo:
-    """Replace the function inside a decorated function, even for code that has imported the decorated function.
+    """Replace the function that a decorator wraps, even for code that has already imported the result.
 
     Args:
         function: the decorated function.

@@ -78,7 +78,7 @@ def _use_random_state(state: Tensor, device: torch.device) -> Iterator[None]:
 
 
 def _derive_local_random_state(state: Tensor, rank: int, device: str) -> tuple[Tensor, Tensor]:
-    """Derive a rank's random state for a tensor-parallel block from the state that all ranks share.
+    """Derive a separate random state for one rank from the state that all ranks share.
 
     Returns the rank's state, and the shared state after drawing the seed of the block.
     """
@@ -197,7 +197,7 @@ def compile_with_random_state(graph: Any, inputs: Sequence[Any], compile: Compil
 
 
 def _add_random_state_to_graph(function: Callable[..., Any], graph: Any) -> fx.GraphModule:
-    """Return a graph that calls ``function`` and has a random state as an additional input and output."""
+    """Build a graph that calls ``function``, with the random state as an additional input and output."""
     new = fx.Graph()
     values = []
     for node in graph.graph.nodes:

@@ -66,7 +66,7 @@ class ShardingPlan:
     per_token_args: list[tuple[str, str]] = field(default_factory=list)
 
     def get_sharded_parameter_ids(self) -> dict[int, str]:
-        """Return a dict from ids to names of all parameters that will be sharded."""
+        """Return the names of all parameters that will be sharded, by the ``id`` of the parameter."""
         modules = {path: self.model.get_submodule(path) for path in self.replacements}
         out = {id(p): f"{path}.{n}" for path, m in modules.items() for n, p in m.named_parameters(recurse=False)}
         return out | {
@@ -74,7 +74,7 @@ class ShardingPlan:
         }
 
     def restrict_to_local_stage(self, placeholders: ParameterPlaceholders) -> ShardingPlan:
-        """Return a plan without the modules whose parameters are on other pipeline stages."""
+        """Return a copy of the plan that covers only the modules of this pipeline stage."""
 
         def is_here(path: str) -> bool:
             return not placeholders.has_placeholders(self.model.get_submodule(path))
@@ -94,7 +94,7 @@ class ShardingPlan:
         )
 
     def get_fingerprint_lines(self) -> list[str]:
-        """Describe the plan as lines of text, by which ranks check that they have the same plan."""
+        """Describe the plan as lines of text, so that ranks can check that their plans are identical."""
         out = []
         for path, sub in self.replacements.items():
             module = self.model.get_submodule(path)
@@ -110,7 +110,7 @@ class ShardingPlan:
 
 
 def make_sharding_plan(model: nn.Module, policy: Policy, *, applies_rules: bool = True) -> ShardingPlan:
-    """Match the rules of a policy against the modules of a model, and return the resulting sharding plan.
+    """Create the plan that shards a model according to the rules of a policy.
 
     Args:
         applies_rules: whether the rules are applied. If False, the plan contains only the stacks of layers.
@@ -166,7 +166,7 @@ def _find_per_token_args(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
 def _iterate_hinted_module_paths(
     plan: ShardingPlan, select_names: Callable[[SequenceParallelHints], Sequence[str]]
 ) -> Iterator[str]:
-    """Yield the full paths of the modules that a stack's sequence parallelism hints list."""
+    """Yield the full paths of modules that the policy lists for special handling under sequence parallelism."""
     for stack in plan.stacks:
         for index, layer in plan.model.get_submodule(stack.layers).named_children():
             for name in select_names(stack.sequence):
@@ -293,7 +293,7 @@ def _add_attribute_changes(
 def _check_count_divisible(
     name: str, old_value: Any, new_value: Any, tensor_size: int, even_submodules: Sequence[str]
 ) -> None:
-    """Raise ConfigError if a count that the policy splits, such as num_heads, is no multiple of the tensor size."""
+    """Raise ConfigError if a count such as num_heads is not divisible by the tensor-parallel size."""
     if (
         type(old_value) is int
         and type(new_value) is int
@@ -334,7 +334,7 @@ def _is_match(key: ModuleKey, path: str, module: nn.Module) -> bool:
 
 
 def _check_tied_weights(plan: ShardingPlan) -> None:
-    """Raise PolicyError if a module without a sharding rule reads a weight that is tied to a sharded weight.
+    """Raise PolicyError if a module that is not sharded uses a weight that is tied to a sharded weight.
 
     A linear layer or embedding reads its own parameters. Any other module reads those that its forward pass names.
     BERT's head owns the bias of its decoder but does not read it.

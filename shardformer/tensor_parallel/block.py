@@ -1,4 +1,4 @@
-"""Tensor-parallel blocks, such as attention or an MLP, which communicate only at their entry and exit.
+"""Tensor-parallel blocks, such as attention or an MLP, which communicate only at their input and output.
 
     x --> entry --> q, k, v (column-parallel) --> attention of the local heads --> o (row-parallel) --> exit
 
@@ -69,7 +69,7 @@ PERMUTING_FUNCTIONS = (Tensor.transpose, Tensor.permute, torch.transpose, torch.
 
 
 class LocalWidthTensor(Tensor):
-    """A tensor (B, N, H) that reports the total width of this rank's attention heads as its last dim."""
+    """A tensor (B, N, H) whose ``shape`` ends with the width of this rank's attention heads instead of H."""
 
     block: TensorParallelBlock
 
@@ -123,7 +123,7 @@ def _compute_linear_in_block(x: LocalWidthTensor, weight: Tensor, bias: Tensor |
 
 @dataclass(eq=False)
 class TensorParallelBlock:
-    """State of one tensor-parallel block, shared by its entry hook and its column- and row-parallel linear layers."""
+    """Coordinates the linear layers of one tensor-parallel block, such as attention or an MLP."""
 
     stream: ActivationSharding
     random: bool = False  # whether the model draws random numbers in training: inside the block, each rank its own
@@ -147,16 +147,16 @@ class TensorParallelBlock:
 
     @property
     def is_open(self) -> bool:
-        """Whether the forward pass is currently between the entry and the exit of this block."""
+        """Whether the forward pass is currently inside this block."""
         return self._source is not None
 
     @property
     def region(self) -> TpRegion:
-        """Communication of the block in this forward pass. A ``ReplicatedRegion`` if no input has entered the block."""
+        """Collectives that the block uses in this forward pass. A ``ReplicatedRegion`` if it has no input."""
         return self._region or ReplicatedRegion(self.axis)
 
     def enter(self, x: Tensor, training: bool) -> Tensor:
-        """Convert a local activation x into the full block input (B, S, H), with the communication of ``region``."""
+        """Convert this rank's activations x into the full input (B, S, H) of the block. Communicates as ``region``."""
         if torch.compiler.is_compiling():
             return self._enter_compiled(x, training)
         self._outputs, self._joined = {}, None
@@ -199,11 +199,11 @@ class TensorParallelBlock:
         return entered
 
     def _get_full_input(self, x: Tensor) -> Tensor:
-        """Return the full block input if x is the local activation that entered the block, and otherwise x."""
+        """Return the full input of the block if x is this rank's input, and otherwise x."""
         return self._entered if x is self._source and self._entered is not None else x
 
     def register_entry(self, module: nn.Module, *, contains_exit_layer: bool = False) -> None:
-        """Make ``module`` the entry of the block. Its first tensor argument becomes the input of the block."""
+        """Make the first tensor argument of ``module`` the input of the block."""
         self._entry = type(module).__name__
         self._is_watched = contains_exit_layer
         after = self.check_no_residual if contains_exit_layer else None
@@ -237,7 +237,7 @@ class TensorParallelBlock:
         return self._outputs.pop(id(column))
 
     def get_shared_input(self, x: Tensor) -> Tensor:
-        """Return the block input (B, S, H) that all column-parallel linear layers and their adapters share.
+        """Return the input (B, S, H) that the column-parallel layers of the block and their adapters share.
 
         Autograd adds their input gradients before the entry sums them over the ranks, in one collective. Returns any
         other tensor unchanged.
@@ -263,19 +263,19 @@ class TensorParallelBlock:
             )
 
     def compute_output_by_weight(self, weight: Tensor, x: Tensor) -> Tensor | None:
-        """Return the output of the column-parallel layer whose weight is ``weight``, or None if there is none."""
+        """Return the output of the column-parallel layer that owns ``weight``, or None if no layer owns it."""
         column = next((c for c in self.columns if c.weight is weight and c.bias is None), None)
         return None if column is None else self.compute_column_output(column, x)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelBlock:
-        """Copy the block without activations that a recomputation under activation checkpointing left in it."""
+        """Copy the block without the activations that it currently stores."""
         memo[id(self)] = copy = type(self)(deepcopy(self.stream, memo), self.random, self.width, is_flat=self.is_flat)
         copy.has_adapters = self.has_adapters
         copy.columns = deepcopy(self.columns, memo)
         return copy
 
     def check_no_residual(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Raise PolicyError if the entry module adds the block input to its output, as a residual connection does.
+        """Raise PolicyError if ``module`` adds its input to its output, as a residual connection does.
 
         This check runs after the first forward pass with gradients, if the entry module contains the exit. Every rank
         would have the full gradient of the residual, and the entry would sum it over the ranks.
@@ -305,11 +305,11 @@ class TensorParallelBlock:
         return self._random.use_outer_state()
 
     def keep_random_state_in_graph(self) -> None:
-        """Make a compiled layer switch to the random state of the block inside its graph."""
+        """Include the switch to the block's random state in the graph of a compiled layer."""
         self._random.is_in_graph = self._random.is_enabled
 
     def close(self, training: bool) -> None:
-        """Clear the activations that the block stores, after its row-parallel layer or after an exception."""
+        """Clear the activations that the block stores, at its end or after an exception."""
         self._source = self._entered = self._joined = self._pending = self._region = None
         self._outputs = {}
         if training:
@@ -351,9 +351,9 @@ def register_argument_hook(
 
 
 def select_local_heads(x: Tensor, dim: int, bounds: HeadRange, axis: Axis) -> Tensor:
-    """Select this rank's attention heads along a dim whose size is the number of heads, or samples times heads.
+    """Return this rank's attention heads from a tensor that contains all heads along ``dim``.
 
-    Backward, if x requires a gradient: one all-reduce of x.
+    The dim may combine samples and heads. Backward, if x requires a gradient: one all-reduce of x.
     """
     heads, start, end = bounds
     if x.shape[dim] % heads:

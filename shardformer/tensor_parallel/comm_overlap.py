@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter in ring steps, which overlap with matmuls of single chunks.
+"""All-gather and reduce-scatter in ring steps that overlap with matmuls.
 
 On R ranks, each chunk takes R-1 steps; while one chunk is sent, the matmul of another runs (Wang et al. 2023, "Overlap
 communication with dependent computation via decomposition"). Timeline for R = 2:

@@ -86,7 +86,7 @@ class _ParallelLinear(ParallelModule):
         self.train(native.training)
 
     def _make_weight_and_bias_specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
-        """Return the layouts of the weight and of the bias, given the shape of the full weight."""
+        """Return how the weight and the bias are sharded, given the shape of the full weight."""
         is_column = self._sharded_features == "out_features"
         splits = {int(is_column == self.transposed): self.split}
         return ShardSpec(shape, splits), ShardSpec((self.out_features,), {0: self.split} if is_column else {})
@@ -165,11 +165,11 @@ class Linear1D_Col(_ParallelLinear):
 
     @property
     def fused_bias(self) -> Tensor | None:
-        """Bias that the matmul adds, or None if the caller or the next operation adds it."""
+        """Bias to add in the matmul, or None if the bias is added later."""
         return None if self.skip_bias_add or self.finish is not None else self.bias
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Multiply x, the full input of the block, by the local weight. Communicates nothing."""
+        """Multiply the full input x by this rank's shard of the weight. Communicates nothing."""
         return linear_matmul(x, self.weight, self.fused_bias, self.transposed)
 
     def forward(self, x: Tensor) -> Any:
@@ -190,7 +190,7 @@ class Linear1D_Col(_ParallelLinear):
         return x if self.axis.size == 1 else prepare_extra_block_input(x, self.axis)
 
     def finalize_adapter_output(self, y: Tensor) -> Any:
-        """Return the output of this layer, given its local output features y without any fused operation."""
+        """Complete the output of this layer, given this rank's output features y."""
         if self.finish is not None:
             y = self.finish(y, self.bias)
         if self.expand is not None:
@@ -281,7 +281,7 @@ class Linear1D_Row(_ParallelLinear):
         return x if self.parallel_input else self._select_local_features(x)
 
     def finalize_adapter_output(self, partial: Tensor) -> Any:
-        """Return the output of this layer, given ``partial``, this rank's summand of the output."""
+        """Sum the partial outputs of all ranks, and return the output of this layer."""
         return self._reduce_and_close_block(lambda region: self._reduce_partial_output(partial, region))
 
     def _reduce_and_close_block(self, reduce: Callable[[TpRegion], Tensor]) -> Any:
@@ -304,7 +304,7 @@ class Linear1D_Row(_ParallelLinear):
         return self.bias
 
     def _reduce_partial_output(self, partial_output: Tensor, region: TpRegion) -> Tensor:
-        """Sum ``partial_output`` over the ranks, or return zeros if ``shared_exit`` contains a layer that sums it."""
+        """Sum ``partial_output`` over the ranks, or return zeros if the layer in ``shared_exit`` will sum it."""
         if self.shared_exit:
             self.shared_exit[0].partial_of_other = partial_output
             return partial_output.new_zeros((*region.get_local_leading_shape(partial_output), self.out_features))
@@ -319,7 +319,7 @@ class Linear1D_Row(_ParallelLinear):
         return y
 
     def _multiply_and_reduce(self, x: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
-        """Sum x @ weight over the ranks, or return zeros if ``shared_exit`` contains a layer that sums it."""
+        """Sum x @ weight over the ranks, or return zeros if the layer in ``shared_exit`` will sum it."""
         if self.partial_of_other is not None:
             return self._reduce_partial_output(linear_matmul(x, weight, None, self.transposed), region)
         if self.shared_exit:

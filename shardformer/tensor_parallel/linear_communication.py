@@ -1,4 +1,4 @@
-"""Communication at the entry and the exit of a tensor-parallel block, and the matmuls that overlap with it.
+"""Collectives at the input and the output of a tensor-parallel block, and the matmuls that overlap with them.
 
     x --> entry --> column-parallel (q, k, v; gate, up) --> local heads or features --> row-parallel (o; down) --> exit
 
@@ -55,27 +55,27 @@ Multiply = Callable[[Tensor], list[Tensor]]
 
 @dataclass(frozen=True)
 class ReplicatedRegion:
-    """Communication at the entry and the exit of a tensor-parallel block whose input is replicated."""
+    """Collectives at the input and the output of a tensor-parallel block whose input is replicated."""
 
     axis: Axis
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the full input of a tensor-parallel block, given the local activation x."""
+        """Return the full input of a tensor-parallel block, given this rank's activations x."""
         entered = copy_to_tp_region(x, self.axis)
         return x.view_as(x) if entered is x else entered
 
     def gather_then_matmul(
         self, x: Tensor, multiply: Multiply, gathered_x: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return x, all-gathered unless ``gathered_x`` is passed, and its products ``multiply(x)``."""
+        """All-gather x unless ``gathered_x`` is passed, and return the full x and ``multiply(x)``."""
         return x, multiply(x)
 
     def get_full_block_input(self, x: Tensor) -> Tensor:
-        """Return the full input of a compiled tensor-parallel block, given the local activation x."""
+        """Return the full input of a block under torch.compile, given this rank's activations x."""
         return copy_to_tp_region(x, self.axis)
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks at the exit of a compiled block, and return the local activation."""
+        """Sum the output x of a block over the ranks under torch.compile, and return this rank's activations."""
         return reduce_from_tp_region(x, self.axis)
 
     def start_reduce(self, x: Tensor) -> PendingCollective:
@@ -83,17 +83,17 @@ class ReplicatedRegion:
         return start_all_reduce(x, self.axis)
 
     def matmul_then_reduce(self, x: Tensor, multiply: Multiply) -> Tensor:
-        """Multiply x by a single weight, sum the product over the ranks, and return the local activation."""
+        """Multiply x by a weight, sum the product over the ranks, and return this rank's activations."""
         return self.start_reduce(multiply(x)[0]).wait()
 
     def get_local_leading_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape of the local activation without the hidden dim, given the full activation x."""
+        """Return the shape of this rank's shard of the full activations x, without the hidden dim."""
         return tuple(x.shape[:-1])
 
 
 @dataclass(frozen=True)
 class SequenceShardedRegion:
-    """Communication at the entry and the exit of a tensor-parallel block whose input is sharded by sequence."""
+    """Collectives at the input and the output of a tensor-parallel block whose input is sequence-sharded."""
 
     axis: Axis
     full: int  # the length of the full sequence
@@ -170,14 +170,14 @@ def prepare_extra_block_input(x: Tensor, axis: Axis) -> Tensor:
 
 
 def defer_all_reduce(x: Tensor, axis: Axis) -> DeferredTensor:
-    """Delay the all-reduce of x, because a reduce-scatter is enough if the next operation shards the sum."""
+    """Delay the all-reduce of x until it is needed, so that a reduce-scatter can replace it."""
     return DeferredTensor.from_local(
         x, tuple(x.shape), axis, None, lambda x: all_reduce(x.clone(), axis), lambda grad: grad
     )
 
 
 def get_even_split_length(full_length: int, axis: Axis) -> int:
-    """Return how many elements of a dim of length ``full_length`` this rank has after an even split."""
+    """Return the length of this rank's shard if ``full_length`` elements are split evenly over the ranks."""
     return (full_length + axis.size - 1 - axis.rank) // axis.size  # without a condition, for symbolic lengths
 
 
@@ -202,7 +202,7 @@ class ColumnParallel(Protocol):
 def cast_projection_operands(
     x: Tensor, columns: Sequence[ColumnParallel], gathered_x: Tensor | None
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-    """Cast x, its gathered copy and the parameters of the column-parallel layers to the dtype of the matmul."""
+    """Cast x, ``gathered_x`` and the parameters of the column-parallel layers to the dtype of the matmul."""
     weights: list[Tensor | None] = [p for c in columns for p in (c.weight, c.fused_bias)]
     if (dtype := select_matmul_dtype(x, columns[0].weight)) is not None:
         x, gathered_x = x.to(dtype), gathered_x if gathered_x is None else gathered_x.to(dtype)
@@ -259,7 +259,7 @@ def compute_weight_grad(x: Tensor, grad: Tensor, transposed: bool) -> Tensor:
 
 
 class _ColumnProjections(Function):
-    """Autograd function that gathers the block input and computes all column-parallel linear layers.
+    """Autograd function that gathers the input of a block and computes its column-parallel linear layers.
 
     Also returns the gathered input.
     """
@@ -322,7 +322,7 @@ def _compute_input_grad(
 
 
 class RowParallelMatmul(Function):
-    """Autograd function of a row-parallel linear layer, which sums the products of all ranks without the bias.
+    """Autograd function that computes a row-parallel linear layer without its bias, summed over the ranks.
 
     Communicates as the exit of the region. If the backward pass runs separately for the input and for the weight (as
     some pipeline schedules do), it gathers the gradient only once.
@@ -354,7 +354,7 @@ class RowParallelMatmul(Function):
 
 
 class SumPartialOutputs(Function):
-    """Autograd function that sums the partial outputs of a block over the ranks, with the region's collective."""
+    """Autograd function that sums the partial outputs of a tensor-parallel block over the ranks."""
 
     leaves_block = True
 

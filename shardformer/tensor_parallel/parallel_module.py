@@ -40,7 +40,7 @@ def select_matmul_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
 
 
 def has_wider_dtype(x: Any, weight: Tensor) -> bool:
-    """Return whether, outside autocast, x is a floating-point tensor of a wider dtype than the 16-bit ``weight``."""
+    """Return whether x has a wider floating-point dtype than the 16-bit ``weight``. False under autocast."""
     if not isinstance(x, Tensor) or x.dtype == weight.dtype:
         return False
     floats = x.is_floating_point() and weight.is_floating_point()
@@ -65,7 +65,7 @@ def accept_fp32_inputs(model: nn.Module) -> None:
 
 
 def _get_float_parameter(module: nn.Module) -> Tensor | None:
-    """Return a module's first floating-point parameter, or the placeholder of one on another pipeline stage."""
+    """Return the first floating-point parameter of a module, or its placeholder on other pipeline stages."""
     tensors = (x for table in (module._parameters, vars(module)) for x in table.values() if isinstance(x, Tensor))
     return next((x for x in tensors if x.is_floating_point()), None)
 
@@ -84,7 +84,7 @@ def _cast_wide_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _widen_parameters(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Cast the weight and the bias of a norm to the dtype of its running statistics for one forward pass."""
+    """Cast the weight and bias of a norm to the dtype of its running statistics during one forward pass."""
     statistics: Any = module._buffers[STATISTICS_BUFFER]
     narrow = {n: p for n, p in module._parameters.items() if p is not None and has_wider_dtype(statistics, p)}
     module.__dict__[_SAVED_PARAMETERS] = narrow
@@ -164,7 +164,7 @@ def _get_or_create_shard(
 
 
 def move_hooks(new: nn.Module, native: nn.Module) -> None:
-    """Move the hooks of ``native`` to the module ``new``, so that they run after the hooks of ``new``.
+    """Move the hooks of the module ``native`` to ``new``, and run them after the existing hooks of ``new``.
 
     The handles of the hooks keep working. A later check rejects hooks that would see a shard, not the full tensor.
     """
@@ -177,7 +177,7 @@ def move_hooks(new: nn.Module, native: nn.Module) -> None:
 
 
 def check_plain_class(module: nn.Module, *kinds: type[nn.Module]) -> None:
-    """Raise ConfigError if ``module`` computes something else than a plain module of one of these classes.
+    """Raise ConfigError if ``module`` does not compute the same as a plain module of one of these classes.
 
     Reasons are a custom `forward`, a computed weight (weight norm), and hooks.
     """
@@ -201,7 +201,7 @@ def check_plain_class(module: nn.Module, *kinds: type[nn.Module]) -> None:
 
 @without_fake_tensors()
 def _computes_plain_product(module: nn.Module) -> bool:
-    """Return whether a custom `forward` has the same results on test values as that of the plain class.
+    """Return whether a custom `forward` gives the same results as the standard one, on test values.
 
     Examples are FalconLinear and Conv1D. The weights may be on the meta device, so the forward pass runs on a copy with
     test weights of the same shapes.
@@ -273,7 +273,7 @@ def _make_test_values(reference: Tensor) -> Tensor:
 
 
 def check_shardable(dim_name: str, size: int, axis: Axis) -> None:
-    """Raise ConfigError if a dim is so small that a rank would have no element of it."""
+    """Raise ConfigError if a dim is too small to give every rank at least one element."""
     if size < axis.size:
         raise ConfigError(
             f"{dim_name}={size} cannot be sharded over {axis.size} ranks.",

@@ -45,14 +45,14 @@ class UnalignedSliceError(ConfigError):
 
 
 class QuantizedLinear(PackedWeightsMixin):
-    """Mixin for parallel linear layers that compute their local product with a bitsandbytes linear layer.
+    """Mixin for tensor-parallel linear layers whose weights are quantized by bitsandbytes.
 
     The layer communicates as a parallel linear layer with an adapter does: at its entry and its exit. ``weight`` is the
     packed local shard, which adapters of PEFT dequantize.
     """
 
     def multiply(self: Any, x: Tensor) -> Tensor:
-        """Multiply the local input by the local weight, and add the bias unless it is added after a reduction."""
+        """Multiply the input by this rank's shard of the weight, and add the bias unless it is added later."""
         product = self.__dict__["product"]
         product.__dict__["weight"] = self.weight
         product._parameters["bias"] = getattr(self, "fused_bias", None)
@@ -79,7 +79,7 @@ def make_meta_linear(quantized_linear: Any) -> nn.Linear:
 
 @contextmanager
 def temporarily_use_plain_linears(model: nn.Module) -> Iterator[None]:
-    """Replace quantized linear layers by plain ones inside this context, so that a policy can be found for the model.
+    """Temporarily replace quantized linear layers by plain ones, so that a sharding policy can be chosen.
 
     The policy is then the same as for the unquantized model. Each plain layer has a single value in memory.
     """
@@ -114,9 +114,9 @@ def _make_zero_weight(quantized_linear: Any) -> nn.Parameter:
 
 
 def store_quantized_shard(parallel_linear: Any, quantized_linear: Any, coords: Mapping[str, int]) -> None:
-    """Store this rank's shard of a 4-bit weight in a parallel linear layer that was built from ``make_meta_linear``.
+    """Store this rank's shard of a 4-bit weight in a tensor-parallel linear layer.
 
-    Communicates nothing.
+    The layer was built from the result of ``make_meta_linear``. Communicates nothing.
     """
     spec = parallel_linear.shard_specs.pop("weight")
     dim = next(iter(spec.splits))
@@ -127,7 +127,7 @@ def store_quantized_shard(parallel_linear: Any, quantized_linear: Any, coords: M
 
 
 def _copy_without_weight(linear: Any, out_features: int, in_features: int) -> Any:
-    """Copy a linear layer with other sizes, and without its parameters and hooks."""
+    """Copy a linear layer with new sizes, but without its parameters and hooks."""
     new = copy.copy(linear)
     vars(new).update({name: type(getattr(linear, name))() for name in HOOK_TABLES})
     vars(new).update(_parameters={"bias": None}, in_features=in_features, out_features=out_features)
@@ -136,7 +136,7 @@ def _copy_without_weight(linear: Any, out_features: int, in_features: int) -> An
 
 
 def make_4bit_placeholder(layer: Any) -> nn.Module:
-    """Return an unsharded bitsandbytes layer of full size for a parallel layer. Its weight is one expanded zero."""
+    """Return an unsharded bitsandbytes layer with the sizes of a parallel layer. Its weight is one expanded zero."""
     from bitsandbytes.nn import Params4bit
 
     plain = _copy_without_weight(layer.product, layer.out_features, layer.in_features)
@@ -154,7 +154,7 @@ def make_4bit_placeholder(layer: Any) -> nn.Module:
 
 
 def choose_quant_block_size(quant_state: Any, dim: int, slices: Sequence[Slice]) -> int | None:
-    """Return the largest block size for a 4-bit weight at which no slice divides a block, or None."""
+    """Return the largest quantization block size at which no slice cuts a block, or None if there is none."""
     block = int(quant_state.blocksize)
     if quant_state.shape[1] % block:  # for which bitsandbytes computes wrong values on the CPU
         return None
@@ -217,7 +217,7 @@ def slice_4bit_weight(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
 
 
 def get_fp32_block_scales(quant_state: Any) -> Tensor:
-    """Return the fp32 scale of each block of a 4-bit weight, dequantized if bitsandbytes has quantized it."""
+    """Return the scale of each quantization block of a 4-bit weight in fp32."""
     scales: Tensor = quant_state.absmax
     if quant_state.nested:
         from bitsandbytes.functional import dequantize_blockwise

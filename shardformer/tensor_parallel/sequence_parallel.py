@@ -38,7 +38,7 @@ from shardformer.torch_compat import current_graph_task_id, tree_map
 
 
 class ActivationSharding:
-    """Sharding of the activations between the tensor-parallel blocks in one stack of layers.
+    """Controls how the activations between the tensor-parallel blocks of a model are sharded.
 
     If the layout shards the sequence, the activations are sharded before the first layer and gathered after the last.
     Each rank has consecutive positions. Their number differs by at most one between the ranks.
@@ -76,11 +76,11 @@ class ActivationSharding:
 
     @property
     def sequence_shard_axis(self) -> Axis | None:
-        """Axis whose ranks store different positions of the same samples, or None if nothing is sharded."""
+        """Mesh axis over which the sequence is sharded, or None if it is not sharded."""
         return self.axis if self._dim is not None else None
 
     def select_tp_region(self, x: Tensor) -> TpRegion:
-        """Return the communication at the entry and the exit of a block with the input x."""
+        """Return the collectives that a block with the input x needs at its input and output."""
         if self._dim is None:
             return ReplicatedRegion(self.axis)
         if x.dim() != 2:  # an MLP with input (B*s, H) runs after the attention of its layer
@@ -92,7 +92,7 @@ class ActivationSharding:
     # --- entry and exit of the stack
 
     def shard_stack_input(self, x_BSH: Tensor, training: bool) -> Tensor:
-        """Shard the input of the stack of layers: (B, S, H) -> (B, s, H). Backward: one all-gather of B*S*H.
+        """Shard the input of the first layer: (B, S, H) -> (B, s, H). Backward: one all-gather of B*S*H.
 
         If x is the deferred sum of a vocabulary-parallel embedding: forward one reduce-scatter of B*S*H.
         """
@@ -118,7 +118,7 @@ class ActivationSharding:
         return scatter_to_region(x_BSH, self.axis, SEQUENCE, self._make_sequence_split())
 
     def gather_stack_output(self, x_BsH: Tensor) -> Tensor:
-        """Return the output of the stack of layers as a full tensor that is gathered when it is first used.
+        """Return the full output of the last layer as a tensor that is gathered when it is first used.
 
         Forward one all-gather of B*S*H on first use. Backward nothing, or one reduce-scatter of B*S*H if a
         column-parallel head reads the output.
@@ -150,11 +150,11 @@ class ActivationSharding:
         return map_first_output(output, self.gather_stack_output)
 
     def restore_input_size_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook that calls ``restore_input_size_in_recompute`` with the hidden states of a module."""
+        """Forward pre-hook that restores the full input size when activation checkpointing recomputes a module."""
         self.restore_input_size_in_recompute(get_first_tensor(args, kwargs))
 
     def shard_token_argument(self, x_BS: Tensor) -> Tensor:
-        """Return this rank's positions of a per-token argument (B, S, ...) of a layer. Backward: one all-gather.
+        """Select this rank's token positions in a layer argument: (B, S, ...) -> (B, s, ...). Backward: one all-gather.
 
         A tensor with the local number of positions, made by an earlier layer, is returned unchanged.
         """
@@ -162,18 +162,18 @@ class ActivationSharding:
         return scatter_to_region(x_BS, self.axis, SEQUENCE, self._make_sequence_split()) if is_full else x_BS
 
     def gather_token_argument(self, x_Bs: Tensor) -> Tensor:
-        """Gather all positions of a per-token argument (B, s, ...) of a module. Backward: the local slice."""
+        """Gather all token positions of a module argument: (B, s, ...) -> (B, S, ...). Backward: the local slice."""
         is_local = (
             self.is_sharded and x_Bs.dim() > 1 and x_Bs.shape[SEQUENCE] == get_even_split_length(self.full, self.axis)
         )
         return gather_from_region(x_Bs, self.axis, SEQUENCE, self._make_sequence_split()) if is_local else x_Bs
 
     def register_token_free_module_hooks(self, module: nn.Module, random: bool) -> GatherHook | None:
-        """Register hooks for a module without per-token inputs, which every rank computes in full."""
+        """Register hooks for a module whose inputs have no token dimension. Every rank computes it in full."""
         return None if self._dim is None else TokenFreeModuleHook(self, module, random)
 
     def register_full_sequence_hooks(self, module: nn.Module, random: bool) -> GatherHook | None:
-        """Register hooks that gather the full sequence for ``module``, which needs all positions outside its block.
+        """Register hooks that gather the full sequence for ``module`` and shard its output again.
 
         Forward one all-gather of B*S*H, backward the same. Every rank computes the operations of the module that are
         outside a block.
@@ -181,7 +181,7 @@ class ActivationSharding:
         return None if self._dim is None else GatherSequenceHook(self, module, random)
 
     def reset_after_error(self) -> None:
-        """Restore the random state from before the stack of layers after an exception in its forward pass."""
+        """Restore the random state from before the first layer after an exception in the forward pass."""
         self._random.leave_local_state()
 
     # --- lengths
@@ -202,7 +202,7 @@ class ActivationSharding:
         self.full = next((n for n in self._lengths if get_even_split_length(n, self.axis) == local), self.full)
 
     def check_local_sequence_length(self, x_BsH: Tensor) -> None:
-        """Raise ConfigError if x has the wrong number of local positions, with which an all-gather would hang."""
+        """Raise ConfigError if this rank's shard of the sequence has the wrong length, which can hang a collective."""
         length = get_even_split_length(self.full, self.axis)
         if x_BsH.dim() < 3 or x_BsH.shape[SEQUENCE] != length:
             raise ConfigError(
@@ -212,7 +212,7 @@ class ActivationSharding:
             )
 
     def view_as_local_tokens(self, x: Tensor) -> Tensor | None:
-        """View x as (B, s, ...) with one row per local token, or return None if its rows are not the local tokens."""
+        """View x as (B, s, ...), or return None if x does not have one row for each token of this rank."""
         if not self.is_sharded:
             return None
         length = get_even_split_length(self.full, self.axis)
@@ -272,7 +272,7 @@ class GatherSequenceHook(GatherHook):
         return map_first_output(output, self._select_local_positions)
 
     def _select_local_positions(self, x: Tensor) -> Tensor:
-        """Return this rank's positions of a tensor (B, S, ...) or of flattened tokens (B*S, H)."""
+        """Return this rank's token positions of a tensor (B, S, ...) or of flattened tokens (B*S, H)."""
         stream = self._stream
         if x.dim() == 2 and x.shape[0] == stream.samples * stream.full:
             return self._select_local_positions(x.unflatten(0, (stream.samples, stream.full))).flatten(0, 1)
@@ -280,7 +280,7 @@ class GatherSequenceHook(GatherHook):
 
 
 class TokenFreeModuleHook(GatherSequenceHook):
-    """Hooks for a module without per-token inputs, which every rank computes. They sum its output gradient."""
+    """Hooks for a module whose inputs have no token dimension. They sum its output gradient over the ranks."""
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stream.is_sharded and self._random.is_enabled and module.training:
@@ -299,7 +299,7 @@ class TokenFreeModuleHook(GatherSequenceHook):
 def map_first_tensor(
     args: tuple[Any, ...], kwargs: dict[str, Any], fn: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply ``fn`` to the hidden states, which are the first tensor argument of a module."""
+    """Apply ``fn`` to the first tensor argument of a module, the hidden states."""
     if args and isinstance(args[0], Tensor):
         return (fn(args[0]), *args[1:]), kwargs
     name = _get_first_tensor_name(kwargs)
@@ -307,7 +307,7 @@ def map_first_tensor(
 
 
 def get_first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return the hidden states, which are the first tensor argument of a module."""
+    """Return the first tensor argument of a module, the hidden states."""
     first: Tensor = args[0] if args and isinstance(args[0], Tensor) else kwargs[_get_first_tensor_name(kwargs)]
     return first
 

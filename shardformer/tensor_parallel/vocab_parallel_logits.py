@@ -120,7 +120,7 @@ class VocabParallelLogits(ShardedTensor):
     def with_local_shard(
         self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None
     ) -> VocabParallelLogits:
-        """Wrap another local shard as logits that are sharded in the same way.
+        """Return logits with the same sharding but another local shard.
 
         A deferred cast stays deferred, unless ``dtype`` is passed.
         """
@@ -143,7 +143,7 @@ class VocabParallelLogits(ShardedTensor):
         return layout == (other.axis, other.bounds, other.shard_dim, other.full_shape)
 
     def call_inplace_function(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-        """Apply an in-place function to the full logits, and update the tensors that these logits are views of.
+        """Apply an in-place function to the logits, and update the tensors that they are views of.
 
         Only the local slices of the results are kept. Communicates one all-gather, unless the full logits are cached.
         """
@@ -170,7 +170,7 @@ class VocabParallelLogits(ShardedTensor):
 def wrap_local_shard(
     local: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int, dtype: torch.dtype
 ) -> VocabParallelLogits:
-    """Wrap this rank's slice along ``dim`` as VocabParallelLogits, with its autograd history."""
+    """Create sharded logits from this rank's slice along ``dim``, and keep its autograd history."""
     if local.requires_grad:
         if torch.is_grad_enabled():
             out: VocabParallelLogits = _WrapShard.apply(local, axis, bounds, dim, dtype)
@@ -180,7 +180,7 @@ def wrap_local_shard(
 
 
 def get_local_shard(x: VocabParallelLogits) -> Tensor:
-    """Return the local shard of the logits in the dtype in which it is stored, with its autograd history.
+    """Return this rank's shard of the logits in its stored dtype, with its autograd history.
 
     Autograd may copy the wrapper without calling a function of torch (full backward hooks, reentrant checkpointing,
     the sink of DistributedDataParallel). The wrapper then has the history, and the local shard is derived from it.
@@ -197,7 +197,7 @@ def get_local_shard(x: VocabParallelLogits) -> Tensor:
 
 
 def _replace_logits(logits: VocabParallelLogits, full_logits: Tensor) -> None:
-    """Replace the values and the autograd history of x by those of the tensor ``full_logits``."""
+    """Replace the values and the autograd history of ``logits`` by those of ``full_logits``."""
     local = get_local_slice_like(full_logits, logits)
     with DisableTorchFunctionSubclass():
         _ReplaceValues.apply(logits, local)
@@ -205,7 +205,7 @@ def _replace_logits(logits: VocabParallelLogits, full_logits: Tensor) -> None:
 
 
 def get_local_slice_like(full_tensor: Tensor, logits: VocabParallelLogits) -> Tensor:
-    """Return this rank's slice of a full tensor, sharded in the same way as the logits x."""
+    """Return this rank's slice of a full tensor, with the same sharding as ``logits``."""
     return get_local_slice(full_tensor, logits.axis, logits.bounds, logits.shard_dim)
 
 
@@ -339,7 +339,7 @@ def _set_logits_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
 
 
 def _run_tensor_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Run ``Tensor.backward`` from the local shard of the logits, with the local slice of their gradient."""
+    """Run ``Tensor.backward`` on this rank's shard of the logits and of their gradient."""
     x, gradient = args[0], args[1] if len(args) > 1 else kwargs.get("gradient")
     if gradient is None or not isinstance(x, VocabParallelLogits):
         return rules.call_on_full_tensors(func, args, kwargs)
@@ -358,7 +358,7 @@ def _run_autograd_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> A
 
 
 def _get_local_root_and_grad(x: Tensor, gradient: Any) -> tuple[Tensor, Any]:
-    """Return the local shards of x and of its gradient, with which autograd starts the backward pass."""
+    """Return this rank's shards of x and of its gradient, from which the backward pass starts."""
     if not isinstance(x, VocabParallelLogits) or gradient is None:
         return rules.to_full_tensors(x), rules.to_full_tensors(gradient)
     with torch.enable_grad():  # a backward pass may call torch.autograd.backward

@@ -56,7 +56,7 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     upcast: bool = False,
 ) -> Tensor:
-    """Compute ``F.cross_entropy`` of the full logits from their local columns. Identical on all ranks.
+    """Compute ``F.cross_entropy`` of logits that are sharded over the vocabulary. Identical on all ranks.
 
     16-bit logits are processed in fp32, one chunk of rows at a time, without a copy of all logits. The logits are kept
     for the backward pass, which allocates their gradient in the same dtype.
@@ -133,7 +133,7 @@ class _CrossEntropy(Function):
 def _compute_local_softmax_statistics(
     logits_Tv: Tensor, column_T1: Tensor, is_local_T1: Tensor, options: _CrossEntropyOptions
 ) -> Tensor:
-    """Return the maximum, the sum of exponentials and the label logit of each token over the local columns.
+    """Return the maximum, the sum of exponentials and the label logit of each token's local logits.
 
     Returns them as a (K, T) tensor. The label logit is 0 if another rank has it. With label smoothing, the tensor also
     contains the sum of the logits. Both sums are relative to the maximum.
@@ -157,7 +157,7 @@ def _compute_local_softmax_statistics(
 
 
 def _combine_softmax_statistics(stats_RKT: Tensor, options: _CrossEntropyOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine the statistics of all ranks into the maximum M, the sum S and the loss of each token, each (T,).
+    """Combine the softmax statistics of all ranks into the maximum, the sum and the loss of each token.
 
     The results are bitwise identical on all ranks.
     """
@@ -204,12 +204,12 @@ def _compute_logits_gradient(
 
 
 def clamp_negative_infinity(max_T: Tensor) -> Tensor:
-    """Replace a maximum of -inf by a finite number, so that a rank whose columns are all masked adds 0, not NaN."""
+    """Replace -inf by the lowest finite number, so that fully masked logits do not produce NaN."""
     return max_T.clamp(min=torch.finfo(max_T.dtype).min)
 
 
 def iter_row_chunks(logits_Tv: Tensor, dtype: torch.dtype) -> Iterator[slice]:
-    """Yield slices of the rows that fit in CHUNK_BYTES when cast to ``dtype``, with at least one row each."""
+    """Split the rows of the logits into chunks of at most CHUNK_BYTES, or of one row, and yield their slices."""
     num_tokens, width = logits_Tv.shape
     size = max(CHUNK_BYTES.get(logits_Tv.device.type, CHUNK_BYTES["cuda"]) // (width * dtype.itemsize), 1)
     for start in range(0, num_tokens, size):

@@ -54,7 +54,7 @@ class _StatisticsOptions(NamedTuple):
 def vocab_parallel_token_statistics(
     logits_Tv: Tensor, labels_T: Tensor, axis: Axis, bounds: Sequence[int], requested: Sequence[str] = ()
 ) -> TokenStatistics:
-    """Compute the log-probabilities of labels and other statistics of the full logits. Identical on all ranks.
+    """Compute the log-probability of each label and other statistics of sharded logits. Identical on all ranks.
 
     Computes 16-bit logits in fp32. Communicates: forward one all-gather of K*R*T numbers, where K is 3, and one more
     for each requested statistic; backward nothing.
@@ -124,7 +124,7 @@ class _ComputeTokenStatistics(Function):
 
 
 def _compute_local_statistics(logits_Tv: Tensor, label_T: Tensor, statistic_names: Sequence[str]) -> Tensor:
-    """Return K statistics (K, T) of T tokens. Sums of exponentials are relative to the local maximum."""
+    """Return the statistics ``statistic_names`` of each token's local logits, such as the maximum, as (K, T)."""
     num_tokens, width = logits_Tv.shape
     dtype = torch.promote_types(logits_Tv.dtype, torch.float32)
     rows_of = {name: logits_Tv.new_zeros(num_tokens, dtype=dtype) for name in statistic_names}

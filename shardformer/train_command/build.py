@@ -140,7 +140,7 @@ def _make_parameter_grouper(
 
 
 def get_parameter_lr_factors(options: OptimizerOptions, model: nn.Module) -> dict[str, float]:
-    """Return a dict from parameter names to the factors by which their learning rates are multiplied.
+    """Return the learning-rate factor of each parameter, by parameter name.
 
     ``layer_decay`` counts the layers of the longest ``ModuleList`` from its end. Lists inside a layer, such as
     experts, do not count. Parameters before the list in the order of registration, such as embeddings, belong to the
@@ -166,7 +166,7 @@ def get_parameter_lr_factors(options: OptimizerOptions, model: nn.Module) -> dic
 
 
 def _count_later_layers(model: nn.Module, parameter_names: Sequence[str]) -> dict[str, int]:
-    """Return, for each parameter, how many layers of the model's longest ``ModuleList`` come after it."""
+    """Count how many layers of the model's longest ``ModuleList`` come after each parameter."""
     stacks: dict[str, nn.ModuleList] = {}
     for path, module in model.named_modules():
         is_in_layer = any(len(stack) > 1 and path.startswith(f"{outer}.") for outer, stack in stacks.items())
@@ -331,7 +331,7 @@ def count_warmup_steps(options: ScheduleOptions, num_steps: int) -> int:
 
 
 def _resolve_num_steps(value: float, total_steps: int) -> int:
-    """Convert ``value`` to a number of steps, where a value below 1 is a fraction of ``total_steps``."""
+    """Convert ``value`` to a number of steps. A value below 1 is a fraction of ``total_steps``."""
     return math.ceil(value * total_steps) if value < 1 else round(value)
 
 

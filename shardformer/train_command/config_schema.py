@@ -307,7 +307,7 @@ class TrainConfig(ConfigSection):
             )
 
     def _check_no_unused_keys(self) -> None:
-        """Raise ConfigError if a key is set but has no effect, because of the values of other keys."""
+        """Raise ConfigError if a key is set but has no effect with the other settings."""
         conditions = _get_key_conditions(self)
         for key, (is_used, needed) in conditions.items():
             table, _, name = key.partition(".")
@@ -328,7 +328,7 @@ class TrainConfig(ConfigSection):
 
 
 def _get_key_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
-    """Return, for each optional key, whether the run uses it, and the setting without which it has no effect."""
+    """Return, for each optional key, whether the run uses it and which setting it requires."""
     task, layout = config.model.task, config.layout
     is_image_task, tensor_ranks = task == "image_classification", count_ranks_on_axis(layout.tensor, "tensor")
     has_changing_rate = config.schedule.name != "constant" or 0 < config.schedule.warmup < 1
@@ -382,7 +382,7 @@ def _get_key_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
 
 
 def suggest_trust_remote_code(default_remedy: str, error: Exception) -> str:
-    """Return ``default_remedy``, or advice to set ``trust_remote_code`` if transformers' error mentions it."""
+    """Suggest setting ``trust_remote_code`` if the error mentions it, and otherwise return ``default_remedy``."""
     needs_code = "trust_remote_code" in str(error)
     return "Review that code, and set model.trust_remote_code = true to run it" if needs_code else default_remedy
 

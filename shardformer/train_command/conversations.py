@@ -51,7 +51,7 @@ def is_conversation(row: Mapping[str, Any], data: DataOptions) -> bool:
 
 
 def read_conversation(row: Mapping[str, Any], data: DataOptions) -> list[Message]:
-    """Return the messages of a data set row, which contains a list of messages or a prompt with an answer.
+    """Return the messages of a data set row that contains either a conversation or a prompt with an answer.
 
     Raises:
         InputError: The row has neither of them, or a message has no role or content.
@@ -143,7 +143,7 @@ def read_prompt_with_answer(row: Mapping[str, Any], answer_field: str, data: Dat
 
 
 def get_chat_template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tools (callable functions) of a row for the chat template. The tools may be JSON strings."""
+    """Return the tools of a row as keyword arguments for the chat template. The tools may be JSON strings."""
     tools = _parse_json_if_valid(row.get(TOOLS) or [])
     if not isinstance(tools, (list, tuple)) or not all(
         isinstance(_parse_json_if_valid(tool), Mapping) for tool in tools
@@ -259,7 +259,7 @@ class ConversationTokenizer:
 
     @classmethod
     def from_options(cls, data: DataOptions, tokenizer: TextTokenizer) -> ConversationTokenizer:
-        """Create a chat format with the configured chat template, or with the default template of the tokenizer."""
+        """Create a ConversationTokenizer with the configured chat template, or with that of the tokenizer."""
         template = _load_chat_template(data.chat_template) or getattr(tokenizer.tokenizer, "chat_template", None)
         if isinstance(template, dict):
             template = template.get("default")
@@ -363,7 +363,7 @@ class ConversationTokenizer:
 
 
 def _contributes_to_loss(answer: Message) -> bool:
-    """Return whether an answer contributes to the loss, which is false for empty answers and for a weight of 0."""
+    """Return False for answers that do not contribute to the loss: empty answers and those with a weight of 0."""
     return answer.get(WEIGHT, 1) != 0 and bool(answer.get(CALLS) or (answer["content"] or "").strip())
 
 

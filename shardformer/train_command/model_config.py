@@ -45,7 +45,7 @@ def load_model_config(config: TrainConfig, defaults: Fields | None = None) -> An
 
 
 def _load_saved_config(config: TrainConfig) -> tuple[Any, Fields]:
-    """Return the config of the model, and the fields in its config.json, or no fields for a mere model type."""
+    """Return the config of the model and the fields of its config.json, or {} if it has no config.json."""
     transformers = load_transformers()
     name, random, trust = config.model.name, config.model.random, config.model.trust_remote_code
     try:
@@ -170,7 +170,7 @@ def _build_config(config: TrainConfig, model_config: Any, saved: Fields, fields:
 def _iter_fields_to_omit(
     config_class: Any, model_config: Any, saved: Fields, fields: Fields
 ) -> Iterator[Sequence[str]]:
-    """Yield the saved fields to omit in each attempt to build the config: none, a derived one, or all derived ones."""
+    """Yield which saved fields to omit in each attempt to build a model config."""
     yield ()
     derived = []
     changed = {model_config.attribute_map.get(name, name) for name in fields}

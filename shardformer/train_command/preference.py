@@ -31,7 +31,7 @@ ANSWER_IDS, REJECTED_FROM, REFERENCE = "answer_ids", "rejected_from", "reference
 
 @dataclass(eq=False)
 class PreferenceDataset(Dataset[dict[str, Any]]):
-    """Data set for DPO, whose samples contain the prompt with the chosen answer, then again with the rejected one.
+    """Data set for DPO, whose samples contain a prompt with its chosen answer and with its rejected answer.
 
     ``position_ids`` restart at the second prompt, so that the model masks attention between the answers.
 
@@ -134,12 +134,12 @@ class PreferenceLoss:
 
 
 def count_batch_samples(batch: Mapping[str, Tensor]) -> float:
-    """Return the number of samples in a micro-batch, by which its mean loss is weighted."""
+    """Return the number of samples in a micro-batch, to weight its mean loss."""
     return float(len(batch["input_ids"]))
 
 
 def compute_reference_logps(engine: Any, data: PreferenceDataset, collate: PreferenceCollator, batch_size: int) -> None:
-    """Compute the log-probabilities of all answers with the current model, and store them in the data set.
+    """Compute the reference log-probabilities of all answers, and store them in the data set.
 
     Each data-parallel rank computes an equal share of the rows. Communicates the values over the data axis.
     """

@@ -309,7 +309,7 @@ def _parse_json_row(file: str, line_number: int, line: str) -> Mapping[str, Any]
 
 
 def _convert_field_to_numbers(rows: list[dict[str, str]], field: str, number_type: type) -> DatasetRows:
-    """Convert a field to numbers of type ``number_type``, or return the rows unchanged if a row has no such number."""
+    """Convert a field to ``number_type`` in all rows, or return the rows unchanged if a value is not a number."""
     try:
         return [{**row, field: number_type(row[field])} for row in rows]
     except (KeyError, ValueError):
@@ -479,7 +479,7 @@ def to_image_source(value: Any) -> Any:
 
 
 def list_images_and_class_names(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """List the images in folders that have one subfolder per class, and the class name of each image."""
+    """List the images in folders with one subfolder per class, and return the class name of each image."""
     files = sorted(
         file for name in folders for file in Path(name).glob("*/*") if file.suffix.lower() in IMAGES and file.is_file()
     )

@@ -195,7 +195,7 @@ def check_attention_fits_task(config: TrainConfig, model: Any) -> None:
 
 
 def _suggest_causal_model(model: Any) -> str:
-    """Suggest ``is_decoder = true`` if this setting makes the attention causal, or otherwise another model."""
+    """Suggest ``is_decoder = true`` if it makes the attention causal, and otherwise suggest another model."""
     if getattr(model.config, DECODER, True):
         return "use a model that predicts the next token"
     config = copy.deepcopy(model.config)

@@ -171,7 +171,7 @@ def _find_model_of_checkpoint(path: Path, source: str) -> TrainedModel:
 
 
 def _read_hook_states(checkpoint: Path) -> dict[str, Any]:
-    """Return a dict from the class names of hooks to the states of these hooks in a checkpoint."""
+    """Return the states of all hooks in a checkpoint, by the class name of the hook."""
     extra = decode_json_value(CheckpointIndex.read(checkpoint).values["extra"])
     user = extra.get(USER_STATE_KEY) if isinstance(extra, dict) else None
     return (user.get(HOOKS) if isinstance(user, dict) else None) or {}

@@ -152,7 +152,7 @@ class ShardedDataLoader:
         check_same_training_data(settings, self._source.size, self._source.read, self._context)
 
     def get_position_hashes(self) -> dict[str, int]:
-        """Return hashes of the data position and the last samples, to check that they are equal on all ranks.
+        """Return hashes of the data position and the last samples, so that ranks can compare them.
 
         A hash is 0 if it is unknown, because a prefetching thread reads the batches ahead of the training step.
         """
@@ -202,7 +202,7 @@ class ShardedDataLoader:
         return -(-(batches - merges) // self._accumulate)
 
     def set_parallel_context(self, context: ParallelContext) -> None:
-        """After a change of the parallel layout, shard later batches over the data-parallel ranks of ``context``."""
+        """Shard later batches over the data-parallel ranks of ``context``, after the layout has changed."""
         self.check_num_ranks(context.data.size)
         self._shard, self._context = ShardPosition(context.data.rank, context.data.size), context
 
@@ -257,7 +257,7 @@ class ShardedDataLoader:
 
 
 def create_data_loader(source: Any, context: ParallelContext, **options: Any) -> ShardedDataLoader:
-    """Create a data loader on each rank, and raise on all ranks if one rank fails or reads other data."""
+    """Create a data loader on each rank, and raise on all ranks if one rank fails or reads different data."""
     make = partial(ShardedDataLoader, source, context, **options)
     loader: ShardedDataLoader = run_and_compare_across_ranks(context, make, action="create the data loader")
     loader.check_same_on_all_ranks()

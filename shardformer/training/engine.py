@@ -282,7 +282,7 @@ class Engine:
             return self._average_over_data_ranks(self.pipeline.mean_loss(map(self._prepare_batch, several)))
 
     def _iter_synchronized_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches, and check before each batch that either all ranks have another batch or none has."""
+        """Yield batches, and check that all ranks have the same number of batches."""
         for batch in batches:
             check_same_call_and_data("engine.evaluate with another batch", self.world)
             yield batch
@@ -463,7 +463,7 @@ class Engine:
         return None
 
     def check_save(self, *, extra: Any = None, position: Any = None) -> None:
-        """Check that the engine can be saved, and otherwise raise the error of ``save``, without writing a file."""
+        """Raise the same error as ``save`` if the engine cannot be saved, without writing a file."""
         engine_state = pack_engine_state(self.steps, self.skipped, position, extra)
         check_can_save(self.model, self.optimizer, scheduler=self.scheduler, extra=engine_state)
 

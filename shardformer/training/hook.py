@@ -147,7 +147,7 @@ class Hook:
         """Called on all ranks after any rank received SIGTERM or SIGINT. The run stops afterwards."""
 
     def on_exception(self, trainer: Any) -> None:
-        """Called when the error ``trainer.problem`` ends the run. Do not communicate: other ranks may not call it."""
+        """Called when an error (``trainer.problem``) ends the run. Do not communicate: other ranks may not call it."""
 
     def after_train(self, trainer: Any) -> None:
         """Called at the end of the run, unless the run failed with an error."""

@@ -1,4 +1,4 @@
-"""Linear layers of 2D, 2.5D and 3D tensor parallelism, and the communication of their blocks.
+"""Linear layers of 2D, 2.5D and 3D tensor parallelism, and their collectives.
 
               2D, 2.5D                                3D
     entry     all-gather of hidden over columns       all-gather of samples over columns
@@ -62,7 +62,7 @@ from shardformer.tensor_parallel.parallel_module import ParallelModule
 
 @dataclass(frozen=True)
 class GridRegion:
-    """Communication at the entry and the exit of a block in 2D, 2.5D or 3D tensor parallelism."""
+    """Collectives at the input and the output of a block in 2D, 2.5D or 3D tensor parallelism."""
 
     grid: TensorGrid
     full: int  # the number of hidden features on all ranks
@@ -74,24 +74,24 @@ class GridRegion:
 
     @property
     def num_row_features(self) -> int:
-        """Number of hidden features in one row of the grid: all in 2D and 2.5D, and those of one depth layer in 3D."""
+        """Number of hidden features in one depth layer of a 3D grid, or the full hidden size in 2D and 2.5D."""
         return get_even_split_length(self.full, self.grid.contraction)
 
     def get_num_samples_inside_block(self, x: Tensor) -> int:
-        """Return how many samples this rank has inside a block, given the activations x between the blocks."""
+        """Return how many samples this rank has inside a block that receives the activations x."""
         return x.shape[self._get_sample_dim(x)] * self.grid.batch.size // self.grid.core.size
 
     def _get_sample_dim(self, x: Tensor) -> int:
         return self.batch_dim if x.dim() > 2 else 0
 
     def get_local_leading_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Convert the shape of an activation x inside a block to its shape between blocks, without the hidden dim."""
+        """Return the shape of this rank's block output without its hidden dim, for an activation x in the block."""
         dim = self._get_sample_dim(x)
         samples = x.shape[dim] * self.grid.core.size // self.grid.batch.size
         return (*x.shape[:dim], samples, *x.shape[dim + 1 : -1])
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the full block input (b, S, H) for a local activation x. It is gathered when it is first used."""
+        """Return the full input (b, S, H) of a block for this rank's input x. It is gathered when it is first used."""
         dim = self._get_sample_dim(x)
         shape = (*x.shape[:dim], self.get_num_samples_inside_block(x), *x.shape[dim + 1 : -1], self.full)
         return DeferredTensor.from_local(
@@ -105,7 +105,7 @@ class GridRegion:
         return get_local_chunk(full, self.grid.depth, self._get_sample_dim(full))
 
     def _reduce_gradient(self, grad: Tensor) -> Tensor:
-        """Sum over a row of the grid, and keep the local shard, as the backward pass of ``_gather_hidden_features``."""
+        """Run the backward pass of ``_gather_hidden_features``: sum the gradients and return this rank's shard."""
         if not self.is_3d:
             return reduce_scatter(grad, self.grid.column, -1)
         full = all_gather(grad, self.grid.depth, self._get_sample_dim(grad))
@@ -115,17 +115,17 @@ class GridRegion:
     # --- communication of a compiled block, whose gathers autograd reverses
 
     def get_full_block_input(self, x: Tensor) -> Tensor:
-        """Return the full input (b, S, H) of a compiled block for the local activation x."""
+        """Return the full input (b, S, H) of a block under torch.compile, for this rank's activations x."""
         return apply_with_custom_backward(x, self._gather_hidden_features, self._reduce_gradient)
 
     def gather_input(self, x: Tensor) -> Tensor:
-        """All-gather the input of the column-parallel linear layers: its features, or its samples on a 3D grid."""
+        """All-gather the input of the column-parallel layers along the hidden dim, or in 3D along the samples."""
         dim = self._get_sample_dim(x) if self.is_3d else -1
         full = x.shape[dim] * self.grid.column.size if self.is_3d else self.full
         return gather_from_sp_region(x, self.grid.column, dim, full)
 
     def compute_column_output(self, x: Tensor, column: ColumnParallel) -> Tensor:
-        """Return the output of a column-parallel linear layer for an input from ``gather_input``."""
+        """Return the output of a column-parallel linear layer for an input that ``gather_input`` returned."""
         weight, dim = column.weight, get_hidden_dim(column.transposed)
         weight = gather_from_sp_region(weight, self.grid.row, dim, self.num_row_features)
         y = linear_matmul(x, weight, None, column.transposed)
@@ -133,7 +133,7 @@ class GridRegion:
         return y if column.fused_bias is None else y + column.fused_bias.to(y.dtype)
 
     def multiply_and_reduce(self, x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
-        """Compute a row-parallel linear layer without bias, reduce its output, and return the local activations."""
+        """Compute a row-parallel linear layer without its bias, and return this rank's shard of the output."""
         contraction, dim = self.grid.contraction, self._get_sample_dim(x)
         weight = gather_from_sp_region(weight, self.grid.row, 1 - get_hidden_dim(transposed), self.num_row_features)
         gathered = gather_from_sp_region(x, contraction, dim, x.shape[dim] * contraction.size)
@@ -143,28 +143,28 @@ class GridRegion:
     # --- communication of the column- and row-parallel products
 
     def start_input_gather(self, x: Tensor) -> PendingCollective:
-        """Start an all-gather of the hidden features of a matmul input, or of its samples on a 3D grid."""
+        """Start an all-gather of a matmul input along the hidden dim, or in 3D along the samples."""
         if self.is_3d:
             return collectives.start_all_gather(x, self.grid.column, self._get_sample_dim(x))
         return collectives.start_all_gather(x, self.grid.column, -1, self.full)
 
     def start_output_scatter(self, x: Tensor) -> PendingCollective:
-        """Start a reduce-scatter of the partial products x over the ranks of a row."""
+        """Start a reduce-scatter that sums the partial products x over a row of the grid."""
         return collectives.start_reduce_scatter(x, self.grid.column, self._get_sample_dim(x) if self.is_3d else -1)
 
     def start_weight_gather(self, weight: Tensor, dim: int) -> PendingCollective:
-        """Start an all-gather of the hidden dim ``dim`` of a weight over the rows of the grid."""
+        """Start an all-gather of a weight along its hidden dim ``dim``, over the rows of the grid."""
         return collectives.start_all_gather(weight, self.grid.row, dim, self.num_row_features, purpose="weights")
 
     def start_weight_grad_scatter(self, grad: Tensor, dim: int) -> PendingCollective:
         return collectives.start_reduce_scatter(grad, self.grid.row, dim, purpose="weights")
 
     def reduce_partial_products(self, x: Tensor) -> Tensor:
-        """Sum the partial products over the contraction axis, and return the local samples. Used only in 3D."""
+        """Sum partial matmul products over the depth of a 3D grid, and return this rank's samples."""
         return reduce_scatter(x, self.grid.contraction, self._get_sample_dim(x))
 
     def gather_samples(self, x: Tensor) -> Tensor:
-        """All-gather the samples of x for a matmul with a weight that is sharded over depth. Used only in 3D."""
+        """All-gather the samples of x over the depth of a 3D grid."""
         return all_gather(x, self.grid.contraction, self._get_sample_dim(x))
 
 
@@ -302,7 +302,7 @@ def _start_weight_gathers(
 
 
 class GridTensorParallelBlock(TensorParallelBlock):
-    """State of one tensor-parallel block on a tensor grid. If the input is replicated, gathers the weights."""
+    """Tensor-parallel block in 2D, 2.5D or 3D tensor parallelism. If the input is replicated, gathers the weights."""
 
     def _compute_all_column_outputs(self, gathered_x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
         region = self.region
@@ -327,7 +327,7 @@ class GridTensorParallelBlock(TensorParallelBlock):
 
 
 class GridModule(ParallelModule):
-    """Base class of parallel layers that are sharded over a tensor grid instead of one axis."""
+    """Base class of the layers in 2D, 2.5D and 3D tensor parallelism, which are sharded over a tensor grid."""
 
     takes_grid = True
     grid: TensorGrid
@@ -338,7 +338,7 @@ class GridModule(ParallelModule):
 
 
 def get_hidden_splits(hidden_size: int, grid: TensorGrid) -> list[AnySplit]:
-    """Return how the hidden dim of a weight is split: over the contraction axis (only in 3D), then over rows."""
+    """Return how the hidden dim of a weight is split over a tensor grid: over depth (only in 3D), then over rows."""
     size = grid.contraction.size * grid.row.size
     if hidden_size < size:
         raise ConfigError(
@@ -385,7 +385,7 @@ class GridLinear_Col(_GridLinear, Linear1D_Col):
 
 
 class GridLinear_Row(_GridLinear, Linear1D_Row):
-    """Row-parallel linear layer on a tensor grid: (b, S, f) -> (b, S, h), the activations between blocks.
+    """Row-parallel linear layer on a tensor grid: (b, S, f) -> (b, S, h).
 
     The weight is sharded as in ``GridLinear_Col``, and the bias along H like the activations.
     """
@@ -428,7 +428,7 @@ def gather_weight(weight: Tensor, grid: TensorGrid, dim: int, hidden_size: int) 
 
 @dataclass(frozen=True)
 class ParallelLayerClasses:
-    """Classes of the parallel layers in one tensor-parallel mode, by the role of the layer in a model."""
+    """Layer classes that a tensor-parallel mode, such as 2D, uses for linear layers, embeddings and norms."""
 
     column: type[ParallelModule]  # the first linear layers of a block
     row: type[ParallelModule]  # the last linear layer of a block
@@ -484,7 +484,7 @@ class GridNorm(ShardedNorm):
 def sharded_layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: Axis, full_width: int, eps: float
 ) -> Tensor:
-    """Apply a layer norm to features that are sharded over ``axis``, in fp64 for fp64 inputs and else in fp32."""
+    """Apply a layer norm to features that are sharded over ``axis``, and compute it in fp32 or fp64."""
     x32 = x if x.dtype == torch.float64 else x.to(torch.float32)
     normed: Tensor = _Normalize.apply(x32, axis, full_width, eps)
     y = normed if weight is None else normed * weight

@@ -1,4 +1,4 @@
-"""Activations on a tensor grid, with batches that are padded to a multiple of the ranks that share them."""
+"""Shards activations over a tensor grid, and pads batches that do not divide evenly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from shardformer.transformers_compat import find_kv_caches, has_cached_tokens
 
 
 class GridActivationSharding(ActivationSharding):
-    """Sharding of the activations between blocks over a tensor grid: by samples and by hidden features.
+    """Shards the activations between blocks over a tensor grid, by samples and by hidden features.
 
     A batch that does not divide evenly is padded with copies of its last sample, whose outputs are dropped. Outside
     training, a forward pass that reads or returns cached keys and values is replicated over the ranks.
@@ -86,7 +86,7 @@ class GridActivationSharding(ActivationSharding):
         )
 
     def shard_stack_input(self, x_BSH: Tensor, training: bool) -> Tensor:
-        """Shard the input of a stack of layers: (B, S, H) -> (b, S, h). Backward: one all-gather over all ranks."""
+        """Shard the input of the first layer: (B, S, H) -> (b, S, h). Backward: one all-gather over all ranks."""
         if not self._is_open:
             return x_BSH
         self.samples, self.width = x_BSH.shape[self.batch_dim], x_BSH.shape[-1]
@@ -103,7 +103,7 @@ class GridActivationSharding(ActivationSharding):
         )
 
     def gather_stack_output(self, x_bSh: Tensor) -> Tensor:
-        """Gather the full output of a stack of layers. Forward: one all-gather over all ranks; backward: nothing.
+        """Gather the full output of the last layer. Forward: one all-gather over all ranks; backward: nothing.
 
         A recomputation gathers too, because a checkpoint may contain a module after the stack (patch merging in Swin).
         """
@@ -126,11 +126,11 @@ class GridActivationSharding(ActivationSharding):
         )
 
     def register_full_sequence_hooks(self, module: nn.Module, random: bool) -> GatherHiddenFeaturesHook:
-        """Register hooks that gather all hidden features for ``module``. Forward and backward: one all-gather each."""
+        """Register hooks that gather the full hidden dim for ``module``. Forward and backward: one all-gather each."""
         return GatherHiddenFeaturesHook(self, module, random)
 
     def shard_samples(self, x: Tensor, dim: int, num_local_samples: int) -> Tensor:
-        """Return this rank's samples of a block argument, whose size along ``dim`` is a multiple of the batch size."""
+        """Return this rank's samples of the tensor x, which has one or more entries per sample along ``dim``."""
         batch = self.find_batch_size(num_local_samples)
         if batch is None or x.shape[dim] % batch:
             return x
@@ -142,7 +142,7 @@ class GridActivationSharding(ActivationSharding):
         return local.flatten(dim, dim + 1)
 
     def find_batch_size(self, num_local_samples: int) -> int | None:
-        """Return the batch size of the forward pass in which this rank has ``num_local_samples`` samples."""
+        """Return the full batch size of a forward pass, given how many samples this rank has."""
         if (
             self.is_restored
             or current_graph_task_id() < 0
@@ -152,7 +152,7 @@ class GridActivationSharding(ActivationSharding):
         return next((n for n in self._batch_sizes if self.get_num_local_samples(n) == num_local_samples), None)
 
     def get_num_local_samples(self, batch_size: int) -> int:
-        """Return how many samples of a padded batch this rank stores between the blocks."""
+        """Return how many samples of a batch each rank stores between blocks, including padding."""
         return -(-batch_size // self.grid.batch_divisor) * self.grid.batch_divisor // self.grid.batch.size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GridActivationSharding:
