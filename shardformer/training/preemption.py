@@ -78,7 +78,7 @@ class HookSynchronizer:
         self._local = self._received = StepRequests()
 
     def request_actions(self, **requests: bool) -> None:
-        """Request actions at the next synchronization of all ranks, as in ``request_actions(save=True)``."""
+        """Request that all ranks act before the next step, as in ``request_actions(save=True)``."""
         self._local = replace(self._local, **requests)
 
     def record_failure(self, hook: Hook | None, operation: str, error: Exception) -> None:

@@ -59,7 +59,7 @@ class StreamedDataSource:
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches per epoch, or None if it is unknown or if the iterable yields single samples."""
+        """Number of batches per epoch if the iterable yields batches and has a length, and otherwise None."""
         return length_or_none(self._source) if self.makes_batches else None
 
     def iterate_batch_shards(
@@ -128,7 +128,7 @@ class _StreamReader:
             return list(islice(self._iterator, count))
 
     def read_remaining_if_fewer(self, limit: int) -> list[Any]:
-        """Return the remaining samples of the stream if there are fewer than ``limit``, and otherwise an empty list."""
+        """Return all remaining samples if there are fewer than ``limit``, and otherwise an empty list."""
         found = self.read(limit)
         if len(found) < limit:
             return found
@@ -252,7 +252,7 @@ class IndexedDataSource:
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches per epoch, or None if it is unknown or if the sampler yields single samples."""
+        """Number of batches per epoch if the sampler yields batches and has a length, and otherwise None."""
         return length_or_none(self._sampler) if self.makes_batches else None
 
     def iterate_batch_shards(

@@ -41,7 +41,7 @@ DEPTH = 2
 
 @dataclass(frozen=True, eq=False)
 class AttributeSnapshot:
-    """Recorded value of one module attribute, buffer, hook list or ``requires_grad`` flag of a model.
+    """Recorded value of a module attribute, buffer, hook list or ``requires_grad`` flag.
 
     Args:
         description: Description of the value, equal on all ranks.
@@ -107,7 +107,7 @@ def gather_model_changes(
 
 
 def apply_model_changes(changes: Mapping[ItemKey, Any], unsharded: nn.Module) -> None:
-    """Apply the changes that ``gather_model_changes`` returned to an unsharded model."""
+    """Repeat on an unsharded model the changes that ``gather_model_changes`` found."""
     for kind, path, name in sorted(changes, key=lambda key: (key[0] != "module", key)):
         value = changes[kind, path, name]
         if kind == "parameter":

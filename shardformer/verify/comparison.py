@@ -16,7 +16,7 @@ from shardformer.errors import ConfigError
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Maximum relative differences of losses and gradients that ``verify`` accepts, and the machine epsilon."""
+    """Largest relative differences of losses and gradients that ``verify`` accepts."""
 
     loss: float
     gradient: float

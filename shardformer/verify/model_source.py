@@ -69,7 +69,7 @@ MULTIMODAL_TASKS = (
 
 
 def map_model_types_to_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
-    """Return a dict from transformers model types to the name of their class for the first match in ``tasks``."""
+    """Return the class name of each transformers model type, for the first task in ``tasks`` that it supports."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, str] = {}
@@ -129,7 +129,7 @@ class ReducedModelFactory:
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """Example batch of a model, with the properties that are needed to derive other batches from it.
+    """Example batch of a model, from which the batches of all steps are derived.
 
     Args:
         ids: token ids of image and sound placeholders, by the names of their config fields.
@@ -181,7 +181,7 @@ def is_multimodal(head_class: str) -> bool:
 def _roll_text_tokens(
     sample: Mapping[str, Tensor], shift: int, placeholder_ids: Mapping[str, int]
 ) -> Mapping[str, Tensor]:
-    """Rotate the text tokens of a sample by ``shift`` positions, but keep placeholder tokens of images and sounds."""
+    """Rotate the text tokens of a sample by ``shift`` positions, without moving image or sound placeholders."""
     if (tokens := sample.get(MEDIA_TOKEN_FIELDS)) is None:
         return sample
     is_text = ~torch.isin(tokens, torch.tensor([*placeholder_ids.values(), -1]))
@@ -491,7 +491,7 @@ class ModelSource:
         return replace(self, title=title, model_fn=model_fn, config=model_fn.get_config())
 
     def make_batch_fn(self, batch_size: int = 4, sequence: int = TOKENS) -> Callable[[int], Mapping[str, Any]]:
-        """Return a function that creates the global batch of a step, such as the user's ``batch_fn``.
+        """Return the user's ``batch_fn``, or create a function that returns the global batch of a step.
 
         By default, batches contain random tokens with labels. Images and sounds have the sizes of the config. Raises
         ConfigError if the inputs of the model are unknown, or if the model accepts fewer tokens.

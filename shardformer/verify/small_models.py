@@ -419,10 +419,10 @@ class RandomBatchFactory:
 
 
 def compute_model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return the loss of a model, or, without a loss, the mean squared distance of its outputs from a cosine curve.
+    """Return the loss of a model, or the mean squared error of its outputs if it returns no loss.
 
-    The cosine is the same in every row, so the loss of a batch is the mean of the losses of its shards. It is not
-    constant, because the distance of a normalized output from a constant has no gradient.
+    The target is a cosine, the same in every row, so the loss of a batch is the mean of the losses of its shards. It is
+    not constant, because the distance of a normalized output from a constant has no gradient.
 
     Raises:
         ConfigError: the model returns neither a loss nor named tensors.
@@ -440,7 +440,7 @@ def compute_model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def averages_loss_over_samples(head_class: str) -> bool:
-    """Return whether ``compute_model_loss`` averages over samples instead of labels for a head class.
+    """Return whether the loss for a head class is a mean over the samples instead of the labels of a batch.
 
     The losses of micro-batches must then be weighted by ``count_samples``.
     """
@@ -507,7 +507,7 @@ def round_up_to_supported_depth(family: str, head_class: str, num_layers: int) -
 
 
 def get_depth_config_fields(family: str, head_class: str, min_layers: int) -> dict[str, Any]:
-    """Return the config fields for a small model of a family with at least ``min_layers`` layers in total."""
+    """Return the config fields that give a small model of a family at least ``min_layers`` layers in total."""
     each = round_up_to_supported_depth(family, head_class, min_layers) // STACKS.get(head_class, 1)
     if family in ("sam", "blip-2"):
         settings = {**SMALL_CONFIGS[family], **HEAD_CONFIG.get(head_class, {})}

@@ -64,7 +64,7 @@ UNITS = 4  # maximum random error of an operation, in units in the last place
 
 
 class ForceFp64Mode(TorchFunctionMode):
-    """Torch function mode that turns casts to a lower precision into casts to fp64, such as in the norm of LLaMA."""
+    """Torch function mode that replaces casts to a lower precision by casts to fp64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -214,7 +214,7 @@ def _split_into_micro_batches(job: VerifyJob, rank_batch: Mapping[str, Any]) -> 
 
 
 class PrecomputedForward(nn.Module):
-    """Module that a pipeline passes to ``loss_fn`` in place of the model, and that returns a precomputed output."""
+    """Replaces the model in the user's ``loss_fn``, and returns the output that a pipeline has computed."""
 
     def __init__(self, model: nn.Module, output: Any, part: Mapping[str, Any]) -> None:
         super().__init__()

@@ -154,7 +154,7 @@ def _find_worst_gradient_difference(
 def _find_worst_weight_difference(
     job: VerifyJob, unsharded: TrainingTrace, sharded: TrainingTrace, bounds: Tolerances
 ) -> tuple[LargestDifference, list[str]]:
-    """Return the largest difference of a weight, relative to its change in training, and the missing weights."""
+    """Compare the trained weights of both models, and return the largest difference and the missing weights."""
     worst = NO_DIFFERENCE
     gone = [
         name for name in {**unsharded.after, **sharded.after} if (name in unsharded.after) != (name in sharded.after)

@@ -24,7 +24,7 @@ def _create_test_matrices() -> list[Tensor]:
 
 @without_fake_tensors()
 def needs_full_matrices(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer needs full matrices, because slices of a matrix would get different updates.
+    """Return whether an optimizer computes different updates if it receives only slices of a matrix.
 
     To find out, the optimizer runs a few steps on small matrices, with the settings of each parameter group.
 

@@ -33,7 +33,7 @@ EDITS = 2**12
 
 @dataclass(eq=False)
 class ParamSlice:
-    """A slice of one parameter, or the full parameter, that this rank's optimizer updates.
+    """The part of a parameter that this rank's optimizer updates: a slice or the full parameter.
 
     Args:
         number: Index of the parameter in its bucket.
@@ -155,7 +155,7 @@ class FlatShard:
 
     @property
     def has_gradient_per_param(self) -> list[bool]:
-        """Whether any rank had a gradient, for each parameter. The first access synchronizes with the GPU."""
+        """For each parameter, whether any rank had a gradient for it. The first access synchronizes with the GPU."""
         if self._counts is not None:
             counts: list[float] = tolist_or_ones(self._counts)
             self._had, self._counts = [a or b > 0 for a, b in zip(self._had, counts, strict=True)], None
@@ -177,7 +177,7 @@ class FlatShard:
         return None
 
     def copy_written_params_to_shard(self) -> None:
-        """Copy into the shard the parameters that were changed outside the optimizer, as by ``load_state_dict``.
+        """Update the shard with parameters that were changed outside the optimizer, as by ``load_state_dict``.
 
         All ranks must write the same values. Parameters that are views of the shard are already up to date.
         """
@@ -250,7 +250,7 @@ class FlatShard:
         return found
 
     def receive(self, reduced: Tensor, gradient_counts: Tensor, scale: float = 1.0) -> None:
-        """Accumulate this rank's shard of the reduced gradients, divided by the loss scale.
+        """Add reduced gradients, divided by the loss scale, to the gradients of this shard.
 
         Args:
             gradient_counts: Number of ranks that had a gradient, for each parameter.
@@ -265,7 +265,7 @@ class FlatShard:
         self._sum = reduced if self._sum is None else self._sum.add_(reduced)
 
     def set_optimizer_gradients(self) -> None:
-        """Set ``.grad`` of the optimizer's parameters to the reduced gradients, or to None if no rank has one."""
+        """Set ``.grad`` of the optimizer's parameters to the reduced gradients, or to None if there is no gradient."""
         total = self.reduced_gradients
         for param_slice in self.slices:
             has_one = total is not None and self.has_gradient_per_param[param_slice.number]
@@ -330,7 +330,7 @@ class FlatShard:
             self.get_local_gradient(param_index).copy_(local.reshape(-1))
 
     def _assign_gradient(self, param_index: int, values: Tensor) -> None:
-        """Store a gradient that was computed from earlier gradients and assigned to ``p.grad`` after ``zero_grad``."""
+        """Store a gradient that the user computed and assigned to ``p.grad`` after ``zero_grad``."""
         self.gradient_slots[param_index].param.grad = None
         self.record_gradient_edit(param_index, "put back")
         if self.reduced_gradients is None:
@@ -367,7 +367,7 @@ class FlatShard:
         return self.axis.size == 1 and not self.gradient_slots[param_index].is_shared
 
     def slice_like_local_gradient(self, param_index: int, x: Tensor) -> Tensor:
-        """Return the part of ``x``, a tensor with the parameter's shape, that matches this rank's gradient slice."""
+        """Return the elements of ``x`` for which this rank stores the gradient of a parameter."""
         gradient = self.gradient_slots[param_index]
         if gradient.is_shared:
             raise ConfigError(
@@ -421,7 +421,7 @@ class FlatShard:
 
     @contextmanager
     def edit_master_weights(self) -> Iterator[None]:
-        """Load the master weights for changes inside this context, and save them on exit. Use it between two steps."""
+        """Allow changes to the master weights inside this context, and save them on exit. Use it between two steps."""
         self.master_weight_store.load()
         self.master_weight_store.wait()
         try:
@@ -481,7 +481,7 @@ class FlatShard:
         )
 
     def copy_gathered_values_to_params(self, values: Tensor) -> None:
-        """Copy all-gathered values into the parameters that this rank's model stores only slices of."""
+        """Update parameters that are stored as slices on this rank from the all-gathered full values."""
         for gradient, place in zip(self.gradient_slots, self.places, strict=True):
             if gradient.is_shared:
                 gradient.param.detach().copy_(gradient.view_in_bucket(values[place]))
@@ -496,7 +496,7 @@ def make_assigned_gradient_error(name: str) -> ConfigError:
 
 
 def _flatten_to_bucket_order(gradient: GradientSlot, value: Tensor) -> Tensor:
-    """Flatten a parameter, or an optimizer state with its shape, into the order of elements in the bucket.
+    """Flatten a parameter or its optimizer state, in the order in which the gradient bucket stores the elements.
 
     Communicates one all-reduce if several ranks store slices of the parameter.
     """

@@ -563,7 +563,7 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def rounding_counts(self) -> list[int]:
-        """Number of stochastic roundings of each shard so far, which seeds the next rounding."""
+        """Number of times each shard has been rounded stochastically, used as the seed of the next rounding."""
         return [shard.rounded.step for shard in self.shards if shard.rounded is not None]
 
     @rounding_counts.setter
@@ -606,7 +606,7 @@ class ZeroOptimizer(Optimizer):
 
 
 def _get_saved_state_signature(state_dict: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the shapes, group sizes and keys of a saved optimizer state, for comparison with the current state."""
+    """Summarize the structure of a saved optimizer state, for comparison with the current state."""
     shapes = [tuple(master.shape) for master in state_dict["masters"]]
     groups = [[len(group["params"]) for group in each["param_groups"]] for each in state_dict["optimizers"]]
     return shapes, groups, sorted(state_dict["loss_scale"]), len(state_dict["rounds"])
