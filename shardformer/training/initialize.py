@@ -186,7 +186,7 @@ def _shard_model_and_optimizers(
     on_sharded: Callable[[nn.Module], object] = lambda _: None,
     make_example_inputs: Callable[[], Any] = lambda: None,
 ) -> nn.Module:
-    """Shard the model, and replace the parameters in the optimizers by the sharded parameters.
+    """Shard the model, and make its optimizers update the sharded parameters.
 
     An error restores the model and the optimizers, even if ``on_sharded``, a function of the sharded model, raises it.
     """
@@ -397,7 +397,7 @@ def make_engine_without_data(
     policy: Any = None,
     make_example_inputs: Callable[[], Any] = lambda: None,
 ) -> Engine:
-    """Shard a model and its optimizers as ``initialize`` does, for a training loop that reads the data itself.
+    """Shard a model and its optimizers like ``initialize``, for a training loop that loads its own data.
 
     Args:
         make_example_inputs: Function that returns example arguments of ``forward``, from which a policy may be derived,

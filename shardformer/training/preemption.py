@@ -28,7 +28,7 @@ _REPLACED: dict[int, Any] = {}
 
 @dataclass(frozen=True)
 class StepRequests:
-    """Actions to take before the next step, because a hook requested them or because a signal arrived."""
+    """Actions to take before the next step, such as saving, that a hook or a signal requested."""
 
     stop: bool = False
     validate: bool = False
@@ -60,7 +60,7 @@ class HookFailure:
 
 
 class HookSynchronizer:
-    """Collects hook requests and hook failures of this rank, and exchanges them with all ranks before each step.
+    """Collects the requests and errors of hooks on this rank, and exchanges them with all ranks before each step.
 
     After a failure, a rank calls no more hooks and continues to the next synchronization. Hooks on other ranks
     synchronize before they communicate, so all ranks reach the same collective.
@@ -85,7 +85,7 @@ class HookSynchronizer:
         self.failure = self.failure or HookFailure(hook, operation, error)
 
     def exchange_requests(self, engine: Engine) -> None:
-        """Exchange hook requests and failures between all ranks, and raise if a hook failed. Communicates 5 integers.
+        """Exchange hook requests and errors between all ranks, and raise if a hook failed. Communicates 5 integers.
 
         Raises:
             ShardFormerError: The failure of one rank; raised on all ranks.

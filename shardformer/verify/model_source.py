@@ -303,7 +303,7 @@ def call_user_function(function: Callable[[], Any], name: str) -> Any:
 
 @contextmanager
 def _stdin_from_devnull() -> Iterator[None]:
-    """Replace standard input by an empty file inside a ``with`` block, so that user code cannot wait for input."""
+    """Make standard input empty inside a ``with`` block, so that user code cannot wait for input."""
     before = sys.stdin
     with open(os.devnull, encoding="utf-8") as empty:
         sys.stdin = empty
@@ -421,7 +421,7 @@ class PretrainedModelFactory:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that is selected on the command line, with functions that build the model and its batches.
+    """A model that the user selected on the command line, with functions that build the model and its batches.
 
     Args:
         title: name of the model for messages.
@@ -478,7 +478,7 @@ class ModelSource:
         return replace(self, model_fn=model_fn, head=head_class, config=model_fn.get_config())
 
     def with_min_layers(self, min_layers: int) -> ModelSource:
-        """Return a source whose small model has at least ``min_layers`` layers. Other models are not changed."""
+        """Return this source with at least ``min_layers`` layers in its small model. Other models are not changed."""
         if not isinstance(self.model_fn, SmallModelFactory):
             return self
         if min_layers > MAX_STAGE_LAYERS:
@@ -527,7 +527,7 @@ class ModelSource:
 
     @property
     def loss_fn(self) -> Callable[[nn.Module, Mapping[str, Any]], Tensor] | None:
-        """The user's loss function, or ``compute_model_loss`` for random batches, or None for the model's own loss."""
+        """The user's loss function, ``compute_model_loss`` for random batches, or None to use the model's own loss."""
         default = None if "batch_fn" in self.own else compute_model_loss
         loss_fn: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = self.own.get("loss_fn", default)
         return loss_fn

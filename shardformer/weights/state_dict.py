@@ -156,7 +156,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gather_state_dict(model: nn.Module, is_selected: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Gather only selected tensors of a sharded model's full state dict. All ranks must select the same names."""
+    """Gather the full values of selected tensors of a sharded model. All ranks must select the same names."""
     state = get_metadata(model)
     axes = [state.context.tensor, state.context.pipe, *([state.context.data] if state.parameter_owner else [])]
     wait_for_all_ranks("full_state_dict", *axes)

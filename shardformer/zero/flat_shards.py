@@ -56,7 +56,7 @@ class ParamSlice:
 
 @dataclass(frozen=True)
 class UnshardOptions:
-    """Options for gathering the parameters of a shard on demand under ZeRO stage 3.
+    """Options of a shard whose parameters are gathered only while they are used (ZeRO stage 3).
 
     Args:
         memory: Allocates a buffer of (number of elements, dtype, device).
@@ -128,7 +128,7 @@ class FlatShard:
         self.record_param_versions()
 
     def enable_stochastic_rounding(self, seeds: Mapping[int, int]) -> None:
-        """Enable rounding of bf16 parameters after each update if the shard has no fp32 master weights.
+        """Enable rounding of bf16 parameters after each optimizer step, unless the shard has fp32 master weights.
 
         Args:
             seeds: Seed for the random rounding of each ParamEntry, by the id of the entry.
@@ -140,7 +140,7 @@ class FlatShard:
 
     @property
     def master_weight_store(self) -> MasterWeightStore:
-        """The store that loads the master weights of this shard for the optimizer step, and frees them afterward."""
+        """The object that loads the master weights of this shard for an optimizer step, and frees them afterward."""
         return self.host or self.rounded or self._always_loaded
 
     @property
@@ -163,11 +163,11 @@ class FlatShard:
 
     @property
     def has_received_gradient(self) -> bool:
-        """Whether any rank had a gradient for a parameter of this shard, even if the user has discarded it."""
+        """Whether any rank computed a gradient for this shard, including gradients that the user discarded."""
         return any(self.has_gradient_per_param) or self._is_discarded
 
     def find_param_with_moved_memory(self) -> str | None:
-        """Return the name of the first parameter whose memory is no longer part of this shard, or None."""
+        """Return the name of the first parameter that no longer uses the memory of this shard, or None."""
         if self.full is None or not has_data(self.full):
             return None
         base, size = self.full.data_ptr(), self.full.element_size()
@@ -214,7 +214,7 @@ class FlatShard:
         return slice(low - place.start, high - place.start) if low < high else slice(0, 0)
 
     def _add_param(self, param_index: int, gradient: GradientSlot) -> ParamSlice | None:
-        """Copy a parameter into the shard, and return this rank's slice of it, or None if the rank has none.
+        """Copy a parameter into the shard, and return the slice that this rank updates, or None if there is no slice.
 
         A parameter without elements gets a slice on every rank, as in a single process. Communicates one all-reduce if
         several ranks store slices of the parameter.
@@ -298,7 +298,7 @@ class FlatShard:
                 self._shown[number] = seen, view
 
     def apply_user_gradient_edit(self, param_index: int) -> None:
-        """Apply the user's edits of a gradient to the shard, and clear ``.grad`` for the next backward pass.
+        """Apply the user's changes of a gradient to the shard, and clear ``.grad`` for the next backward pass.
 
         Raises:
             ConfigError: ``.grad`` was replaced by a tensor that was not computed from the original ``.grad``.
@@ -348,7 +348,7 @@ class FlatShard:
             param_slice.value.grad = None
 
     def record_gradient_edit(self, param_index: int, edit: str) -> None:
-        """Record that the user has edited ``p.grad``, so that the optimizer step can compare the edits of all ranks."""
+        """Record that the user changed ``p.grad``, so that the optimizer step can compare the changes of all ranks."""
         self.edits = (self.edits + crc32(f"{edit} {self.gradient_slots[param_index].entry.name}".encode())) % EDITS
 
     def get_local_gradient(self, param_index: int) -> Tensor:
@@ -452,7 +452,7 @@ class FlatShard:
             self._fetched = full_buffer, self._link.start_copy_to_device(self._get_local_shard(full_buffer), self.local)
 
     def release_fetched_parameters(self) -> None:
-        """Free the copy of the parameters on the device that ``fetch_parameters`` has created."""
+        """Free the copy of the parameters on the device that ``fetch_parameters`` created."""
         if self._fetched is not None:
             self._fetched[1].block_until_done()
             self._fetched = None

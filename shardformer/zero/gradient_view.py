@@ -162,7 +162,7 @@ def _apply_elementwise(func: Any, first: ShardedGradient, args: Any, kwargs: Any
 
 
 def _apply_foreach(func: Any, args: Any, kwargs: Any) -> Any:
-    """Apply a ``torch._foreach_`` function to this rank's slices of the gradients in its arguments."""
+    """Run a ``torch._foreach_`` function on this rank's slices of sharded gradients."""
     lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))]
     firsts = [next((x for x in row if isinstance(x, ShardedGradient)), None) for row in zip(*lists, strict=False)]
 

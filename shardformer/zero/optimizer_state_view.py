@@ -313,7 +313,7 @@ class OptimizerStateView(MutableMapping[Tensor, State]):
         self._slices |= {id(p.gradient.param): p for shard in shards for p in shard.slices}
 
     def _find_state_and_key(self, key: Tensor) -> tuple[Any, Tensor] | None:
-        """Return the optimizer state and the key of a parameter in it, or None if only other ranks store the state."""
+        """Return the states and the key that contain a parameter's state, or None if only other ranks store it."""
         if id(key) in self._slices:
             if (param_slice := self._slices[id(key)]) is None:
                 return None

@@ -107,7 +107,7 @@ class OptimizerUpdate:
         )
 
     def _step_optimizers(self, shards: Sequence[FlatShard] | None) -> None:
-        """Step the optimizers for the parameters in ``shards``, or for all parameters if it is None."""
+        """Run the optimizers for the parameters in ``shards``, or for all parameters if ``shards`` is None."""
         if shards is None:
             for optimizer in self._optimizers:
                 optimizer.step()
@@ -147,7 +147,7 @@ class ParamAllGather:
 
 @contextmanager
 def restrict_to_params(optimizer: Optimizer, param_ids: Collection[int]) -> Iterator[None]:
-    """Make an optimizer update only the parameters with the ids ``param_ids`` inside this context."""
+    """Make an optimizer update only the parameters whose ids are in ``param_ids``, inside a ``with`` block."""
     groups = optimizer.param_groups
     params_of_groups: list[list[Tensor]] = [group["params"] for group in groups]
     try:

@@ -27,7 +27,7 @@ MARGIN = 0.9
 
 
 def check_free_memory_option(settings: ZeroOptions, device: torch.device) -> None:
-    """Raise ConfigError if an option is "free" but the free memory of the device cannot be measured."""
+    """Raise ConfigError if an option is "free", but the free memory of the device is unknown."""
     brings = settings.offload.on_device == FREE_MEMORY
     stays = settings.stage == 3 and settings.reshard_after_forward == FREE_MEMORY
     if (brings or stays) and device.type != "cuda":

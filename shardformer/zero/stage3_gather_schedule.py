@@ -45,7 +45,7 @@ END = -1
 
 @dataclass
 class GatherOrder:
-    """The order in which all ranks gather the parameter groups during a forward or backward pass.
+    """The common order in which all ranks gather the parameter groups during a forward or backward pass.
 
     Args:
         units: Indices of the groups, in this order.
@@ -66,7 +66,7 @@ class GatherOrder:
         self.complete = {n + (n >= position): found for n, found in self.complete.items()}
 
     def find_position(self, group_index: int, start: int) -> int:
-        """Return the first position at or after ``start`` at which a parameter group is gathered, or END."""
+        """Return the first position from ``start`` at which a parameter group is gathered, or END if there is none."""
         return next((n for n in range(max(start, 0), len(self.units)) if self.units[n] == group_index), END)
 
     def find_read_positions(self, read_indices: Sequence[int]) -> list[int]:
@@ -245,7 +245,7 @@ class GatherScheduler:
             self._saving = self._caller = None
 
     def gather_parameter(self, param: Tensor) -> None:
-        """Gather the parameter group of ``param``, and free all other groups. Must be called on all ranks."""
+        """Gather the parameter group that contains ``param``, and free the others. Must be called on all ranks."""
         wanted = param.__dict__.get(GROUP_ATTRIBUTE)
         for unit in self.units:
             if unit is not wanted:
@@ -266,7 +266,7 @@ class GatherScheduler:
         self.reducer.is_sealed = self._plan is not None and not self._plan.is_open
 
     def gather_before_read(self, units: Sequence[Stage3ParamGroup]) -> None:
-        """Gather parameter groups before an operation reads their parameters."""
+        """Gather the parameter groups whose parameters an operation is about to read."""
         if torch_compat.current_graph_task_id() >= 0:
             self._begin_backward(None)
         elif self._kind is None or self._is_backward:
@@ -339,7 +339,7 @@ class GatherScheduler:
         return self._record.units[-1] if self._record.units else END
 
     def _end_pass(self) -> None:
-        """Participate in the other ranks' remaining all-gathers, and end this rank's forward or backward pass."""
+        """Take part in the remaining all-gathers of other ranks, and end this rank's forward or backward pass."""
         assert self._kind is not None
         self._keep = ()
         self._gather_up_to(END)
@@ -378,7 +378,7 @@ class GatherScheduler:
             self._last_arrivals[group.index] = len(self._read_indices) - 1
 
     def _reduce_remaining_groups(self) -> None:
-        """Reduce the gradients of the remaining parameter groups in the same order on all ranks."""
+        """Reduce all gradients that have not been reduced yet, in the same order on all ranks."""
         rest = {unit.index for unit in self.units if unit.index not in self.reducer.sent}
         if not self.reducer.is_sealed:
             again = [unit.index for unit in self.units if self.reducer.has_unreduced_gradients(unit)]
@@ -403,7 +403,7 @@ class GatherScheduler:
     # --- tensors that autograd saves
 
     def _pack_saved_tensor(self, x: Tensor) -> SavedParamView | None:
-        """Save a gathered tensor as its position in a parameter group. Return None for other tensors."""
+        """Replace a gathered tensor that autograd saves by its position in its group. Return None for other tensors."""
         place = None if x.layout is not torch.strided else self._groups_by_address.get(torch_compat.get_storage_id(x))
         if place is None:
             return None
@@ -522,7 +522,7 @@ def _make_param_groups(
     host: HostOffloadManager | None,
     pool: GatherBufferPool,
 ) -> tuple[list[Stage3ParamGroup], dict[int, list[GradientBucket]]]:
-    """Create the sharded parameter groups and their gradient buckets, and replace the parameters by placeholders."""
+    """Divide parameters into sharded groups with gradient buckets, and replace the parameters by placeholders."""
     precision = settings.precision
     gathered = UnshardOptions(pool.take, host.link if host is not None and settings.offload.parameters else None)
     units: list[Stage3ParamGroup] = []

@@ -41,7 +41,7 @@ GROUP_ATTRIBUTE = "_shardformer_unit"
 
 
 class UngatheredParameter(nn.Parameter):
-    """A parameter whose full values are not available on this rank until its parameter group is gathered.
+    """A parameter whose full values are not on this rank until its parameter group is gathered.
 
     An operation that reads the values gathers the group. Outside a forward or backward pass, it raises an error. Shape,
     dtype, device, hooks and ``.grad`` are available without a gather.
@@ -71,7 +71,7 @@ class UngatheredParameter(nn.Parameter):
 
 
 def _keeps_device_and_dtype(convert: Any, param: Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Return whether a conversion keeps the device and dtype, such as ``param.to(device)`` with the same device."""
+    """Return whether a conversion, such as ``param.to(device)``, keeps the parameter's device and dtype."""
     args = tuple(torch.device("cpu") if isinstance(x, torch.device) and x.type == "cpu" else x for x in args)
     with DisableTorchFunctionSubclass():
         probe = torch.empty(0, dtype=param.dtype, device=param.device)
@@ -87,7 +87,7 @@ def gather_param_groups(params: Iterable[nn.Parameter]) -> None:
 
 @cache
 def _get_functions_without_gather() -> frozenset[Any]:
-    """Return the torch functions that can be called on a parameter without gathering its values."""
+    """Return the torch functions that work on a parameter whose values are not gathered."""
     getters = (
         "shape dtype device requires_grad grad is_leaf layout ndim grad_fn is_cuda is_cpu is_meta is_sparse "
         "is_quantized is_nested itemsize nbytes _version names output_nr retains_grad _backward_hooks "
@@ -342,7 +342,7 @@ class UnshardedGroupCache(list[Stage3ParamGroup]):
     max_bytes: float = 0.0
 
     def add_and_evict(self, group: Stage3ParamGroup) -> list[Stage3ParamGroup]:
-        """Add a group to the cache, and return the groups that no longer fit, which are identical on all ranks."""
+        """Add a group to the cache, and return the groups that no longer fit, in the same order on all ranks."""
         if group in self:
             self.remove(group)
         self.append(group)
@@ -403,7 +403,7 @@ class ParamGroupReducer(PausableReducer):
         self._arrived(unit)
 
     def is_complete(self, group: Stage3ParamGroup) -> bool:
-        """Return whether this rank has all gradients of a parameter group and has not reduced any of them yet."""
+        """Return whether a parameter group has all gradients on this rank, and none of them has been reduced yet."""
         found = self._buckets.get(group.index, ())
         return bool(found) and group.index not in self.sent and all(g.arrived for b in found for g in b.gradients)
 
