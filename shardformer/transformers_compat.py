@@ -212,7 +212,7 @@ def remove_kv_caches(output: Any, argument_names: Collection[str]) -> Any:
 def synchronize_generation(
     model: nn.Module, before_generate: Callable[[], None], is_true_on_any_rank: Callable[[bool], bool]
 ) -> None:
-    """Make a model's ``generate`` method continue on every rank until the sequences of all ranks are finished.
+    """Make ``model.generate`` continue on every rank until all ranks have finished their sequences.
 
     transformers has a mode for this (``synced_gpus``), in which a finished rank continues with forward passes whose
     tokens are discarded. The mode checks all processes of torch.distributed. Here it calls ``is_true_on_any_rank``

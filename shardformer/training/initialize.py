@@ -74,7 +74,7 @@ OptimizerArgument = list[Optimizer] | MakeOptimizer | None
 def _detach_optimizer_parameters(
     optimizers: Sequence[Optimizer], model: nn.Module
 ) -> Iterator[Callable[[nn.Module], None]]:
-    """Remove the parameters from optimizers during sharding, and yield a function that adds the sharded parameters.
+    """Remove a model's parameters from its optimizers, and yield a function that adds the sharded parameters.
 
     The optimizers stay the same objects, so that schedulers remain valid. Their parameter lists are modified in place,
     because some optimizers keep a reference to them. An error restores the original parameters.
@@ -170,7 +170,7 @@ def make_parallel_context(context: ParallelContext | None, config: ParallelConfi
 
 
 def _add_derived_axes(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
-    """Add the mesh axes of a tensor-parallel grid, and the ring and Ulysses axes, to a context if they are used."""
+    """Add mesh axes for ring attention, Ulysses and tensor-parallel grids to a context if the config uses them."""
     if "ring" not in context.sizes:
         sequence = config.sequence if isinstance(config.sequence, int) else list(config.sequence)
         context = reshape_sequence_axis(context, sequence)
@@ -186,7 +186,7 @@ def _shard_model_and_optimizers(
     on_sharded: Callable[[nn.Module], object] = lambda _: None,
     make_example_inputs: Callable[[], Any] = lambda: None,
 ) -> nn.Module:
-    """Shard the model, and replace the parameters in the optimizers by the sharded parameters.
+    """Shard the model, and make its optimizers update the sharded parameters.
 
     An error restores the model and the optimizers, even if ``on_sharded``, a function of the sharded model, raises it.
     """
@@ -243,7 +243,7 @@ def _make_scheduler(scheduler: Any, optimizers: list[Optimizer]) -> Any:
 
 @dataclass(eq=False)
 class RebuildArguments:
-    """Arguments of ``initialize`` that ``Engine.reshard`` needs to rebuild the engine under another layout.
+    """Stores the arguments of ``initialize``, so that ``Engine.reshard`` can build an engine with another layout.
 
     Args:
         meta_model: Unsharded model on the meta device, or None if the user passed a sharded model.
@@ -397,7 +397,7 @@ def make_engine_without_data(
     policy: Any = None,
     make_example_inputs: Callable[[], Any] = lambda: None,
 ) -> Engine:
-    """Shard a model and its optimizers as ``initialize`` does, for a training loop that reads the data itself.
+    """Shard a model and its optimizers like ``initialize``, for a training loop that loads its own data.
 
     Args:
         make_example_inputs: Function that returns example arguments of ``forward``, from which a policy may be derived,
@@ -411,7 +411,7 @@ def make_engine_without_data(
 
 
 def _make_example_inputs(data: ShardedDataLoader | None, model: nn.Module, *, has_target: bool) -> Any:
-    """Build example arguments of ``forward`` from the first training samples, or return None if none can be read."""
+    """Build example inputs for ``forward`` from the first training samples, or return None if this is impossible."""
     batch = data.get_example_batch() if data is not None else None
     if batch is None or is_batch_list(batch):
         return None

@@ -125,7 +125,7 @@ def get_plot_series(name: str, series: Series) -> Series:
 
 
 def find_isolated_points(values: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return a mask of isolated points, which a line plot would not show because both neighbors are not finite."""
+    """Mark each finite value between two nonfinite values, which a line plot would not show."""
     good = np.isfinite(values)
     padded = np.concatenate([[False], good, [False]])
     found: NDArray[np.bool_] = good & ~padded[:-2] & ~padded[2:]
@@ -185,7 +185,7 @@ def describe_loss_differences(runs: Runs) -> list[str]:
 
 
 def find_overlap_positions(runs: Runs, name: str) -> list[tuple[int, int]]:
-    """Find the groups of runs whose curves for a metric coincide.
+    """Find the training runs whose curves for a metric coincide.
 
     Returns, for each run, its position among the runs with the same curve, and the number of these runs.
     """

@@ -28,7 +28,7 @@ _REPLACED: dict[int, Any] = {}
 
 @dataclass(frozen=True)
 class StepRequests:
-    """Actions to take before the next step, because a hook requested them or because a signal arrived."""
+    """Actions to take before the next step, such as saving, that a hook or a signal requested."""
 
     stop: bool = False
     validate: bool = False
@@ -60,7 +60,7 @@ class HookFailure:
 
 
 class HookSynchronizer:
-    """Collects hook requests and hook failures of this rank, and exchanges them with all ranks before each step.
+    """Collects the requests and errors of hooks on this rank, and exchanges them with all ranks before each step.
 
     After a failure, a rank calls no more hooks and continues to the next synchronization. Hooks on other ranks
     synchronize before they communicate, so all ranks reach the same collective.
@@ -78,14 +78,14 @@ class HookSynchronizer:
         self._local = self._received = StepRequests()
 
     def request_actions(self, **requests: bool) -> None:
-        """Request actions at the next synchronization of all ranks, as in ``request_actions(save=True)``."""
+        """Request that all ranks act before the next step, as in ``request_actions(save=True)``."""
         self._local = replace(self._local, **requests)
 
     def record_failure(self, hook: Hook | None, operation: str, error: Exception) -> None:
         self.failure = self.failure or HookFailure(hook, operation, error)
 
     def exchange_requests(self, engine: Engine) -> None:
-        """Exchange hook requests and failures between all ranks, and raise if a hook failed. Communicates 5 integers.
+        """Exchange hook requests and errors between all ranks, and raise if a hook failed. Communicates 5 integers.
 
         Raises:
             ShardFormerError: The failure of one rank; raised on all ranks.

@@ -59,7 +59,7 @@ class StreamedDataSource:
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches per epoch, or None if it is unknown or if the iterable yields single samples."""
+        """Number of batches per epoch if the iterable yields batches and has a length, and otherwise None."""
         return length_or_none(self._source) if self.makes_batches else None
 
     def iterate_batch_shards(
@@ -72,7 +72,7 @@ class StreamedDataSource:
         drop_last: bool,
         merge_last: bool,
     ) -> Iterator[tuple[int, Any]]:
-        """Skip ``first_sample`` samples, and yield the size of each global batch and this rank's shard of it."""
+        """Skip ``first_sample`` samples, and yield the size of each later global batch and this rank's shard."""
         reader = self._get_reader(epoch, seed, first_sample)
         if self._collate is None:
             for batch, count, part in reader.iterate_batches_with_shards(shard, first_sample):
@@ -95,7 +95,7 @@ class StreamedDataSource:
         self._reader = None
 
     def _get_reader(self, epoch: int, seed: int, start: int) -> _StreamReader:
-        """Return a new reader of the stream, or the existing reader if the stream is an iterator and cannot restart."""
+        """Return a new reader for an iterable, or the existing reader for an iterator, which cannot restart."""
         if not isinstance(self._source, Iterator):
             return _StreamReader(self._source, epoch, seed)
         if self._reader is None:
@@ -128,7 +128,7 @@ class _StreamReader:
             return list(islice(self._iterator, count))
 
     def read_remaining_if_fewer(self, limit: int) -> list[Any]:
-        """Return the remaining samples of the stream if there are fewer than ``limit``, and otherwise an empty list."""
+        """Return all remaining samples if there are fewer than ``limit``, and otherwise an empty list."""
         found = self.read(limit)
         if len(found) < limit:
             return found
@@ -141,7 +141,7 @@ class _StreamReader:
             pass
 
     def iterate_batches_with_shards(self, shard: ShardPosition, first_sample: int) -> Iterator[tuple[Any, int, Any]]:
-        """Skip ``first_sample`` samples, and yield each global batch, its number of samples, and this rank's shard."""
+        """Yield each global batch after ``first_sample`` samples, its number of samples, and this rank's shard."""
         while found := self._read_without_counting(1):
             (batch,) = found
             named = batch if isinstance(batch, Mapping) else {"batch": batch}
@@ -224,7 +224,7 @@ class _LocalBatchSampler:
 
 
 class IndexedDataSource:
-    """Training data that is read by index, in random order, in sequential order, or in the order of a sampler."""
+    """Training data whose samples are read by index, in sequential order, random order or the order of a sampler."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class IndexedDataSource:
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches per epoch, or None if it is unknown or if the sampler yields single samples."""
+        """Number of batches per epoch if the sampler yields batches and has a length, and otherwise None."""
         return length_or_none(self._sampler) if self.makes_batches else None
 
     def iterate_batch_shards(

@@ -317,7 +317,7 @@ class Trainer:
         self._current_activity = ""
 
     def _run_requested_actions(self) -> None:
-        """Validate, save or stop on all ranks, if a hook on any rank requested it since the last step."""
+        """Validate, save or stop on all ranks, if a hook on any rank has requested this action."""
         self.synchronize_ranks()
         requests = self._pop_requests()
         if requests.validate and self._validation is not None:
@@ -329,7 +329,7 @@ class Trainer:
             self.stopped_by = self._stop_reason or "a hook of another rank requested it"
 
     def _pop_requests(self) -> StepRequests:
-        """Return and clear the requests of all ranks. If a rank received a signal, ``on_signal`` is called first."""
+        """Return and clear the requested actions. If a rank received a signal, ``on_signal`` is called first."""
         requests = self._synchronizer.pop_requests()
         if requests.signal and not self.was_interrupted:
             self._call_hooks_synchronized("on_signal")
@@ -365,7 +365,7 @@ class Trainer:
         self._call_hooks_synchronized("after_save")
 
     def _get_checkpoint_arguments(self) -> dict[str, Any]:
-        """Return the hook states and the data position as keyword arguments for ``engine.save``."""
+        """Return the arguments for ``engine.save``: the hook states and the position in the training data."""
         states = {name: hook.state() for name, hook in self._get_hooks_by_name().items()}
         return {"extra": {HOOKS: states, TRAINER_USER_KEY: self.extra}, "position": self._position}
 

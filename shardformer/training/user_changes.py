@@ -41,7 +41,7 @@ DEPTH = 2
 
 @dataclass(frozen=True, eq=False)
 class AttributeSnapshot:
-    """Recorded value of one module attribute, buffer, hook list or ``requires_grad`` flag of a model.
+    """Recorded value of a module attribute, buffer, hook list or ``requires_grad`` flag.
 
     Args:
         description: Description of the value, equal on all ranks.
@@ -107,7 +107,7 @@ def gather_model_changes(
 
 
 def apply_model_changes(changes: Mapping[ItemKey, Any], unsharded: nn.Module) -> None:
-    """Apply the changes that ``gather_model_changes`` returned to an unsharded model."""
+    """Repeat on an unsharded model the changes that ``gather_model_changes`` found."""
     for kind, path, name in sorted(changes, key=lambda key: (key[0] != "module", key)):
         value = changes[kind, path, name]
         if kind == "parameter":
@@ -127,7 +127,7 @@ def apply_model_changes(changes: Mapping[ItemKey, Any], unsharded: nn.Module) ->
 def _diff_snapshots(
     before: Mapping[ItemKey, AttributeSnapshot], after: Mapping[ItemKey, AttributeSnapshot]
 ) -> dict[ItemKey, AttributeSnapshot]:
-    """Return the items that changed between snapshots. Raise ConfigError if one cannot be set in a resharded model."""
+    """Return the changes between two snapshots. Raise ConfigError if one cannot be set in a resharded model."""
 
     def summary(item: AttributeSnapshot | None) -> object:
         return item and (item.description, item.identity)
@@ -156,7 +156,7 @@ def _diff_snapshots(
 
 
 def _snapshot_hooks(hooks: list[Any]) -> AttributeSnapshot:
-    """Record which hooks the user registered on a module or parameter. Hooks cannot be copied to another model."""
+    """Record the user's hooks on a module or parameter. Hooks cannot be copied to another model."""
     own = [hook for hook in hooks if not is_library_hook(hook)]
     return AttributeSnapshot(f"{len(own)} hooks", is_copyable=False, identity=tuple(map(id, own)))
 
@@ -220,7 +220,7 @@ def _snapshot_tensor(tensor: Tensor) -> AttributeSnapshot:
 
 
 def _get_underlying_function(value: Any) -> Any:
-    """Return ``value`` if it is a function, the function in a ``functools.partial``, or None for other values."""
+    """Return the function itself, or the function in a ``functools.partial``, and None for other values."""
     function = value.func if isinstance(value, partial) else value
     return function if isinstance(function, FUNCTIONS) else None
 
@@ -235,7 +235,7 @@ def _refers_to_module(value: Any) -> bool:
 
 
 def _stable_repr(value: Any) -> str:
-    """Return a repr that is identical on all ranks, by sorting the elements of sets."""
+    """Return a repr that is identical on all ranks, with the elements of sets in sorted order."""
     if isinstance(value, (set, frozenset)):
         return f"{{{', '.join(sorted(map(_stable_repr, value)))}}}"
     return repr(value)

@@ -16,7 +16,7 @@ from shardformer.errors import ConfigError
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Maximum relative differences of losses and gradients that ``verify`` accepts, and the machine epsilon."""
+    """Largest relative differences of losses and gradients that ``verify`` accepts."""
 
     loss: float
     gradient: float
@@ -67,7 +67,7 @@ class Report:
 
     @property
     def compared_quantities(self) -> list[tuple[str, LargestDifference, float]]:
-        """Name, largest difference and tolerance of each compared quantity, such as the losses or the weights."""
+        """The name, largest difference and tolerance of each quantity, such as the losses or the weights."""
         return [
             ("losses", self.loss, self.bounds.loss),
             ("gradients", self.gradient, self.bounds.gradient),
@@ -77,7 +77,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """Text that reports which quantities differ, and which difference is closest to its tolerance."""
+        """Summary of which quantities differ, and which difference is closest to its tolerance."""
         kind, worst, bound = max(self.compared_quantities, key=lambda compared: compared[1].used)
         failed = [name for name, difference, _ in self.compared_quantities if difference.used > 1]
         reasons = [f"{', '.join(failed)} differ"] if failed else []

@@ -69,7 +69,7 @@ MULTIMODAL_TASKS = (
 
 
 def map_model_types_to_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
-    """Return a dict from transformers model types to the name of their class for the first match in ``tasks``."""
+    """Return the class name of each transformers model type, for the first task in ``tasks`` that it supports."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, str] = {}
@@ -129,7 +129,7 @@ class ReducedModelFactory:
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """Example batch of a model, with the properties that are needed to derive other batches from it.
+    """Example batch of a model, from which the batches of all steps are derived.
 
     Args:
         ids: token ids of image and sound placeholders, by the names of their config fields.
@@ -181,7 +181,7 @@ def is_multimodal(head_class: str) -> bool:
 def _roll_text_tokens(
     sample: Mapping[str, Tensor], shift: int, placeholder_ids: Mapping[str, int]
 ) -> Mapping[str, Tensor]:
-    """Rotate the text tokens of a sample by ``shift`` positions, but keep placeholder tokens of images and sounds."""
+    """Rotate the text tokens of a sample by ``shift`` positions, without moving image or sound placeholders."""
     if (tokens := sample.get(MEDIA_TOKEN_FIELDS)) is None:
         return sample
     is_text = ~torch.isin(tokens, torch.tensor([*placeholder_ids.values(), -1]))
@@ -303,7 +303,7 @@ def call_user_function(function: Callable[[], Any], name: str) -> Any:
 
 @contextmanager
 def _stdin_from_devnull() -> Iterator[None]:
-    """Replace standard input by an empty file inside a ``with`` block, so that user code cannot wait for input."""
+    """Make standard input empty inside a ``with`` block, so that user code cannot wait for input."""
     before = sys.stdin
     with open(os.devnull, encoding="utf-8") as empty:
         sys.stdin = empty
@@ -421,7 +421,7 @@ class PretrainedModelFactory:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that is selected on the command line, with functions that build the model and its batches.
+    """A model that the user selected on the command line, with functions that build the model and its batches.
 
     Args:
         title: name of the model for messages.
@@ -478,7 +478,7 @@ class ModelSource:
         return replace(self, model_fn=model_fn, head=head_class, config=model_fn.get_config())
 
     def with_min_layers(self, min_layers: int) -> ModelSource:
-        """Return a source whose small model has at least ``min_layers`` layers. Other models are not changed."""
+        """Return this source with at least ``min_layers`` layers in its small model. Other models are not changed."""
         if not isinstance(self.model_fn, SmallModelFactory):
             return self
         if min_layers > MAX_STAGE_LAYERS:
@@ -491,7 +491,7 @@ class ModelSource:
         return replace(self, title=title, model_fn=model_fn, config=model_fn.get_config())
 
     def make_batch_fn(self, batch_size: int = 4, sequence: int = TOKENS) -> Callable[[int], Mapping[str, Any]]:
-        """Return a function that creates the global batch of a step, such as the user's ``batch_fn``.
+        """Return the user's ``batch_fn``, or create a function that returns the global batch of a step.
 
         By default, batches contain random tokens with labels. Images and sounds have the sizes of the config. Raises
         ConfigError if the inputs of the model are unknown, or if the model accepts fewer tokens.
@@ -527,7 +527,7 @@ class ModelSource:
 
     @property
     def loss_fn(self) -> Callable[[nn.Module, Mapping[str, Any]], Tensor] | None:
-        """The user's loss function, or ``compute_model_loss`` for random batches, or None for the model's own loss."""
+        """The user's loss function, ``compute_model_loss`` for random batches, or None to use the model's own loss."""
         default = None if "batch_fn" in self.own else compute_model_loss
         loss_fn: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = self.own.get("loss_fn", default)
         return loss_fn

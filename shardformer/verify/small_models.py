@@ -213,7 +213,7 @@ def is_vision_only(head_class: str) -> bool:
 
 
 def get_head_config_fields(head_class: str, changes: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Return the config fields of the small model for a head class, with ``changes`` applied."""
+    """Return the config fields of the small model for a head class, updated with ``changes``."""
     family = SMALL_CONFIGS[FAMILY_OF[head_class]]
     settings = {**family, **HEAD_CONFIG.get(head_class, {})}
     return {**(settings[SUBMODEL_FIELDS[head_class]] if head_class in SUBMODEL_FIELDS else settings), **changes}
@@ -419,10 +419,10 @@ class RandomBatchFactory:
 
 
 def compute_model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return the loss of a model, or, without a loss, the mean squared distance of its outputs from a cosine curve.
+    """Return the loss of a model, or the mean squared error of its outputs if it returns no loss.
 
-    The cosine is the same in every row, so the loss of a batch is the mean of the losses of its shards. It is not
-    constant, because the distance of a normalized output from a constant has no gradient.
+    The target is a cosine, the same in every row, so the loss of a batch is the mean of the losses of its shards. It is
+    not constant, because the distance of a normalized output from a constant has no gradient.
 
     Raises:
         ConfigError: the model returns neither a loss nor named tensors.
@@ -440,7 +440,7 @@ def compute_model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def averages_loss_over_samples(head_class: str) -> bool:
-    """Return whether ``compute_model_loss`` averages over samples instead of labels for a head class.
+    """Return whether the loss for a head class is a mean over the samples instead of the labels of a batch.
 
     The losses of micro-batches must then be weighted by ``count_samples``.
     """
@@ -499,7 +499,7 @@ STACKS: Mapping[str, int] = MappingProxyType(
 
 
 def round_up_to_supported_depth(family: str, head_class: str, num_layers: int) -> int:
-    """Round a number of layers up to a depth that the small model of a family supports."""
+    """Round a number of layers up to a number that the small model of a family supports."""
     stacks = STACKS.get(head_class, 1)
     least = {"swin": 3, "swinv2": 3}.get(family, 4 if head_class == "BeitForSemanticSegmentation" else 2)
     each = max(least, -(-num_layers // stacks))
@@ -507,7 +507,7 @@ def round_up_to_supported_depth(family: str, head_class: str, num_layers: int) -
 
 
 def get_depth_config_fields(family: str, head_class: str, min_layers: int) -> dict[str, Any]:
-    """Return the config fields for a small model of a family with at least ``min_layers`` layers in total."""
+    """Return the config fields that give a small model of a family at least ``min_layers`` layers in total."""
     each = round_up_to_supported_depth(family, head_class, min_layers) // STACKS.get(head_class, 1)
     if family in ("sam", "blip-2"):
         settings = {**SMALL_CONFIGS[family], **HEAD_CONFIG.get(head_class, {})}
@@ -565,7 +565,7 @@ class SmallModelFactory:
         return self.head or DEFAULT_HEAD[self.family]
 
     def with_min_layers(self, min_layers: int) -> SmallModelFactory:
-        """Return a copy of this function that builds a model with at least ``min_layers`` layers."""
+        """Return a copy of this factory that builds a model with at least ``min_layers`` layers."""
         return replace(
             self, changes={**self.changes, **get_depth_config_fields(self.family, self.head_class, min_layers)}
         )
@@ -594,7 +594,7 @@ _IMPORT_LOCK = threading.Lock()  # serializes transformers' lazy imports when ra
 
 @torch.no_grad()
 def _randomize_zero_parameters(model: nn.Module) -> None:
-    """Fill parameters that are initialized to zero with small random values, because zeros would hide errors."""
+    """Fill zero-initialized parameters with small random values, because zeros would hide errors."""
     for param in model.parameters():
         if param.dim() > 1 and has_data(param) and not param.any():
             param.normal_(std=0.02)

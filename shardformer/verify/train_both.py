@@ -64,7 +64,7 @@ UNITS = 4  # maximum random error of an operation, in units in the last place
 
 
 class ForceFp64Mode(TorchFunctionMode):
-    """Torch function mode that turns casts to a lower precision into casts to fp64, such as in the norm of LLaMA."""
+    """Torch function mode that replaces casts to a lower precision by casts to fp64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -78,7 +78,7 @@ class ForceFp64Mode(TorchFunctionMode):
         return out
 
     def _run_backward_in_mode(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a backward pass in this mode, so that activation checkpointing recomputes the forward pass in fp64."""
+        """Run a backward pass in which activation checkpointing recomputes the forward pass in fp64."""
         before, _CURRENT.mode = _CURRENT.mode, self
         try:
             with temporary_patch(BACKWARD_PATCH, _patch_backward):
@@ -101,7 +101,7 @@ BACKWARD_PATCH = Patch(
 
 
 def _patch_backward() -> Undo:
-    """Patch autograd to run each backward pass in the ``ForceFp64Mode`` mode of the thread that started it."""
+    """Make each backward pass use the ``ForceFp64Mode`` mode of the thread that started the pass."""
     original = getattr(torch.autograd, ENGINE)
 
     @wraps(original)
@@ -170,7 +170,7 @@ def get_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, num_shar
 
 
 def check_samples_are_independent(job: VerifyJob, model: nn.Module) -> None:
-    """Raise ConfigError if a batch is split although the model compares the samples of a batch with each other."""
+    """Raise ConfigError if a batch is split, but the model compares the samples of a batch with each other."""
     reference = get_rank_batch(job, job.batch_fn(0), 0, job.num_reference_shards)
     part = get_rank_batch(job, job.batch_fn(0), 0, job.data)
     micro_batch = _split_into_micro_batches(job, part)[0]
@@ -214,7 +214,7 @@ def _split_into_micro_batches(job: VerifyJob, rank_batch: Mapping[str, Any]) -> 
 
 
 class PrecomputedForward(nn.Module):
-    """Module that a pipeline passes to ``loss_fn`` in place of the model, and that returns a precomputed output."""
+    """Replaces the model in the user's ``loss_fn``, and returns the output that a pipeline has computed."""
 
     def __init__(self, model: nn.Module, output: Any, part: Mapping[str, Any]) -> None:
         super().__init__()
@@ -378,7 +378,7 @@ class VerifyJob:
 
     @property
     def num_reference_shards(self) -> int:
-        """Number of shards into which a batch is split to compute the loss of the unsharded model."""
+        """Number of parts into which a batch is split to compute the loss of the unsharded model."""
         return 1 if self.average_loss_over == "tokens" else self.data
 
     @property
@@ -453,7 +453,7 @@ def _compute_loss(job: VerifyJob, model: nn.Module, batch: Mapping[str, Any]) ->
 def _compute_seeded_loss(
     job: VerifyJob, model: nn.Module, rank_batch: Mapping[str, Any], step: int, rank: int, seed: int = 0
 ) -> Tensor:
-    """Compute the loss with a seed for the step and the data rank, so that both models use the same random numbers."""
+    """Compute the loss after setting a random seed, so that both models use the same random numbers."""
     seed_random(1 + step * job.data + rank + seed * 2**31)
     return _compute_loss(job, model, rank_batch)
 
@@ -477,7 +477,7 @@ def _train_unsharded(job: VerifyJob) -> TrainingTrace:
 
 
 def _record_backward(job: VerifyJob, model: nn.Module, step: int, trace: TrainingTrace) -> None:
-    """Run forward and backward of the unsharded model, and record the loss, the gradients and their rounding noise."""
+    """Compute the gradients of the unsharded model, and record them with the loss and their rounding noise."""
 
     def gradients(rounding: AbstractContextManager[Any]) -> dict[str, Tensor | None]:
         model.zero_grad()
@@ -509,7 +509,7 @@ def _compute_unsharded_loss(job: VerifyJob, model: nn.Module, step: int, seed: i
 
 
 def _check_loss_is_reproducible(job: VerifyJob, model: nn.Module) -> None:
-    """Raise ConfigError if the model uses random numbers, so that the loss changes when it is computed again."""
+    """Raise ConfigError if the loss changes when it is computed again, because the model uses random numbers."""
     draws_anew = job.pipeline is not None or job.num_reference_shards < job.data
     with torch.no_grad(), _get_precision_context(job):
         first, second = (float(_compute_unsharded_loss(job, model, 0, seed)) for seed in (0, int(draws_anew)))
@@ -577,7 +577,7 @@ def _run_backward_passes(job: VerifyJob, model: nn.Module, optimizer: Any, run_s
 
 
 def _get_full_gradient(optimizer: Any, name: str, param: Tensor) -> Tensor | None:
-    """Return the full gradient of a parameter, even if ZeRO has sharded it."""
+    """Return the full gradient of a parameter, even if ZeRO shards the gradient."""
     if isinstance(optimizer, ZeroOptimizer):
         return optimizer.full_gradient(name) if param.requires_grad else None
     return param.grad

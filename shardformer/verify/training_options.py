@@ -90,7 +90,7 @@ class VerifyTraining:
         check_int("gradient_accumulation_steps", self.gradient_accumulation_steps)
 
     def get_accumulation_indices(self, step: int) -> range:
-        """Return the indices of the backward passes in a step, counted from the first backward pass of training."""
+        """Return the indices of a step's backward passes, numbered from the start of training."""
         return range(step * self.gradient_accumulation_steps, (step + 1) * self.gradient_accumulation_steps)
 
     def freeze_matching_params(self, model: nn.Module) -> None:

@@ -154,7 +154,7 @@ def _find_worst_gradient_difference(
 def _find_worst_weight_difference(
     job: VerifyJob, unsharded: TrainingTrace, sharded: TrainingTrace, bounds: Tolerances
 ) -> tuple[LargestDifference, list[str]]:
-    """Return the largest difference of a weight, relative to its change in training, and the missing weights."""
+    """Compare the trained weights of both models, and return the largest difference and the missing weights."""
     worst = NO_DIFFERENCE
     gone = [
         name for name in {**unsharded.after, **sharded.after} if (name in unsharded.after) != (name in sharded.after)
@@ -172,7 +172,7 @@ def _find_worst_weight_difference(
 
 
 def _is_gradient_rounding_noise(unsharded: TrainingTrace, name: str) -> bool:
-    """Return whether a gradient is zero except for rounding errors, like that of the key bias in attention."""
+    """Return whether a gradient consists only of rounding errors, like that of the key bias in attention."""
     grads = [grad for step in unsharded.grads if (grad := step.get(name)) is not None and grad.numel()]
     return unsharded.noise.get(name, 0.0) > 1e-3 * max((float(grad.abs().max()) for grad in grads), default=0.0)
 
@@ -204,7 +204,7 @@ NOTE_VARIABLE = "SHARDFORMER_UNGUARDED"
 
 
 def check_main_guard() -> None:
-    """Stop a worker process that calls ``verify`` again while it imports a script without a main guard."""
+    """Stop a worker process that would call ``verify`` again, because the user's script has no main guard."""
     if not getattr(process.current_process(), "_inheriting", False):
         return
     place = _find_main_module_location()
@@ -217,7 +217,7 @@ def check_main_guard() -> None:
 
 @contextmanager
 def explain_missing_main_guard() -> Iterator[None]:
-    """Convert a WorkerError to ConfigError if it was caused by a script without a main guard."""
+    """Convert a WorkerError to a ConfigError if the user's script has no main guard."""
     before = os.environ.get(NOTE_VARIABLE)
     with TemporaryDirectory(prefix="shardformer-") as folder:
         note = Path(folder, "unguarded")

@@ -213,7 +213,7 @@ def _load_generation_config(path_or_name: str, hub_options: Mapping[str, Any]) -
 
 @contextmanager
 def _disable_loading_threads() -> Iterator[None]:
-    """Make transformers load weights in the main thread, because ShardFormer records no calls in other threads."""
+    """Make transformers load weights without threads, because ShardFormer records only calls in the main thread."""
     before = os.environ.get(ASYNC)
     os.environ[ASYNC] = "1"
     try:
@@ -227,7 +227,7 @@ def _disable_loading_threads() -> Iterator[None]:
 
 @contextmanager
 def _silence_transformers_logging() -> Iterator[None]:
-    """Hide transformers' progress bar, and its loading report on all ranks except the first."""
+    """Hide transformers' progress bar on all ranks, and its loading report on all ranks except the first."""
     from transformers.utils import logging
 
     has_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()

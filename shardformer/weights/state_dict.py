@@ -56,7 +56,7 @@ def _get_first_tied_names(model: nn.Module, metadata: ShardingMetadata) -> dict[
 def _add_tied_names(
     state_dict: Mapping[str, Any], local_state: Mapping[str, Tensor], first_names: Mapping[str, str]
 ) -> Mapping[str, Any]:
-    """Add this pipeline stage's tied weights to a state dict that contains them under the names of other stages."""
+    """Add tied weights to a state dict under the names that this pipeline stage uses for them."""
     values = {first_names[name]: value for name, value in state_dict.items() if name in first_names}
     tied = {
         name: first for name in local_state if name not in state_dict and (first := first_names.get(name)) in values
@@ -110,7 +110,7 @@ def _check_tensor_types(state_dict: Mapping[str, Any]) -> None:
 
 
 def _is_full_tensor(name: str, value: Tensor, local: Tensor, spec: ShardSpec) -> bool | None:
-    """Return True for a full tensor, False for a shard, and None if a shard would have the same shape."""
+    """Return whether a tensor in a state dict is full (True) or a shard (False), or None if it may be either."""
     if value.shape == local.shape:
         return None if spec.shape == tuple(local.shape) else False
     if tuple(value.shape) == spec.shape:
@@ -156,7 +156,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gather_state_dict(model: nn.Module, is_selected: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Gather only selected tensors of a sharded model's full state dict. All ranks must select the same names."""
+    """Gather the full values of selected tensors of a sharded model. All ranks must select the same names."""
     state = get_metadata(model)
     axes = [state.context.tensor, state.context.pipe, *([state.context.data] if state.parameter_owner else [])]
     wait_for_all_ranks("full_state_dict", *axes)

@@ -24,7 +24,7 @@ def _create_test_matrices() -> list[Tensor]:
 
 @without_fake_tensors()
 def needs_full_matrices(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer needs full matrices, because slices of a matrix would get different updates.
+    """Return whether an optimizer computes different updates if it receives only slices of a matrix.
 
     To find out, the optimizer runs a few steps on small matrices, with the settings of each parameter group.
 
@@ -67,7 +67,7 @@ def _group_needs_full_matrices(optimizer: Optimizer, group: dict[str, Any]) -> b
 
 @without_fake_tensors()
 def can_step_params_separately(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer computes the same updates if it updates each parameter in a separate step.
+    """Return whether an optimizer computes the same updates if each parameter is updated in a separate step.
 
     This is False if the optimizer counts steps globally or per parameter group. It is also False if the optimizer has
     step hooks, which would run several times.
@@ -117,7 +117,7 @@ def _run_trial_steps(
 
 
 def _copy_optimizer(optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> Any:
-    """Create a copy of an optimizer with other parameters, but without the state and hooks of the original.
+    """Copy an optimizer without its state and hooks, and use other parameters in the copy.
 
     Instance attributes that replace methods are dropped, because a scheduler's ``step`` would step the original.
     """

@@ -33,7 +33,7 @@ EDITS = 2**12
 
 @dataclass(eq=False)
 class ParamSlice:
-    """A slice of one parameter, or the full parameter, that this rank's optimizer updates.
+    """The part of a parameter that this rank's optimizer updates: a slice or the full parameter.
 
     Args:
         number: Index of the parameter in its bucket.
@@ -56,7 +56,7 @@ class ParamSlice:
 
 @dataclass(frozen=True)
 class UnshardOptions:
-    """Options for gathering the parameters of a shard on demand under ZeRO stage 3.
+    """Options of a shard whose parameters are gathered only while they are used (ZeRO stage 3).
 
     Args:
         memory: Allocates a buffer of (number of elements, dtype, device).
@@ -128,7 +128,7 @@ class FlatShard:
         self.record_param_versions()
 
     def enable_stochastic_rounding(self, seeds: Mapping[int, int]) -> None:
-        """Enable rounding of bf16 parameters after each update if the shard has no fp32 master weights.
+        """Enable rounding of bf16 parameters after each optimizer step, unless the shard has fp32 master weights.
 
         Args:
             seeds: Seed for the random rounding of each ParamEntry, by the id of the entry.
@@ -140,7 +140,7 @@ class FlatShard:
 
     @property
     def master_weight_store(self) -> MasterWeightStore:
-        """The store that loads the master weights of this shard for the optimizer step, and frees them afterward."""
+        """The object that loads the master weights of this shard for an optimizer step, and frees them afterward."""
         return self.host or self.rounded or self._always_loaded
 
     @property
@@ -155,7 +155,7 @@ class FlatShard:
 
     @property
     def has_gradient_per_param(self) -> list[bool]:
-        """Whether any rank had a gradient, for each parameter. The first access synchronizes with the GPU."""
+        """For each parameter, whether any rank had a gradient for it. The first access synchronizes with the GPU."""
         if self._counts is not None:
             counts: list[float] = tolist_or_ones(self._counts)
             self._had, self._counts = [a or b > 0 for a, b in zip(self._had, counts, strict=True)], None
@@ -163,11 +163,11 @@ class FlatShard:
 
     @property
     def has_received_gradient(self) -> bool:
-        """Whether any rank had a gradient for a parameter of this shard, even if the user has discarded it."""
+        """Whether any rank computed a gradient for this shard, including gradients that the user discarded."""
         return any(self.has_gradient_per_param) or self._is_discarded
 
     def find_param_with_moved_memory(self) -> str | None:
-        """Return the name of the first parameter whose memory is no longer part of this shard, or None."""
+        """Return the name of the first parameter that no longer uses the memory of this shard, or None."""
         if self.full is None or not has_data(self.full):
             return None
         base, size = self.full.data_ptr(), self.full.element_size()
@@ -177,7 +177,7 @@ class FlatShard:
         return None
 
     def copy_written_params_to_shard(self) -> None:
-        """Copy into the shard the parameters that were changed outside the optimizer, as by ``load_state_dict``.
+        """Update the shard with parameters that were changed outside the optimizer, as by ``load_state_dict``.
 
         All ranks must write the same values. Parameters that are views of the shard are already up to date.
         """
@@ -214,7 +214,7 @@ class FlatShard:
         return slice(low - place.start, high - place.start) if low < high else slice(0, 0)
 
     def _add_param(self, param_index: int, gradient: GradientSlot) -> ParamSlice | None:
-        """Copy a parameter into the shard, and return this rank's slice of it, or None if the rank has none.
+        """Copy a parameter into the shard, and return the slice that this rank updates, or None if there is no slice.
 
         A parameter without elements gets a slice on every rank, as in a single process. Communicates one all-reduce if
         several ranks store slices of the parameter.
@@ -250,7 +250,7 @@ class FlatShard:
         return found
 
     def receive(self, reduced: Tensor, gradient_counts: Tensor, scale: float = 1.0) -> None:
-        """Accumulate this rank's shard of the reduced gradients, divided by the loss scale.
+        """Add reduced gradients, divided by the loss scale, to the gradients of this shard.
 
         Args:
             gradient_counts: Number of ranks that had a gradient, for each parameter.
@@ -265,7 +265,7 @@ class FlatShard:
         self._sum = reduced if self._sum is None else self._sum.add_(reduced)
 
     def set_optimizer_gradients(self) -> None:
-        """Set ``.grad`` of the optimizer's parameters to the reduced gradients, or to None if no rank has one."""
+        """Set ``.grad`` of the optimizer's parameters to the reduced gradients, or to None if there is no gradient."""
         total = self.reduced_gradients
         for param_slice in self.slices:
             has_one = total is not None and self.has_gradient_per_param[param_slice.number]
@@ -298,7 +298,7 @@ class FlatShard:
                 self._shown[number] = seen, view
 
     def apply_user_gradient_edit(self, param_index: int) -> None:
-        """Apply the user's edits of a gradient to the shard, and clear ``.grad`` for the next backward pass.
+        """Apply the user's changes of a gradient to the shard, and clear ``.grad`` for the next backward pass.
 
         Raises:
             ConfigError: ``.grad`` was replaced by a tensor that was not computed from the original ``.grad``.
@@ -330,7 +330,7 @@ class FlatShard:
             self.get_local_gradient(param_index).copy_(local.reshape(-1))
 
     def _assign_gradient(self, param_index: int, values: Tensor) -> None:
-        """Store a gradient that was computed from earlier gradients and assigned to ``p.grad`` after ``zero_grad``."""
+        """Store a gradient that the user computed and assigned to ``p.grad`` after ``zero_grad``."""
         self.gradient_slots[param_index].param.grad = None
         self.record_gradient_edit(param_index, "put back")
         if self.reduced_gradients is None:
@@ -348,7 +348,7 @@ class FlatShard:
             param_slice.value.grad = None
 
     def record_gradient_edit(self, param_index: int, edit: str) -> None:
-        """Record that the user has edited ``p.grad``, so that the optimizer step can compare the edits of all ranks."""
+        """Record that the user changed ``p.grad``, so that the optimizer step can compare the changes of all ranks."""
         self.edits = (self.edits + crc32(f"{edit} {self.gradient_slots[param_index].entry.name}".encode())) % EDITS
 
     def get_local_gradient(self, param_index: int) -> Tensor:
@@ -367,7 +367,7 @@ class FlatShard:
         return self.axis.size == 1 and not self.gradient_slots[param_index].is_shared
 
     def slice_like_local_gradient(self, param_index: int, x: Tensor) -> Tensor:
-        """Return the part of ``x``, a tensor with the parameter's shape, that matches this rank's gradient slice."""
+        """Return the elements of ``x`` for which this rank stores the gradient of a parameter."""
         gradient = self.gradient_slots[param_index]
         if gradient.is_shared:
             raise ConfigError(
@@ -421,7 +421,7 @@ class FlatShard:
 
     @contextmanager
     def edit_master_weights(self) -> Iterator[None]:
-        """Load the master weights for changes inside this context, and save them on exit. Use it between two steps."""
+        """Allow changes to the master weights inside this context, and save them on exit. Use it between two steps."""
         self.master_weight_store.load()
         self.master_weight_store.wait()
         try:
@@ -452,7 +452,7 @@ class FlatShard:
             self._fetched = full_buffer, self._link.start_copy_to_device(self._get_local_shard(full_buffer), self.local)
 
     def release_fetched_parameters(self) -> None:
-        """Free the copy of the parameters on the device that ``fetch_parameters`` has created."""
+        """Free the copy of the parameters on the device that ``fetch_parameters`` created."""
         if self._fetched is not None:
             self._fetched[1].block_until_done()
             self._fetched = None
@@ -481,7 +481,7 @@ class FlatShard:
         )
 
     def copy_gathered_values_to_params(self, values: Tensor) -> None:
-        """Copy all-gathered values into the parameters that this rank's model stores only slices of."""
+        """Update parameters that are stored as slices on this rank from the all-gathered full values."""
         for gradient, place in zip(self.gradient_slots, self.places, strict=True):
             if gradient.is_shared:
                 gradient.param.detach().copy_(gradient.view_in_bucket(values[place]))
@@ -496,7 +496,7 @@ def make_assigned_gradient_error(name: str) -> ConfigError:
 
 
 def _flatten_to_bucket_order(gradient: GradientSlot, value: Tensor) -> Tensor:
-    """Flatten a parameter, or an optimizer state with its shape, into the order of elements in the bucket.
+    """Flatten a parameter or its optimizer state, in the order in which the gradient bucket stores the elements.
 
     Communicates one all-reduce if several ranks store slices of the parameter.
     """

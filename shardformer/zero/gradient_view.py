@@ -24,7 +24,7 @@ UNTAGGED_ELEMENTWISE = frozenset({"zero_", "fill_", "copy_", "clone", "detach", 
 
 
 class GradientStorage(Protocol):
-    """The protocol of the class that stores the gradients of a bucket (``FlatShard``)."""
+    """Interface of the object that stores the gradients of a bucket (see ``FlatShard``)."""
 
     @property
     def gradient_slots(self) -> Sequence[GradientSlot]: ...
@@ -93,7 +93,7 @@ class ShardedGradient(Tensor):
             self.gradient_storage.record_gradient_edit(self.param_index, str(func))
 
     def get_local_operand(self, x: Tensor, func: Any) -> Tensor:
-        """Return the part of the other operand ``x`` that matches this rank's slice of the gradient."""
+        """Return the elements of an operand ``x`` that correspond to this rank's slice of the gradient."""
         local = self.local_gradient
         if isinstance(x, ShardedGradient):
             if not x.is_gradient_of(self.gradient_storage, self.param_index):
@@ -162,7 +162,7 @@ def _apply_elementwise(func: Any, first: ShardedGradient, args: Any, kwargs: Any
 
 
 def _apply_foreach(func: Any, args: Any, kwargs: Any) -> Any:
-    """Apply a ``torch._foreach_`` function to this rank's slices of the gradients in its arguments."""
+    """Run a ``torch._foreach_`` function on this rank's slices of sharded gradients."""
     lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))]
     firsts = [next((x for x in row if isinstance(x, ShardedGradient)), None) for row in zip(*lists, strict=False)]
 
@@ -182,7 +182,7 @@ def _apply_foreach(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """Return a tensor with the shape, dtype and device of a gradient that uses the memory of only one element."""
+    """Return a placeholder with the shape, dtype and device of a gradient, but the memory of only one element."""
     return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape) if isinstance(x, ShardedGradient) else x
 
 

@@ -126,7 +126,7 @@ _MASTERS = {"fp32": 1.0, "kahan": 0.5, "stochastic": 0.0}
 def _move_estimate_to_host(
     estimate: MemoryEstimate, options: ZeroOptions, wide_shard_bytes: float, shard_bytes: float
 ) -> MemoryEstimate:
-    """Return the estimate for the case that master weights, optimizer states and gradients are offloaded."""
+    """Adapt a memory estimate to the offload of master weights, optimizer states and gradients."""
     share = options.offload.on_device
     stays = share if isinstance(share, (int, float)) else 0.0
     parameters = estimate.parameters if options.offload.parameters else 0.0
@@ -144,7 +144,7 @@ def _move_estimate_to_host(
 
 
 def _count_ranks_per_parameter(model: nn.Module, data: int | None) -> dict[int, int]:
-    """Return the number of ranks over which ZeRO shards each parameter, by the id of the parameter."""
+    """Return the number of ranks over which ZeRO shards each parameter, as a dict by ``id(param)``."""
     state = model.__dict__.get(METADATA_ATTRIBUTE)
     if not isinstance(state, ShardingMetadata):
         return {id(p): data or 1 for p in model.parameters()}

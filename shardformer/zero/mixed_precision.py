@@ -133,7 +133,7 @@ _MIX = tuple(factor - 2**64 for factor in SPLITMIX64)  # as int64
 
 @dataclass(frozen=True, eq=False)
 class RoundedSlice:
-    """A slice of a bf16 parameter without master weights, which the optimizer updates in fp32.
+    """A slice of a bf16 parameter that is updated in fp32, although there are no master weights.
 
     Args:
         value: The parameter that the optimizer updates.
@@ -149,7 +149,7 @@ class RoundedSlice:
 
 
 class RoundedWeightStore(MasterWeightStore):
-    """A store for the bf16 weights of a shard, which are converted to fp32 only for the optimizer step.
+    """Stores the weights of a shard in bf16, and converts them to fp32 only for the optimizer step.
 
     Args:
         own: This rank's shard in bf16.

@@ -26,7 +26,7 @@ State = dict[str, Any]
 
 @contextmanager
 def rollback_on_error(optimizers: Sequence[Optimizer], schedulers_and_hooks: Sequence[Any] = ()) -> Iterator[None]:
-    """Restore optimizers, schedulers and hooks to their current state if the code inside the context raises.
+    """Restore the state of optimizers, schedulers and hooks if the code inside the context raises.
 
     Args:
         optimizers: Their attributes, groups, lists of parameters and states are restored in place. Tensors are not
@@ -61,7 +61,7 @@ def _replace_dict_content(target: State, content: State) -> None:
 
 
 def _make_restore_function(optimizer: Optimizer) -> Callable[[], None]:
-    """Return a function that restores the current attributes, groups and states of an optimizer in place."""
+    """Return a function that restores an optimizer's current attributes, parameter groups and states."""
     attributes, state = dict(vars(optimizer)), optimizer.state
     groups = [(group, dict(group), list(group["params"])) for group in optimizer.param_groups]
     states = [(param, each, _copy_container(each)) for param, each in state.items()]
@@ -108,7 +108,7 @@ class ZeroGradMethod:
 
 
 def attach_zero_optimizer(optimizer: Any, zero_optimizer: Optimizer) -> None:
-    """Record in ``optimizer`` that it belongs to ``zero_optimizer``, and replace its ``zero_grad`` method."""
+    """Attach an optimizer to its ZeroOptimizer, and replace the optimizer's ``zero_grad`` method."""
     optimizer.__dict__.update(
         {ZERO_OPTIMIZER_ATTRIBUTE: weakref.ref(zero_optimizer), "zero_grad": ZeroGradMethod(optimizer, zero_optimizer)}
     )
@@ -180,7 +180,7 @@ STATE_PATCHES: Mapping[Patch, Apply] = {
 
 
 def _find_model_metadata(optimizer: Any) -> ShardingMetadata | None:
-    """Return the sharding metadata of an optimizer's model, or None if all ranks have the same parameters."""
+    """Return how the model of an optimizer is sharded, or None if all ranks have the same parameters."""
     if (holder := get_zero_optimizer(optimizer)) is not None:
         return holder.table  # type: ignore[no-any-return]
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -192,7 +192,7 @@ def _find_model_metadata(optimizer: Any) -> ShardingMetadata | None:
 
 
 def get_state_coordinates(optimizer: Any) -> StateCoordinates:
-    """Return the size of each mesh axis over which an optimizer's state is sharded, and this rank's position on it."""
+    """Return the mesh axes over which an optimizer's state is sharded, with their sizes and this rank's positions."""
     table, holder = _find_model_metadata(optimizer), get_zero_optimizer(optimizer)
     if table is None:
         return {}
@@ -206,7 +206,7 @@ def get_state_coordinates(optimizer: Any) -> StateCoordinates:
 
 
 def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], metadata: ShardingMetadata) -> dict[str, Any]:
-    """Check that the same rank saved an optimizer state, and shard it if it comes from an unsharded model.
+    """Check that an optimizer state belongs to this rank, and shard the state if it is unsharded.
 
     Communicates one object, with the L1 norm of each state tensor if the state does not record its rank.
 
@@ -272,7 +272,7 @@ def _is_full_state(state: Mapping[str, Any], spec: ShardSpec, param: Tensor) -> 
 
 
 def _pair_keys_with_params(optimizer: Any, state_dict: Mapping[str, Any]) -> list[tuple[Any, Tensor]]:
-    """Pair each key of a saved optimizer state with its parameter, up to the end of the shorter list."""
+    """Pair each key of a saved optimizer state with the parameter at the same position in the optimizer."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     return list(zip(numbers, params, strict=False))
@@ -285,7 +285,7 @@ def _describe_coordinates(coordinates: Any) -> str:
 
 
 def _compute_state_norms(optimizer: Any, state_dict: Mapping[str, Any], metadata: ShardingMetadata) -> list[float]:
-    """Compute the L1 norm of each optimizer state tensor that should differ between ranks because it is sharded."""
+    """Compute the L1 norm of each sharded optimizer state tensor, to detect states of the wrong rank."""
     cut = {id(entry.param) for entry in metadata.entries if entry.spec.is_sharded}
     states = [
         state_dict["state"].get(number, {})
@@ -297,7 +297,7 @@ def _compute_state_norms(optimizer: Any, state_dict: Mapping[str, Any], metadata
 
 
 class OptimizerStateView(MutableMapping[Tensor, State]):
-    """A mapping from parameters to their optimizer states, through which the states can also be changed.
+    """A mutable mapping from parameters to their sharded optimizer states.
 
     A key is a parameter of the model or this rank's slice of one. For a parameter without a slice on this rank, the
     state contains empty tensors, so that a script can edit the states of all parameters on every rank.
@@ -313,7 +313,7 @@ class OptimizerStateView(MutableMapping[Tensor, State]):
         self._slices |= {id(p.gradient.param): p for shard in shards for p in shard.slices}
 
     def _find_state_and_key(self, key: Tensor) -> tuple[Any, Tensor] | None:
-        """Return the optimizer state that contains ``key``, and the key in it, or None if another rank has it."""
+        """Return the states and the key that contain a parameter's state, or None if only other ranks store it."""
         if id(key) in self._slices:
             if (param_slice := self._slices[id(key)]) is None:
                 return None
@@ -358,7 +358,7 @@ class OptimizerStateView(MutableMapping[Tensor, State]):
 
 
 class RemoteOptimizerState(dict[str, Any]):
-    """A placeholder for the optimizer state of a parameter that other ranks store, with empty tensors as values."""
+    """A placeholder, with empty tensors as values, for an optimizer state that only other ranks store."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
@@ -368,7 +368,7 @@ class RemoteOptimizerState(dict[str, Any]):
 
 
 def load_state_dict_in_place(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Load an optimizer state without replacing the dictionaries in ``optimizer.param_groups``.
+    """Load an optimizer state, but keep the original dictionaries in ``optimizer.param_groups``.
 
     torch replaces these dictionaries, so that changes by schedulers and scripts with references to the old ones would
     have no effect.

@@ -107,7 +107,7 @@ class OptimizerUpdate:
         )
 
     def _step_optimizers(self, shards: Sequence[FlatShard] | None) -> None:
-        """Step the optimizers for the parameters in ``shards``, or for all parameters if it is None."""
+        """Run the optimizers for the parameters in ``shards``, or for all parameters if ``shards`` is None."""
         if shards is None:
             for optimizer in self._optimizers:
                 optimizer.step()
@@ -127,7 +127,7 @@ class ParamAllGather:
         self._under_way: deque[tuple[FlatShard, PendingCollective]] = deque()
 
     def add_shards(self, shards: Sequence[FlatShard]) -> None:
-        """Start all-gathers of the shards that were passed in the previous call, and keep ``shards`` for the next."""
+        """Start the all-gathers of the previous call's shards, and store ``shards`` for the next call."""
         for shard in self._stored:
             if not shard.keeps:  # the next forward pass gathers shards of stage 3
                 self._under_way.append((shard, shard.start_param_all_gather()))
@@ -147,7 +147,7 @@ class ParamAllGather:
 
 @contextmanager
 def restrict_to_params(optimizer: Optimizer, param_ids: Collection[int]) -> Iterator[None]:
-    """Make an optimizer update only the parameters with the ids ``param_ids`` inside this context."""
+    """Make an optimizer update only the parameters whose ids are in ``param_ids``, inside a ``with`` block."""
     groups = optimizer.param_groups
     params_of_groups: list[list[Tensor]] = [group["params"] for group in groups]
     try:
@@ -228,7 +228,7 @@ def compute_sharded_grad_norm(
 
 
 def _flag_different_gradient_edits(total: Tensor, num_ranks: int) -> Tensor:
-    """Set the error flag in the summed values if the ``num_ranks`` ranks did not edit their gradients in the same way.
+    """Return ``total`` with an error flag if the ranks edited their gradients differently.
 
     The fingerprints x of the edits differ if count * sum(x^2) > sum(x)^2.
     """
@@ -237,7 +237,7 @@ def _flag_different_gradient_edits(total: Tensor, num_ranks: int) -> Tensor:
 
 
 def _is_included_in_norm(gradient: GradientSlot, metadata: ShardingMetadata, stage: int) -> bool:
-    """Return whether this rank adds a gradient to the norm, which only one of the ranks that store it does."""
+    """Return whether this rank, of all ranks that store the same gradient, adds it to the gradient norm."""
     reduction, context = gradient.entry.reduction, metadata.context
     coords = context.coords
     if stage > 0:

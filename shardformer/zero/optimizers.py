@@ -14,7 +14,7 @@ from shardformer.offload.host import FREE_MEMORY
 
 
 class HybridAdam(Adam):
-    """An Adam optimizer that uses free GPU memory for its states, and offloads the other states to the host.
+    """An Adam optimizer that keeps its states in free GPU memory, and offloads states that do not fit to the host.
 
     Use it with ``shard_optimizer(..., offload=...)``. In the first step, all states are on the host. Afterward, as many
     as fit move to the free GPU memory, and the GPU and the host update their states at the same time. Without a GPU or
@@ -91,7 +91,7 @@ class LAMB(Optimizer):
 
 
 class LARS(Optimizer):
-    """SGD with momentum, and a learning rate for each parameter that is scaled by parameter norm / gradient norm.
+    """SGD with momentum that scales the learning rate of each parameter by parameter norm / gradient norm.
 
     You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017), section 4. 1-D parameters, such
     as biases and norms, and groups with ``trust=0`` use the plain learning rate.

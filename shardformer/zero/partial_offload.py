@@ -27,7 +27,7 @@ MARGIN = 0.9
 
 
 def check_free_memory_option(settings: ZeroOptions, device: torch.device) -> None:
-    """Raise ConfigError if an option is "free" but the free memory of the device cannot be measured."""
+    """Raise ConfigError if an option is "free", but the free memory of the device is unknown."""
     brings = settings.offload.on_device == FREE_MEMORY
     stays = settings.stage == 3 and settings.reshard_after_forward == FREE_MEMORY
     if (brings or stays) and device.type != "cuda":
@@ -87,7 +87,7 @@ class DevicePlacement:
             self._unsharded_cache.max_bytes = max_bytes
 
     def _move_shards_to_device(self, max_bytes: float, shard_sizes: Sequence[float]) -> float:
-        """Move the offloaded shards that fit into ``max_bytes`` to the device, and return the remaining bytes."""
+        """Move the offloaded shards that fit into ``max_bytes`` to the device, and return how many bytes are left."""
         for shard, size in zip(self._shards, shard_sizes, strict=True):
             if size <= max_bytes:
                 max_bytes -= size
@@ -104,7 +104,7 @@ class DevicePlacement:
 
 
 def get_min_free_bytes(device: torch.device) -> float:
-    """Return how many bytes of GPU memory remained free when memory use was highest."""
+    """Return how many bytes of GPU memory were free at the peak of memory use."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
 

@@ -50,7 +50,7 @@ ACTION = "train with these optimizers"
 
 
 def _format_options_per_line(settings: tuple[list[Optimizer], ZeroOptions]) -> list[str]:
-    """Format the options and optimizer classes as lines of text, in order to compare them between ranks."""
+    """Format the options and optimizer classes as lines of text that can be compared between ranks."""
     optimizers, options = settings
     return [f"{name}={value!r}" for name, value in vars(options).items()] + [type(o).__name__ for o in optimizers]
 
@@ -166,7 +166,7 @@ def _create_data_parallel_context() -> ParallelContext:
 
 
 def _create_unsharded_metadata(model: nn.Module, context: ParallelContext) -> ShardingMetadata:
-    """Create the metadata of an unsharded model, and broadcast its parameters and buffers to all data ranks."""
+    """Create sharding metadata for an unsharded model, and broadcast its weights to all data-parallel ranks."""
     if any(axis.size > 1 for name, axis in context.axes.items() if name != "data"):
         raise ConfigError(
             f"shard_optimizer received context={context}, but {type(model).__name__} is not sharded.",

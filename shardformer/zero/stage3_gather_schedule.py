@@ -45,7 +45,7 @@ END = -1
 
 @dataclass
 class GatherOrder:
-    """The order in which all ranks gather the parameter groups during a forward or backward pass.
+    """The common order in which all ranks gather the parameter groups during a forward or backward pass.
 
     Args:
         units: Indices of the groups, in this order.
@@ -61,16 +61,16 @@ class GatherOrder:
     is_open: bool = False
 
     def insert_group(self, group_index: int, position: int) -> None:
-        """Insert the parameter group number ``group_index`` before a position of the order."""
+        """Insert a parameter group into the order, before the group at ``position``."""
         self.units.insert(position, group_index)
         self.complete = {n + (n >= position): found for n, found in self.complete.items()}
 
     def find_position(self, group_index: int, start: int) -> int:
-        """Return the first position at or after ``start`` at which a parameter group is gathered, or END."""
+        """Return the first position from ``start`` at which a parameter group is gathered, or END if there is none."""
         return next((n for n in range(max(start, 0), len(self.units)) if self.units[n] == group_index), END)
 
     def find_read_positions(self, read_indices: Sequence[int]) -> list[int]:
-        """Return the positions at which a rank reads its parameter groups in this order."""
+        """Return the position in this order of each parameter group that a rank reads."""
         positions, at = [], 0
         for index in read_indices:
             at = max(self.find_position(index, at), at)
@@ -78,7 +78,7 @@ class GatherOrder:
         return positions
 
     def insert_unread_forward_groups(self, group_indices: Sequence[int], layer_indices: Collection[int]) -> None:
-        """Add each group that no rank has read to the forward order, after the group that precedes it in the model."""
+        """Insert the parameter groups that no rank used into the forward order, in the order of the model."""
         self.unread = [index for index in group_indices if index not in self.units]
         self.is_open |= any(index in layer_indices for index in self.unread)
         for index in self.unread:
@@ -86,7 +86,7 @@ class GatherOrder:
             self.insert_group(index, self.units.index(max(lower)) + 1 if lower else 0)
 
     def insert_unread_backward_groups(self, forward: GatherOrder) -> None:
-        """Add each group that no rank has read to the backward order, after the group that follows it in the model."""
+        """Insert the parameter groups that no rank used into the backward order, in reverse order of the model."""
         self.unread, self.is_open = forward.unread, self.is_open or forward.is_open
         for index in (index for index in self.unread if index not in self.units):
             higher = [n for n in self.units if n > index]
@@ -96,7 +96,7 @@ class GatherOrder:
 def create_gather_order(
     gathered: Sequence[int], previous: GatherOrder | None, reports: Sequence[tuple[list[int], Mapping[int, int]]]
 ) -> GatherOrder:
-    """Create the order of all-gathers from the parameter groups that each rank has read in a pass.
+    """Create a common order of all-gathers from the parameter groups that each rank used in a pass.
 
     Args:
         gathered: The groups in the order in which they were gathered.
@@ -121,7 +121,7 @@ def create_gather_order(
 
 
 def _merge_orders(first: list[int], second: list[int]) -> list[int]:
-    """Merge two lists into one list that contains both of them as subsequences."""
+    """Merge two lists so that the elements of each list keep their order."""
     out: list[int] = []
     for _, a, b, c, d in SequenceMatcher(None, first, second, autojunk=False).get_opcodes():
         out += first[a:b] if first[a:b] == second[c:d] else first[a:b] + second[c:d]
@@ -178,7 +178,7 @@ class GatherScheduler:
     # --- start and end of a forward pass
 
     def _register_hooks(self, model: nn.Module) -> None:
-        """Register forward hooks on the model, and on each module that contains all parameters of a group.
+        """Register forward hooks on the model and on every module that contains a complete parameter group.
 
         The outermost call of such a module counts as a forward pass.
         """
@@ -233,7 +233,7 @@ class GatherScheduler:
                     x.register_hook(self._register_backward_end_callback)
 
     def end_forward_early(self, output: Any) -> None:
-        """End the current forward pass at the end of a pipeline stage, before the called module returns."""
+        """End the forward pass of a pipeline stage before the called module returns."""
         assert self._caller is not None
         module = self._caller
         self._end_forward(module, (), output)
@@ -245,7 +245,7 @@ class GatherScheduler:
             self._saving = self._caller = None
 
     def gather_parameter(self, param: Tensor) -> None:
-        """Gather the parameter group of ``param``, and free all other groups. Must be called on all ranks."""
+        """Gather the parameter group that contains ``param``, and free the others. Must be called on all ranks."""
         wanted = param.__dict__.get(GROUP_ATTRIBUTE)
         for unit in self.units:
             if unit is not wanted:
@@ -266,7 +266,7 @@ class GatherScheduler:
         self.reducer.is_sealed = self._plan is not None and not self._plan.is_open
 
     def gather_before_read(self, units: Sequence[Stage3ParamGroup]) -> None:
-        """Gather parameter groups before an operation reads their parameters."""
+        """Gather the parameter groups whose parameters an operation is about to read."""
         if torch_compat.current_graph_task_id() >= 0:
             self._begin_backward(None)
         elif self._kind is None or self._is_backward:
@@ -280,7 +280,7 @@ class GatherScheduler:
             self._gather_up_to(unit.index)
 
     def _gather_up_to(self, index: int) -> None:
-        """Gather all parameter groups up to number ``index``, including those that only other ranks need.
+        """Gather parameter groups until this rank has group ``index``, including groups that only other ranks need.
 
         If ``index`` is END, gather the remaining groups of the pass.
         """
@@ -294,7 +294,7 @@ class GatherScheduler:
             self._negotiate_and_gather(index)
 
     def _gather_in_recorded_order(self, plan: GatherOrder, index: int) -> None:
-        """Gather parameter groups in the recorded order up to ``index``, or discard the order if a rank deviates."""
+        """Gather parameter groups in the order of an earlier pass, and discard the order if a rank deviates from it."""
         end = len(plan.units) - 1 if index == END else plan.find_position(index, self._position)
         leaves = index != END and end == END
         if leaves and self.units[index].is_gathered:
@@ -339,7 +339,7 @@ class GatherScheduler:
         return self._record.units[-1] if self._record.units else END
 
     def _end_pass(self) -> None:
-        """Participate in the other ranks' remaining all-gathers, and end this rank's forward or backward pass."""
+        """Take part in the remaining all-gathers of other ranks, and end this rank's forward or backward pass."""
         assert self._kind is not None
         self._keep = ()
         self._gather_up_to(END)
@@ -352,7 +352,7 @@ class GatherScheduler:
     # --- the first pass of a kind
 
     def _negotiate_and_gather(self, requested_index: int) -> None:
-        """Agree with other ranks on which parameter groups to gather, until this rank's request is fulfilled.
+        """Agree with the other ranks on the next parameter group to gather, until the requested group is gathered.
 
         For END, continue until no rank requests any. Before each all-gather, one gather communicates the requested
         groups and the groups with complete gradients.
@@ -371,14 +371,14 @@ class GatherScheduler:
                 return
 
     def record_gradient_arrival(self, group: Stage3ParamGroup) -> None:
-        """Record the position in the backward pass at which a parameter group received its last gradient."""
+        """Record when in the backward pass a parameter group received its last gradient."""
         if self._kind is None or not self._is_backward:
             self._begin_backward(None)
         if self._plan is None:
             self._last_arrivals[group.index] = len(self._read_indices) - 1
 
     def _reduce_remaining_groups(self) -> None:
-        """Reduce the gradients of the remaining parameter groups in the same order on all ranks."""
+        """Reduce all gradients that have not been reduced yet, in the same order on all ranks."""
         rest = {unit.index for unit in self.units if unit.index not in self.reducer.sent}
         if not self.reducer.is_sealed:
             again = [unit.index for unit in self.units if self.reducer.has_unreduced_gradients(unit)]
@@ -388,7 +388,7 @@ class GatherScheduler:
         self.reducer.on_backward_end()
 
     def _merge_recorded_orders(self, previous: GatherOrder | None) -> GatherOrder:
-        """Return the order of all-gathers that the ranks used in this pass, for later passes of the same kind."""
+        """Combine the orders in which ranks gathered parameter groups in this pass, for use in later passes."""
         assert self._kind is not None
         reports = all_gather_objects((self._read_indices, self._last_arrivals), self.axis)
         plan = create_gather_order(self._record.units, previous, reports)
@@ -403,7 +403,7 @@ class GatherScheduler:
     # --- tensors that autograd saves
 
     def _pack_saved_tensor(self, x: Tensor) -> SavedParamView | None:
-        """Save a gathered tensor as its position in a parameter group. Return None for other tensors."""
+        """Replace a gathered tensor that autograd saves by its position in its group. Return None for other tensors."""
         place = None if x.layout is not torch.strided else self._groups_by_address.get(torch_compat.get_storage_id(x))
         if place is None:
             return None
@@ -429,7 +429,7 @@ class GatherScheduler:
     # --- start and end of a backward pass
 
     def _begin_backward(self, forward_index: int | None) -> None:
-        """Begin a backward pass through the graph of forward pass ``forward_index``, by default the most recent one."""
+        """Begin the backward pass of forward pass number ``forward_index``, by default the most recent one."""
         if torch_compat.current_graph_task_id() < 0:
             return  # a saved tensor was read outside a backward pass
         if self._caller is not None and not self._is_backward:
@@ -522,7 +522,7 @@ def _make_param_groups(
     host: HostOffloadManager | None,
     pool: GatherBufferPool,
 ) -> tuple[list[Stage3ParamGroup], dict[int, list[GradientBucket]]]:
-    """Create the sharded parameter groups and their gradient buckets, and replace the parameters by placeholders."""
+    """Divide parameters into sharded groups with gradient buckets, and replace the parameters by placeholders."""
     precision = settings.precision
     gathered = UnshardOptions(pool.take, host.link if host is not None and settings.offload.parameters else None)
     units: list[Stage3ParamGroup] = []
@@ -549,7 +549,7 @@ def _make_param_groups(
 
 
 def _compute_gathered_bytes(shard: FlatShard) -> int:
-    """Return the size in bytes of the larger buffer of a shard: gathered parameters, or gradients with counts."""
+    """Return the size in bytes of the largest buffer that a shard needs, for gathered parameters or gradients."""
     return (shard.length + len(shard.gradient_slots)) * shard.axis.size * shard.dtype.itemsize
 
 
@@ -586,7 +586,7 @@ def _should_shard(param: nn.Parameter, keep_frozen: bool) -> bool:
 
 
 def _make_gradient_buckets(gradients: Sequence[GradientSlot], dtype: torch.dtype | None) -> list[GradientBucket]:
-    """Create one gradient bucket per axis, dtype and device, and separate buckets for frozen parameters."""
+    """Divide gradients into buckets by mesh axis, dtype and device, with separate buckets for frozen parameters."""
     found: dict[tuple[Any, ...], GradientBucket] = {}
     for gradient in gradients:
         param = gradient.param

@@ -41,7 +41,7 @@ GROUP_ATTRIBUTE = "_shardformer_unit"
 
 
 class UngatheredParameter(nn.Parameter):
-    """A parameter whose full values are not available on this rank until its parameter group is gathered.
+    """A parameter whose full values are not on this rank until its parameter group is gathered.
 
     An operation that reads the values gathers the group. Outside a forward or backward pass, it raises an error. Shape,
     dtype, device, hooks and ``.grad`` are available without a gather.
@@ -71,7 +71,7 @@ class UngatheredParameter(nn.Parameter):
 
 
 def _keeps_device_and_dtype(convert: Any, param: Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Return whether a conversion keeps the device and dtype, such as ``param.to(device)`` with the same device."""
+    """Return whether a conversion, such as ``param.to(device)``, keeps the parameter's device and dtype."""
     args = tuple(torch.device("cpu") if isinstance(x, torch.device) and x.type == "cpu" else x for x in args)
     with DisableTorchFunctionSubclass():
         probe = torch.empty(0, dtype=param.dtype, device=param.device)
@@ -79,7 +79,7 @@ def _keeps_device_and_dtype(convert: Any, param: Tensor, *args: Any, **kwargs: A
 
 
 def gather_param_groups(params: Iterable[nn.Parameter]) -> None:
-    """Gather the parameter groups of all ``params``, which one operation reads, such as a compiled layer."""
+    """Gather all parameters that an operation, such as a compiled layer, is about to read."""
     absent = [param.__dict__[GROUP_ATTRIBUTE] for param in params if isinstance(param, UngatheredParameter)]
     if absent:
         absent[0].on_read(list({unit.index: unit for unit in absent}.values()))
@@ -87,7 +87,7 @@ def gather_param_groups(params: Iterable[nn.Parameter]) -> None:
 
 @cache
 def _get_functions_without_gather() -> frozenset[Any]:
-    """Return the torch functions that can be called on a parameter without gathering its values."""
+    """Return the torch functions that work on a parameter whose values are not gathered."""
     getters = (
         "shape dtype device requires_grad grad is_leaf layout ndim grad_fn is_cuda is_cpu is_meta is_sparse "
         "is_quantized is_nested itemsize nbytes _version names output_nr retains_grad _backward_hooks "
@@ -106,14 +106,14 @@ def _get_functions_without_gather() -> frozenset[Any]:
 
 @cache
 def _get_conversion_methods() -> frozenset[Any]:
-    """Return the tensor methods, such as ``to``, that return the tensor itself if device and dtype do not change."""
+    """Return the tensor conversion methods, such as ``to``, that return the tensor itself if nothing changes."""
     names = "to cpu cuda float double half bfloat16"
     return frozenset(getattr(torch.Tensor, name) for name in names.split())
 
 
 @cache
 def get_ungathered_class(param_class: Any) -> Any:
-    """Return the subclass of the parameter class ``param_class`` that a parameter has while it is not gathered."""
+    """Return the subclass of ``param_class`` for parameters that are not gathered."""
     if issubclass(param_class, UngatheredParameter):
         return param_class
     if param_class is nn.Parameter:
@@ -303,7 +303,7 @@ class GatherBufferPool:
         self._lent: dict[int, Tensor] = {}
 
     def set_buffer_size(self, group_sizes: Sequence[int]) -> None:
-        """Set the size of the reused buffers to the group size that accounts for the most bytes in total."""
+        """Set the buffer size to the group size for which the groups need the most memory in total."""
         counts = Counter(group_sizes)
         self._size = max(counts, key=lambda size: (counts[size] * size, size), default=0)
 
@@ -320,7 +320,7 @@ class GatherBufferPool:
         return found[:size].view(dtype)
 
     def return_buffer(self, address: int) -> None:
-        """Give the buffer at a memory address (see ``get_storage_id``) back to the pool."""
+        """Return the buffer at a memory address (see ``get_storage_id``) to the pool."""
         chunk = self._lent.pop(address, None)
         if (
             chunk is not None
@@ -342,7 +342,7 @@ class UnshardedGroupCache(list[Stage3ParamGroup]):
     max_bytes: float = 0.0
 
     def add_and_evict(self, group: Stage3ParamGroup) -> list[Stage3ParamGroup]:
-        """Add a group to the cache after its use, and return the groups to free, which are identical on all ranks."""
+        """Add a group to the cache, and return the groups that no longer fit, in the same order on all ranks."""
         if group in self:
             self.remove(group)
         self.append(group)
@@ -403,7 +403,7 @@ class ParamGroupReducer(PausableReducer):
         self._arrived(unit)
 
     def is_complete(self, group: Stage3ParamGroup) -> bool:
-        """Return whether this rank has all gradients of a parameter group and has not reduced any of them yet."""
+        """Return whether a parameter group has all gradients on this rank, and none of them has been reduced yet."""
         found = self._buckets.get(group.index, ())
         return bool(found) and group.index not in self.sent and all(g.arrived for b in found for g in b.gradients)
 
@@ -441,7 +441,7 @@ class ParamGroupReducer(PausableReducer):
         self._under_way = []
 
     def on_backward_end(self) -> None:
-        """End a backward pass: wait for the last reduction, and reset the state of all gradients."""
+        """Wait for the last reduction of a backward pass, and reset the state of all gradients."""
         self.wait_for_reduction()
         self.sent = set()
         for gradient in self._iterate_gradient_slots():
@@ -472,7 +472,7 @@ class ParamGroupReducer(PausableReducer):
 
 @dataclass
 class SavedParamView:
-    """The position of a gathered tensor in its parameter group, which autograd saves instead of the tensor."""
+    """A reference to a gathered tensor, which autograd saves for the backward pass instead of the tensor."""
 
     run: int
     unit: Stage3ParamGroup

@@ -53,7 +53,7 @@ from shardformer.zero.stage3_parameters import Stage3ParamGroup
 
 
 def check_params_unmodified(model: nn.Module, metadata: ShardingMetadata, shards: Sequence[FlatShard]) -> None:
-    """Raise ConfigError if a parameter was replaced or moved, or its ``.grad`` set, after ``shard_optimizer``."""
+    """Raise ConfigError if a parameter was replaced or moved, or ``.grad`` was set, after ``shard_optimizer``."""
     here = {id(p) for p in model.parameters()}
     for entry in metadata.entries:
         if id(entry.param) not in here:
@@ -236,7 +236,7 @@ class ZeroOptimizer(Optimizer):
             shard.set_param_gradients()
 
     def _replace_parameters_with_slices(self) -> None:
-        """Replace the parameters and states of the wrapped optimizers by this rank's slices of them.
+        """Make the wrapped optimizers update this rank's slices of the parameters.
 
         Communicates one all-reduce for each state tensor of which several ranks store slices.
         """
@@ -281,7 +281,7 @@ class ZeroOptimizer(Optimizer):
         return loss
 
     def _apply_gradient_edits(self) -> Exception | None:
-        """Apply the user's edits of ``p.grad`` to the shards. Return an error that all ranks must raise, or None."""
+        """Apply the user's changes of ``p.grad`` to the shards. Return an error that all ranks must raise, or None."""
         try:
             for shard in self.shards:
                 for number in range(len(shard.gradient_slots)):
@@ -411,7 +411,7 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Raise ConfigError if a ``torch.amp.GradScaler``, which reads this attribute, is used with ZeRO."""
+        """Raise ConfigError, because ``torch.amp.GradScaler`` reads this attribute and does not work with ZeRO."""
         raise ConfigError(
             "A GradScaler was used with an optimizer from shard_optimizer, which already scales the loss.",
             remedy="Remove the GradScaler, and call optimizer.backward(loss) and optimizer.step().",
@@ -558,12 +558,12 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def has_sharded_states(self) -> bool:
-        """Whether ranks with the same parameters store different shards of the optimizer state."""
+        """Whether each rank stores only a shard of the optimizer states of its parameters."""
         return any(s.axis.size > 1 or any(gradient.is_shared for gradient in s.gradient_slots) for s in self.shards)
 
     @property
     def rounding_counts(self) -> list[int]:
-        """Number of stochastic roundings of each shard so far, which seeds the next rounding."""
+        """Number of times each shard has been rounded stochastically, used as the seed of the next rounding."""
         return [shard.rounded.step for shard in self.shards if shard.rounded is not None]
 
     @rounding_counts.setter
@@ -606,7 +606,7 @@ class ZeroOptimizer(Optimizer):
 
 
 def _get_saved_state_signature(state_dict: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the shapes, group sizes and keys of a saved optimizer state, for comparison with the current state."""
+    """Summarize the structure of a saved optimizer state, for comparison with the current state."""
     shapes = [tuple(master.shape) for master in state_dict["masters"]]
     groups = [[len(group["params"]) for group in each["param_groups"]] for each in state_dict["optimizers"]]
     return shapes, groups, sorted(state_dict["loss_scale"]), len(state_dict["rounds"])

@@ -205,7 +205,7 @@ class Checkpoint(Hook):
 
 
 def _resolve_best_mode(best: Best | None, metric: str, mode: Mode | None) -> Mode:
-    """Validate the options for the best checkpoint, and return whether lower or higher values are better."""
+    """Check the options for the best checkpoint, and return whether a lower or a higher metric is better."""
     if best is not None:
         check_choice("Checkpoint.best", best, get_args(Best))
     if mode is not None:

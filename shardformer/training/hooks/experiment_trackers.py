@@ -140,7 +140,7 @@ class _MlflowWriter:
 
 
 def _flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested tables to a single dict with keys such as ``model.name``."""
+    """Convert a nested config to a single dict with keys such as ``model.name``."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:

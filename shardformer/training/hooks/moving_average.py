@@ -232,7 +232,7 @@ def _iter_trained_tensors(engine: Any) -> Iterator[tuple[Optimizer, Tensor]]:
 
 
 def _iter_overwritten_tensors(engine: Any) -> Iterator[Tensor]:
-    """Yield the local parameters and master weights that are overwritten while the averages are applied."""
+    """Yield all local tensors that the averaged weights temporarily overwrite."""
     zero = _find_zero_optimizer(engine)
     if zero is None:
         yield from (param for _, param in _iter_trained_tensors(engine))

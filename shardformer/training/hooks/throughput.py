@@ -89,7 +89,7 @@ class Throughput(Hook):
 
 
 class _FlopCounter(TorchDispatchMode):
-    """Counts floating-point operations like ``torch.utils.flop_counter``, but registers no module hooks."""
+    """Counts floating-point operations like ``torch.utils.flop_counter``, but without module hooks."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
