@@ -119,7 +119,7 @@ def make_folder(folder: Path) -> None:
         kind = "a broken link" if other.is_symlink() else "a file"
         raise ConfigError(
             f"The folder {folder} cannot be created, because {other} is {kind}.",
-            remedy=f"Pass the path of another folder, or remove {other}.",
+            remedy=f"Pass the path of another folder, or move {other} away.",
         ) from error
 
 
