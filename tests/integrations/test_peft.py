@@ -76,8 +76,10 @@ def test_every_method_trains_on_every_layout(integrations: IntegrationProcess, f
 @pytest.mark.parametrize("model", OTHER_MODELS)
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_lora_trains_on_other_models(integrations: IntegrationProcess, model: str, order: str) -> None:
-    layouts = ("tensor", "sequence parallel", "pipeline", "ZeRO 3")
-    check(integrations, [("LoRA", layout, model, order) for layout in layouts if (layout, order) != LATE_PIPELINE])
+    layouts = [name for name in ("tensor", "sequence parallel", "pipeline", "ZeRO 3") if (name, order) != LATE_PIPELINE]
+    if model == "convnext":  # its convolutions need the whole image
+        layouts.remove("sequence parallel")
+    check(integrations, [("LoRA", layout, model, order) for layout in layouts])
 
 
 @pytest.mark.full
