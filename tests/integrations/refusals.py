@@ -107,7 +107,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             "All values of a block share one scale. Use a smaller axis, or list the layer in `llm_int8_skip_modules`",
             {
                 "rows": ("self_attn.q_proj", "has 48 columns", "llm_int8_skip_modules"),
-                "columns": ("self_attn.o_proj", "The columns 0-16", "32"),
+                "columns": ("self_attn.o_proj", "The columns ", "32"),
             },
         ),
         Refusal(
