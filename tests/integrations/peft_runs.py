@@ -475,7 +475,7 @@ def train_engine(zero: int | None, folder: str, sizes: dict[str, int]) -> dict[s
 def error_of(function: Callable[..., Any], *args: Any, **sizes: int) -> str:
     """Return the text of the error that sharding raises."""
     try:
-        run_as_threads(lambda context: function(context, *args), **sizes)
+        run_as_threads(lambda context: function(context, *args), in_turn=True, **sizes)
     except ConfigError as error:
         return str(error)
     return "no error"

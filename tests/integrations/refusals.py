@@ -134,7 +134,10 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         Refusal(
             "`save_pretrained` and `export_pretrained` of the quantized base; `engine.reshard`",
             "Save the adapters or a checkpoint. Both contain all trained parameters",
-            {"save the base": ("save_pretrained does not include",), "reshard": ("already sharded or quantized",)},
+            {
+                "save the base": ("save_pretrained does not support the quantized",),
+                "reshard": ("already sharded or quantized",),
+            },
         ),
         Refusal(
             "merging adapters into 4-bit weights that tensor parallelism shards",
