@@ -225,7 +225,7 @@ FEWER_CHANNELS = 4
 
 
 class ConfigShrinker:
-    """Makes small configs for a model, based on measurements of which sizes each config field controls."""
+    """Makes small configs for a model, after measuring the sizes that each config field controls."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.make = model, config_fields.make_meta_model_builder(type(model))

@@ -77,7 +77,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """Summary of which quantities differ, and which difference is closest to its tolerance."""
+        """Summary of the quantities that differ, with the difference that is closest to its tolerance."""
         kind, worst, bound = max(self.compared_quantities, key=lambda compared: compared[1].used)
         failed = [name for name, difference, _ in self.compared_quantities if difference.used > 1]
         reasons = [f"{', '.join(failed)} differ"] if failed else []

@@ -122,7 +122,7 @@ def put_back(model: nn.Module, optimizer: Any) -> None:
 
 
 def of_groups(model: nn.Module, optimizer: Any) -> None:
-    """Edit gradients through the optimizer's parameters, some of which are on one rank only."""
+    """Edit gradients through the optimizer's parameters. Some parameters are on one rank only."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = p.grad.sign()

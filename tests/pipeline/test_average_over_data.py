@@ -22,7 +22,7 @@ Batch = dict[str, Tensor]
 
 
 def batch_of(samples: int, ignored: int, seed: int) -> Batch:
-    """Tokens with labels, of which the first ones of each sample are ignored."""
+    """Tokens with labels. The first labels of each sample are ignored."""
     ids = torch.randint(VOCAB, (samples, 9), generator=torch.Generator().manual_seed(seed))
     labels = ids.roll(-1, 1)
     labels[:, :ignored] = -100

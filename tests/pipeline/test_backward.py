@@ -105,7 +105,7 @@ class Computed(nn.Module):
 
 
 class Halves(nn.Module):
-    """Two inputs and two outputs, one of which depends on the second input only."""
+    """Two inputs and two outputs. One output depends on the second input only."""
 
     def __init__(self) -> None:
         super().__init__()

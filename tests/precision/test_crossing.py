@@ -82,7 +82,7 @@ CASES = [
 ]
 
 
-CASES.append(("blip-2", "ulysses", "zero 0 fp16, checkpointing"))  # several stacks, of which one stays whole
+CASES.append(("blip-2", "ulysses", "zero 0 fp16, checkpointing"))  # several stacks: one stays whole
 
 
 @pytest.mark.reduced(family=("llama", "bert", "t5", "whisper"), at_most=6)

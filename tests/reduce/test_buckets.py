@@ -212,7 +212,7 @@ def test_copied_model_averages_its_own_gradients(pool2: WorkerPool) -> None:
 
 
 def _summands() -> tuple[Tensor | None, Tensor | None]:
-    """A parameter with partial gradients, and one with rows 0-1 and 1-2 of three, of which both ranks store row 1."""
+    """A parameter with partial gradients, and one with rows 0-1 and 1-2 of three. Both ranks store row 1."""
     axis = Axis.of(None)
     whole, rows = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, 2))
     spec = ShardSpec((3, 2), {0: Split((((0, 2),), ((1, 3),)))})

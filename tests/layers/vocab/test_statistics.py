@@ -17,7 +17,7 @@ from shardformer.tensor_parallel.vocab_parallel_statistics import (
 
 NUM_TOKENS, VOCAB = 23, 127
 BOUNDS = [0, 60, 60, 127]
-"""Columns of three ranks, of which one has none."""
+"""Columns of three ranks. One rank has none."""
 
 
 def batch(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -25,7 +25,7 @@ def batch(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     logits_TV = 3 * torch.randn(NUM_TOKENS, VOCAB, generator=generator, dtype=torch.float64)
     labels_T = torch.randint(VOCAB, (NUM_TOKENS,), generator=generator)
     labels_T[:8] = logits_TV[:8].argmax(-1)
-    logits_TV[0, [3, 100]] = logits_TV[0].max() + 1  # two equal maxima, of which the first is the most likely token
+    logits_TV[0, [3, 100]] = logits_TV[0].max() + 1  # two equal maxima: the first is the most likely token
     labels_T[0], labels_T[1] = 100, 5
     logits_TV[1, :60] = logits_TV[1, 5] = -1000.0
     logits_TV[2, :60] = -torch.inf

@@ -187,7 +187,7 @@ MUTANTS = [
         "shardformer/checkpoint/reshard_in_memory.py",
         "for item in sorted(items, key=lambda item: -item.dtype.itemsize):",
         "for item in sorted(items, key=lambda item: item.dtype.itemsize):",
-        "reshape sends the 16-bit copy of a number of which the rank has an fp32 copy too.",
+        "reshape sends the 16-bit copy of a number, although the rank also has an fp32 copy.",
         first=("tests/checkpoint/test_move.py::test_wider_of_two_copies_is_sent",),
     ),
 ]
