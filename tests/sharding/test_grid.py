@@ -26,7 +26,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext, reshape_tensor_axis
 from shardformer.sharding import apply_tensor_grid as grid_plan
-from shardformer.tensor_parallel.grid.layers import GridNorm, GridRegion
+from shardformer.tensor_parallel.grid_layers import GridNorm, GridRegion
 from shardformer.transformers_compat import is_kv_cache
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory, compute_model_loss
 from shardformer.verify.train_both import ForceFp64Mode
